@@ -1,0 +1,16 @@
+"""Algorithms: what an exchange computes. One file each, readable beside its paper.
+
+Notation, the same in all files:
+
+    n     workers                               τ     communication period, in local steps
+    x_i   worker i's replica                    c     center variable
+    α     moving rate                           ρ     strength of the elastic term in the loss
+    g     gradient                              a_i   worker i's accumulated gradient
+"""
+
+from hvd_periodic.algorithms.agn import AGN
+from hvd_periodic.algorithms.averaging import Averaging
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.easgd import EASGD
+
+__all__ = ["AGN", "EASGD", "Algorithm", "Averaging", "Exchange", "State"]

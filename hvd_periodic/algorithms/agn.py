@@ -1,0 +1,70 @@
+"""Accumulated gradient normalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class AGN(Algorithm):
+    """Explore with local steps; move the center by one optimizer step on the normalized accumulated gradients.
+
+        local step:  a_i ← a_i + g_i                           raw gradients
+        exchange:    a   = Σ_i a_i / τ                         op="sum"; 1/n of it with op="average"
+                     c   ← one step of the center optimizer on a
+                     x_i ← c,  a_i ← 0
+
+    τ is the number of gradients that the worker accumulated since the last exchange: the communication period, or less
+    where updates were skipped or training ended within a period.
+
+    Args:
+        op: ``"sum"`` or ``"average"`` over workers.
+
+    Raises:
+        ValueError: another ``op``.
+
+    Example:
+        >>> AGN(op="average").op
+        'average'
+
+    References:
+        Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
+    """
+
+    op: str = "sum"
+
+    optimizes_center: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.op not in ("sum", "average"):
+            raise ValueError(f"`AGNOptimizer(op=...)` must be 'sum' or 'average'. Received: op={self.op!r}")
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Every local gradient is accumulated."""
+        return True
+
+    def init(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the center ``c = x`` and the accumulator ``a = 0``."""
+        return {"center": space.copy(x), "gradient": space.zeros_like(x)}
+
+    def local(self, space: VectorSpace[V], x: V, g: V, state: State[V]) -> tuple[V, State[V]]:
+        """Accumulate the raw gradient."""
+        return g, state | {"gradient": space.axpy(1.0, g, state["gradient"])}
+
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return the normalized accumulated gradient, in place of the accumulator."""
+        workers = exchange.size if self.op == "average" else 1
+        return space.scale(1.0 / (max(exchange.gradients, 1) * workers), state["gradient"])
+
+    def update(
+        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
+    ) -> tuple[V, State[V]]:
+        """Pull the center, which its optimizer has already moved, and start to accumulate anew."""
+        return space.copy(state["center"], out=x), state | {"gradient": space.zeros_like(total)}

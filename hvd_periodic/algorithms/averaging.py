@@ -1,0 +1,46 @@
+"""Model averaging, also known as local SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Averaging(Algorithm):
+    """Replace every replica, and the center, by the mean of the replicas.
+
+        c   ← c + 1/n Σ_i (x_i − c)  =  1/n Σ_i x_i
+        x_i ← c
+
+    With τ = 1 and plain SGD this is synchronous SGD.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vector import VectorSpace
+        >>> space, two = VectorSpace(), Exchange(size=2, period=1)
+        >>> state = {"center": np.array([0.0])}
+        >>> message = Averaging().message(space, np.array([1.0]), state, two)
+        >>> Averaging().update(space, np.array([1.0]), state, message + np.array([3.0]), two)[0]
+        array([2.])
+
+    References:
+        McDonald, Hall, Mann: Distributed Training Strategies for the Structured Perceptron. NAACL (2010).
+        Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
+    """
+
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return the displacement ``x − c``."""
+        return space.sub(x, state["center"], out=out)
+
+    def update(
+        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
+    ) -> tuple[V, State[V]]:
+        """Move the center by the mean displacement; the replica becomes the center."""
+        center = space.axpy(1.0 / exchange.size, total, state["center"])
+        return space.copy(center, out=x), {"center": center}

@@ -1,0 +1,69 @@
+"""What every algorithm provides."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias, TypeVar
+
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+State: TypeAlias = dict[str, V]
+"""The vectors that an algorithm keeps per parameter vector, by name; ``"center"`` is always one of them."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What an algorithm may know of the exchange it takes part in.
+
+    Attributes:
+        size: number of workers n.
+        period: local steps that this exchange covers (τ); at least 1.
+        gradients: gradients that this worker accumulated since the last exchange.
+    """
+
+    size: int
+    period: int
+    gradients: int = 0
+
+
+class Algorithm(ABC):
+    """One exchange, as functions of vectors: ``message`` on each worker, a sum over workers, ``update`` on each worker.
+
+    An algorithm holds hyper-parameters only; all vectors are passed in, and the verbs of the vector space are its only
+    arithmetic. All arguments of a constructor have defaults.
+
+    Attributes:
+        optimizes_center: between the sum and ``update``, an optimizer of its own applies ``state["gradient"]``, which
+            then holds the summed message, to ``state["center"]``.
+    """
+
+    optimizes_center: ClassVar[bool] = False
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether ``local`` must see every local gradient before the local update."""
+        return False
+
+    def check(self, size: int) -> None:
+        """Raise a ValueError when the hyper-parameters make no sense for ``size`` workers."""
+
+    def init(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the state when training starts; all workers hold the same ``x``."""
+        return {"center": space.copy(x)}
+
+    def local(self, space: VectorSpace[V], x: V, g: V, state: State[V]) -> tuple[V, State[V]]:
+        """Return the gradient for the local update, and the new state; may overwrite ``g`` and the state."""
+        return g, state
+
+    @abstractmethod
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return what this worker adds to the sum; zero where it has nothing to say. May be written into ``out``."""
+
+    @abstractmethod
+    def update(
+        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
+    ) -> tuple[V, State[V]]:
+        """Return the new replica and state, given the ``total`` over workers; may overwrite all arguments."""

@@ -1,0 +1,126 @@
+"""Elastic averaging SGD, in its synchronous form."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.arguments import require_real
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+BETA = 0.9
+"""β of the default moving rate, in the paper and in ``tf.contrib.opt``."""
+
+
+@dataclass(frozen=True)
+class EASGD(Algorithm):
+    """Pull every replica towards the center, and the center towards all replicas.
+
+    At an exchange, with d_i = x_i − c and the same old c for all workers:
+
+        x_i ← x_i − α d_i
+        c   ← c + α Σ_i d_i
+
+    With ρ > 0 every local step descends on loss + ρ/2 ‖x − lc‖², where lc is the center as this worker read it at its
+    last exchange, before any push of that exchange:
+
+        g ← g + ρ (x − lc)
+
+    The mean displacement x̄ − c shrinks by 1 − α(n+1) at each exchange: without oscillation up to α(n+1) = 1, and it
+    grows without bound from α(n+1) = 2. Without gradients Σ_i x_i + c is conserved.
+
+    Args:
+        moving_rate: α, in (0, 2/(n+1)). Default: 0.9/(τ n), as in ``tf.contrib.opt``, with the τ of each exchange.
+        beta: the paper's spelling, α = β/n, with no division by τ; exclusive with ``moving_rate``.
+        rho: ρ ≥ 0, in units of 1/(learning rate).
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument out of its range, or both ``moving_rate`` and ``beta``.
+
+    Example:
+        >>> EASGD(beta=0.9).rate(Exchange(size=3, period=10))
+        0.3
+
+    References:
+        Zhang, Choromanska, LeCun: Deep Learning with Elastic Averaging SGD. arXiv 1412.6651 (2015).
+    """
+
+    moving_rate: float | None = None
+    beta: float | None = None
+    rho: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.moving_rate is not None and self.beta is not None:
+            raise ValueError(
+                "`ElasticAverageOptimizer` takes `moving_rate` or `beta` (moving_rate = beta/n), not both. "
+                f"Received: moving_rate={self.moving_rate!r}, beta={self.beta!r}"
+            )
+        for name, value in (("moving_rate", self.moving_rate), ("beta", self.beta)):
+            if value is not None:
+                require_real(value, f"`ElasticAverageOptimizer({name}=...)`", positive=True)
+        require_real(self.rho, "`ElasticAverageOptimizer(rho=...)`", positive=False)
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether the elastic term enters the local gradients."""
+        return self.rho > 0
+
+    def rate(self, exchange: Exchange) -> float:
+        """Return the moving rate α of one exchange."""
+        if self.moving_rate is not None:
+            return self.moving_rate
+        if self.beta is not None:
+            return self.beta / exchange.size
+        return BETA / exchange.period / exchange.size
+
+    def check(self, size: int) -> None:
+        """Refuse a rate that diverges with ``size`` workers; warn of one that oscillates.
+
+        Raises:
+            ValueError: α(n+1) ≥ 2.
+        """
+        if self.moving_rate is None and self.beta is None:
+            return
+        argument, value = ("beta", self.beta) if self.moving_rate is None else ("moving_rate", self.moving_rate)
+        per_argument = size if self.moving_rate is None else 1
+        growth = self.rate(Exchange(size, period=1)) * (size + 1)
+        interval = f"(0, {'2n' if self.moving_rate is None else '2'}/(n+1)) = (0, {2 * per_argument / (size + 1):.4g})"
+        if growth >= 2:
+            raise ValueError(
+                f"`ElasticAverageOptimizer({argument}=...)` must be in {interval} for n={size} workers, otherwise "
+                f"the center diverges. Received: {argument}={value!r}"
+            )
+        if growth > 1:
+            warnings.warn(
+                f"`ElasticAverageOptimizer({argument}={value!r})` makes the center overshoot at every exchange; with "
+                f"n={size} workers it approaches their mean monotonically up to {per_argument / (size + 1):.4g}",
+                stacklevel=2,
+            )
+
+    def init(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the center and, where ρ needs it, the center as last read; both equal ``x``."""
+        state = {"center": space.copy(x)}
+        return state | {"local_center": space.copy(x)} if self.uses_gradients else state
+
+    def local(self, space: VectorSpace[V], x: V, g: V, state: State[V]) -> tuple[V, State[V]]:
+        """Add the gradient of ρ/2 ‖x − lc‖²."""
+        return space.axpy(self.rho, space.sub(x, state["local_center"]), g), state
+
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return the displacement ``d = x − c``."""
+        return space.sub(x, state["center"], out=out)
+
+    def update(
+        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
+    ) -> tuple[V, State[V]]:
+        """Move the replica by −α of its own displacement, the center by α of the sum."""
+        rate, center = self.rate(exchange), state["center"]
+        replica = space.lerp(x, center, rate)
+        read = {"local_center": space.copy(center, out=state["local_center"])} if self.uses_gradients else {}
+        return replica, {"center": space.axpy(rate, total, center)} | read
+

@@ -1,0 +1,36 @@
+"""Checks of arguments, with one wording for all."""
+
+from __future__ import annotations
+
+import operator
+
+
+def require_int(value: object, argument: str, minimum: int) -> int:
+    """Return ``value`` as an int of at least ``minimum``; numpy integers are ints, bools are not.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: below ``minimum``.
+    """
+    message = f"{argument} must be an int >= {minimum}. Received: {value!r}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(message)
+    number = operator.index(value)
+    if number < minimum:
+        raise ValueError(message)
+    return number
+
+
+def require_real(value: object, argument: str, *, positive: bool) -> None:
+    """Check that ``value`` is a finite number, above zero or at least zero.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    message = f"{argument} must be {'positive' if positive else 'zero or positive'} and finite. Received: {value!r}"
+    if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
+        raise TypeError(message)
+    number = float(value)
+    if not (0 < number < float("inf") or (number == 0 and not positive)):
+        raise ValueError(message)

@@ -1,0 +1,94 @@
+"""Horovod: native tensors of the framework whose Horovod module is given, over any process set."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_periodic.comm.base import Communicator
+
+
+class HorovodCommunicator(Communicator):
+    """The ranks of a Horovod process set, exchanging tensors in place.
+
+    Average is never asked of Horovod: over Gloo it has none of its own.
+
+    Args:
+        framework: the Horovod module, ``"horovod.torch"``.
+        process_set: the ranks that exchange. Default: all.
+        tensor: turns a numpy array into a tensor of the framework.
+
+    Raises:
+        RuntimeError: ``hvd.init()`` has not been called.
+        ValueError: the process set is not registered, or this rank is not in it.
+    """
+
+    _constructed: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
+        self._hvd: Any = importlib.import_module(framework)
+        if not self._hvd.is_initialized():
+            raise RuntimeError("Horovod is not initialized: call hvd.init() before the optimizer is constructed")
+        if process_set is None:
+            process_set = self._hvd.global_process_set
+        if getattr(process_set, "process_set_id", None) is None:
+            raise ValueError(
+                "`process_set` must be a registered Horovod process set: pass it to hvd.init(process_sets=[...]) or "
+                f"to hvd.add_process_set() first. Received: {process_set}"
+            )
+        if not process_set.included():
+            raise ValueError(
+                f"`process_set` must contain this rank ({self._hvd.rank()}): construct the optimizer only on the ranks "
+                f"of the set. Received: {process_set}"
+            )
+        self._framework = framework
+        self._tensor = tensor
+        self.process_set = process_set
+        self.rank = process_set.rank()
+        self.size = process_set.size()
+
+    def unique_name(self) -> str:
+        """Return a prefix that no other optimizer of this process uses on this process set."""
+        process_set = self.process_set.process_set_id
+        self._constructed[process_set] += 1
+        return f"hvd_periodic.{process_set}.{self._constructed[process_set]}"
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        """Start an allreduce in place."""
+        handle = self._hvd.allreduce_async_(
+            buffer, name=name, op=self._hvd.Sum if op == "sum" else self._hvd.Max, process_set=self.process_set
+        )
+        return lambda: self._hvd.synchronize(handle)
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        """Broadcast in place; Horovod names the root by its global rank."""
+        return self._hvd.broadcast_(
+            buffer, root_rank=self.process_set.ranks[root], name=name, process_set=self.process_set
+        )
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        """Gather pickled objects; Horovod's own function of this name knows no process sets."""
+        data = np.frombuffer(bytearray(pickle.dumps(value)), dtype=np.uint8)
+        sizes = self._allgather(np.array([data.size], dtype=np.int64), f"{name}.sizes")
+        parts = np.split(self._allgather(data, f"{name}.data"), np.cumsum(sizes)[:-1])
+        return [pickle.loads(part.tobytes()) for part in parts]
+
+    def rank_of(self, global_rank: int) -> int:
+        """Return the rank within the process set of a global Horovod rank."""
+        ranks = list(self.process_set.ranks)
+        if global_rank not in ranks:
+            raise ValueError(f"`root_rank` must be one of the ranks {ranks} of the set. Received: {global_rank!r}")
+        return ranks.index(global_rank)
+
+    def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        gathered = self._hvd.allgather(self._tensor(array), name=name, process_set=self.process_set)
+        return np.asarray(gathered)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        process_set = None if self.process_set.process_set_id == 0 else self.process_set
+        return HorovodCommunicator, (self._framework, process_set, self._tensor)

@@ -1,0 +1,44 @@
+"""MPI through mpi4py, for numpy arrays and for tensors in host memory; needs no Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from hvd_periodic.comm.base import Communicator
+
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX}
+
+
+class MPICommunicator(Communicator):
+    """The ranks of an mpi4py communicator, duplicated so that no message of the user's is in the way.
+
+    Args:
+        comm: the ranks that exchange. Default: all of the job.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self.rank = self._comm.Get_rank()
+        self.size = self._comm.Get_size()
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        """Start a nonblocking allreduce, in place."""
+        request = self._comm.Iallreduce(MPI.IN_PLACE, buffer, op=_OPS[op])
+
+        def wait() -> Any:
+            request.Wait()
+            return buffer
+
+        return wait
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        """Broadcast, in place."""
+        self._comm.Bcast(buffer, root=root)
+        return buffer
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        """Gather pickled objects."""
+        return list(self._comm.allgather(value))

@@ -1,0 +1,105 @@
+"""Ranks as threads of one process, for tests and simulation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvd_periodic.comm.base import Communicator
+
+T = TypeVar("T")
+
+
+class ThreadCommunicator(Communicator):
+    """One rank of a group made by :func:`run`; buffers are numpy arrays, or anything that numpy views without a copy.
+
+    Sums run in rank order, so that results are reproducible to the bit.
+    """
+
+    def __init__(self, rank: int, group: _Group) -> None:
+        self.rank = rank
+        self.size = group.size
+        self._group = group
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        """Reduce in rank order, at once."""
+        values = self._group.exchange(self.rank, (name, op), np.array(buffer))
+        reduce = np.add if op == "sum" else np.maximum
+        total = values[0].copy()
+        for value in values[1:]:
+            reduce(total, value, out=total)
+        np.asarray(buffer)[...] = total
+        return lambda: buffer
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        """Copy the root's values into ``buffer``."""
+        values = self._group.exchange(self.rank, (name, root), np.array(buffer))
+        np.asarray(buffer)[...] = values[root]
+        return buffer
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        """Return the values of all threads."""
+        return self._group.exchange(self.rank, (name,), value)
+
+
+class _Group:
+    """The meeting point of ``size`` threads."""
+
+    def __init__(self, size: int, timeout_seconds: float) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=timeout_seconds)
+        self._calls: list[Any] = [None] * size
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
+        """Return what all ranks brought to the same call."""
+        self._calls[rank], self._values[rank] = call, value
+        self.barrier.wait()
+        calls, values = list(self._calls), list(self._values)
+        self.barrier.wait()
+        if any(other != calls[0] for other in calls):
+            raise RuntimeError(f"Ranks met in different collectives, by rank: {calls}")
+        return values
+
+
+def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds: float = 60.0) -> list[T]:
+    """Run ``function(communicator)`` on ``size`` ranks, one thread each, and return their results in rank order.
+
+    A rank that raises breaks the collectives of the others; the first error is raised here.
+
+    Args:
+        size: number of ranks.
+        function: what each rank does.
+        timeout_seconds: how long a rank waits in one collective before all fail.
+
+    Raises:
+        BrokenBarrierError: ranks waited for each other longer than ``timeout_seconds``.
+
+    Example:
+        >>> run(3, lambda comm: int(comm.allreduce(np.array([comm.rank]), "ranks")()[0]))
+        [3, 3, 3]
+    """
+    group = _Group(size, timeout_seconds)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadCommunicator(rank, group))
+        except threading.BrokenBarrierError as error:
+            errors.append(error)
+        except BaseException as error:
+            errors.insert(0, error)
+            group.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

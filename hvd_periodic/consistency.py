@@ -1,0 +1,86 @@
+"""Agreement between ranks: at the start on what they are going to do, later on what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from hvd_periodic.comm.base import Communicator
+
+T = TypeVar("T")
+
+
+def build_on_all(communicator: Communicator, name: str, build: Callable[[], T]) -> T:
+    """Return ``build()``, or raise on every rank if it raises on any.
+
+    A rank whose arguments are refused would otherwise leave the others waiting for it.
+
+    Raises:
+        Exception: what ``build`` raised on this rank.
+        RuntimeError: ``build`` succeeded here and raised elsewhere.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = build()
+    except Exception as error:
+        failure = error
+    raise_on_all(communicator, name, failure)
+    return result  # type: ignore[return-value]
+
+
+def raise_on_all(communicator: Communicator, name: str, failure: Exception | None) -> None:
+    """Raise on every rank if any rank reports a failure: its own error there, a RuntimeError elsewhere."""
+    reports = communicator.allgather_object(failure and f"{type(failure).__name__}: {failure}", f"{name}.failures")
+    if failure is not None:
+        raise failure
+    failed = {rank: report for rank, report in enumerate(reports) if report}
+    if failed:
+        rank, report = next(iter(failed.items()))
+        raise RuntimeError(f"Rank {rank} failed ({len(failed)} of {communicator.size} ranks did): {report}")
+
+
+def agree(communicator: Communicator, name: str, facts: Mapping[str, object]) -> None:
+    """Raise on all ranks unless all state the same facts, compared as text.
+
+    Digests are compared first, so that large models cost a few bytes per rank.
+
+    Raises:
+        ValueError: names the first fact that differs, its values and the ranks that hold them.
+    """
+    texts = {key: str(value) for key, value in facts.items()}
+    digest = hashlib.sha256("\0".join(f"{key}={value}" for key, value in texts.items()).encode()).hexdigest()
+    if len(set(communicator.allgather_object(digest, f"{name}.digest"))) == 1:
+        return
+    by_rank = communicator.allgather_object(texts, f"{name}.facts")
+    for key in dict.fromkeys(key for rank_facts in by_rank for key in rank_facts):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, rank_facts in enumerate(by_rank):
+            ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = "; ".join(f"{value} on rank {_join(ranks)}" for value, ranks in ranks_by_value.items())
+            raise ValueError(f"All ranks must construct the same optimizer. They differ in {key}: {values}")
+    raise ValueError("All ranks must construct the same optimizer. They state the same facts in another order")
+
+
+def audit(communicator: Communicator, name: str, vectors: Iterable[bytes]) -> None:
+    """Raise on all ranks unless all hold the same vectors, to the bit.
+
+    Raises:
+        RuntimeError: names the ranks that differ from rank 0.
+    """
+    digest = hashlib.sha256()
+    for vector in vectors:
+        digest.update(vector)
+    digests = communicator.allgather_object(digest.hexdigest(), f"{name}.audit")
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise RuntimeError(
+            f"The center variables differ between ranks: rank {_join(different)} from rank 0. Was a state restored on "
+            "some ranks only? Restore it on all, or call synchronizer.broadcast()"
+        )
+
+
+def _join(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

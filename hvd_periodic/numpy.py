@@ -1,0 +1,350 @@
+"""The numpy front end: parameters are arrays that are updated in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.comm import Communicator, LocalCommunicator
+from hvd_periodic.consistency import build_on_all
+from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
+from hvd_periodic.named import unique_pairs
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.store import FlatStore, PackedStore, Store
+from hvd_periodic.synchronizer import Synchronizer
+from hvd_periodic.vector import VectorSpace
+
+Array = np.ndarray[Any, Any]
+NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
+
+
+class ArrayOptimizer(Protocol):
+    """An optimizer of numpy arrays."""
+
+    def step(self, parameters: Sequence[Array], gradients: Sequence[Array | None]) -> None:
+        """Update the parameters in place; a gradient of None leaves its parameter alone."""
+
+
+class SGD:
+    """Gradient descent with momentum, on numpy arrays.
+
+        v ← μ v + g
+        x ← x − η v
+
+    Args:
+        learning_rate: η.
+        momentum: μ.
+
+    Example:
+        >>> x = np.zeros(2)
+        >>> SGD(0.1).step([x], [np.array([1.0, -1.0])])
+        >>> x
+        array([-0.1,  0.1])
+    """
+
+    def __init__(self, learning_rate: float, momentum: float = 0.0) -> None:
+        self.learning_rate = learning_rate
+        self.momentum = momentum
+        self.velocities: list[Array] | None = None
+
+    def step(self, parameters: Sequence[Array], gradients: Sequence[Array | None]) -> None:
+        """Update the parameters in place."""
+        if self.velocities is None:
+            self.velocities = [np.zeros_like(x) for x in parameters]
+        for x, g, v in zip(parameters, gradients, self.velocities, strict=True):
+            if g is not None:
+                v *= self.momentum
+                v += g
+                x -= np.asarray(self.learning_rate * v, dtype=x.dtype)
+
+
+class NumpyReplica:
+    """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
+
+    buffers: Store[Array] | None = None
+    constants: Store[Array] | None = None
+
+    def __init__(
+        self,
+        named_parameters: NamedArrays,
+        center_optimizer: ArrayOptimizer | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+        self.names, self.arrays = [], []
+        for name, array in unique_pairs(pairs, "named_parameters"):
+            if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
+                found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+                raise TypeError(f"Parameter {name!r} must be a numpy array of floating point. Received: {found}")
+            self.names.append(name)
+            self.arrays.append(array)
+        if not any(array.size for array in self.arrays):
+            raise ValueError("`named_parameters` must hold at least one element. Received: no parameters")
+        specs = []
+        for name, array in zip(self.names, self.arrays, strict=True):
+            kind = np.promote_types(array.dtype, np.float32)
+            specs.append(TensorSpec(name, array.shape, kind.name, kind.itemsize))
+        self.space: VectorSpace[Array] = VectorSpace()
+        self.gradients: Sequence[Array | None] = [None] * len(self.arrays)
+        self.parameters: Store[Array] = PackedStore(
+            Layout(specs, bucket_bytes), self.arrays, lambda bucket: np.empty(bucket.size, bucket.kind)
+        )
+        self._center_optimizer = center_optimizer
+        self._signature = [(array.shape, array.dtype) for array in self.arrays]
+
+    def facts(self) -> dict[str, object]:
+        """Return names, shapes and dtypes."""
+        arrays = zip(self.names, self.arrays, strict=True)
+        return {
+            "number of parameters": len(self.arrays),
+            **{f"parameter {i}": f"{n} {a.dtype}{list(a.shape)}" for i, (n, a) in enumerate(arrays)},
+        }
+
+    def changes(self) -> str | None:
+        """Return which array changed its shape or dtype in place."""
+        for name, array, signature in zip(self.names, self.arrays, self._signature, strict=True):
+            if (array.shape, array.dtype) != signature:
+                return f"Parameter {name!r} changed from {signature} to {(array.shape, array.dtype)} after construction"
+        return None
+
+    def new_store(self, layout: Layout) -> Store[Array]:
+        """Return zeros."""
+        return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
+
+    def scratch(self, bucket: Bucket, slot: int) -> None:
+        """Numpy allocates as it goes."""
+        return None
+
+    def local(self, algorithm: Algorithm, state: dict[str, Store[Array]]) -> int:
+        """Run the local rule on one array at a time; it updates gradients and state in place."""
+        views = {key: store.tensors() for key, store in state.items()}
+        present = 0
+        for i, (x, g) in enumerate(zip(self.arrays, self.gradients, strict=True)):
+            if g is None:
+                continue
+            present = 1
+            old = {key: tensors[i] for key, tensors in views.items()}
+            gradient, new = algorithm.local(self.space, x, g, old)
+            g[...] = gradient
+            for key, value in new.items():
+                old[key][...] = value
+        return present
+
+    def step_center(self, center: Store[Array], gradient: Store[Array]) -> None:
+        """Let the center optimizer step on views of the center."""
+        if self._center_optimizer is None:
+            raise RuntimeError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        self._center_optimizer.step(center.tensors(), gradient.tensors())
+
+    def center_optimizer_state(self) -> Any:
+        """Return a copy of the center optimizer's attributes."""
+        return None if self._center_optimizer is None else copy.deepcopy(vars(self._center_optimizer))
+
+    def load_center_optimizer_state(self, state: Any) -> None:
+        """Set the center optimizer's attributes."""
+        if self._center_optimizer is not None:
+            vars(self._center_optimizer).update(copy.deepcopy(state))
+
+    def integers(self) -> list[int]:
+        """Numpy replicas have no integer buffers."""
+        return []
+
+    def set_integers(self, values: list[int]) -> None:
+        """Numpy replicas have no integer buffers."""
+
+    def control(self, values: list[int]) -> Array:
+        """Return the values as int64."""
+        return np.array(values, dtype=np.int64)
+
+    def to_bytes(self, value: Array) -> bytes:
+        """Return the raw memory."""
+        return value.tobytes()
+
+    def save(self, store: Store[Array]) -> dict[str, Any]:
+        """Return copies by name."""
+        return {name: np.copy(array) for name, array in zip(self.names, store.tensors(), strict=True)}
+
+    def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
+        """Copy by name."""
+        for name, array in zip(self.names, store.tensors(), strict=True):
+            array[...] = tensors[name]
+
+
+class PeriodicOptimizer:
+    """An optimizer of numpy arrays whose ranks exchange now and then, by any algorithm and schedule.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
+        algorithm: what an exchange computes.
+        period: local steps between exchanges, or a schedule.
+        center_optimizer: for algorithms that optimize the center; default: a copy of ``optimizer``.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
+
+    Attributes:
+        optimizer: the local optimizer.
+        synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        *,
+        center_optimizer: ArrayOptimizer | None = None,
+        root_rank: int = 0,
+        communicator: Communicator | None = None,
+        argument: str = "period",
+    ) -> None:
+        comm = LocalCommunicator() if communicator is None else communicator
+
+        def build() -> Synchronizer[Array]:
+            replica = NumpyReplica(named_parameters, center_optimizer or copy.deepcopy(optimizer))
+            made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            return Synchronizer(replica, made, as_schedule(period, argument), comm, comm.rank_of(root_rank))
+
+        self.optimizer = optimizer
+        self.synchronizer = build_on_all(comm, "hvd_periodic.construction", build)
+        self._replica: Any = self.synchronizer.replica
+        self.synchronizer.start()
+
+    def step(self, gradients: Mapping[str, Array] | Sequence[Array | None]) -> None:
+        """Take one local step, and exchange if one is due.
+
+        Args:
+            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient. EASGD with
+                ρ > 0 adds its elastic term to them in place.
+
+        Raises:
+            ValueError: a gradient without parameter, or of another shape.
+        """
+        replica = self._replica
+        if isinstance(gradients, Mapping):
+            unknown = gradients.keys() - set(replica.names)
+            if unknown:
+                raise ValueError(f"No parameter has the name of the gradient {min(unknown)!r}")
+            gradients = [gradients.get(name) for name in replica.names]
+        shapes = [None if g is None else g.shape for g in gradients]
+        if len(shapes) != len(replica.arrays):
+            raise ValueError(f"{len(replica.arrays)} parameters take as many gradients. Received: {len(shapes)}")
+        for name, array, shape in zip(replica.names, replica.arrays, shapes, strict=True):
+            if shape not in (None, array.shape):
+                raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {shape}")
+        replica.gradients = gradients
+        self.synchronizer.prepare_gradients()
+        self.optimizer.step(replica.arrays, gradients)
+        self.synchronizer.step()
+
+    def center(self) -> AbstractContextManager[None]:
+        """Hold the center in the arrays inside a ``with`` block, the local values again after it."""
+        return self.synchronizer.center()
+
+
+class ElasticAverageOptimizer(PeriodicOptimizer):
+    """Elastic averaging of numpy arrays; the mathematics is that of :class:`hvd_periodic.algorithms.EASGD`.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        moving_rate: α; default 0.9/(τ n).
+        beta: α = β/n instead.
+        rho: strength of the elastic term in the local loss.
+        **common: ``root_rank`` and ``communicator`` of :class:`PeriodicOptimizer`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
+
+    Example:
+        >>> x = np.zeros(1)
+        >>> optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, communication_period=2, moving_rate=0.25)
+        >>> for _ in range(2):
+        ...     optimizer.step([np.array([-1.0])])
+        >>> x
+        array([1.5])
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        communication_period: int | Schedule = 10,
+        moving_rate: float | None = None,
+        beta: float | None = None,
+        rho: float = 0.0,
+        **common: Any,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            named_parameters,
+            lambda: EASGD(moving_rate, beta, rho),
+            communication_period,
+            argument="communication_period",
+            **common,
+        )
+
+
+class ModelAverageOptimizer(PeriodicOptimizer):
+    """Model averaging of numpy arrays; the mathematics is that of :class:`hvd_periodic.algorithms.Averaging`.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs.
+        interval_steps: local steps between exchanges (τ), or a schedule.
+        **common: ``root_rank`` and ``communicator`` of :class:`PeriodicOptimizer`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        interval_steps: int | Schedule = 100,
+        **common: Any,
+    ) -> None:
+        super().__init__(optimizer, named_parameters, Averaging, interval_steps, argument="interval_steps", **common)
+
+
+class AGNOptimizer(PeriodicOptimizer):
+    """Accumulated gradient normalization; the mathematics is that of :class:`hvd_periodic.algorithms.AGN`.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
+        op: ``"sum"`` or ``"average"`` of the workers' gradients.
+        **common: ``root_rank`` and ``communicator`` of :class:`PeriodicOptimizer`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        communication_period: int | Schedule = 10,
+        center_optimizer: ArrayOptimizer | None = None,
+        op: str = "sum",
+        **common: Any,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            named_parameters,
+            lambda: AGN(op),
+            communication_period,
+            center_optimizer=center_optimizer,
+            argument="communication_period",
+            **common,
+        )

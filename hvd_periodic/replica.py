@@ -1,0 +1,70 @@
+"""What a front end provides: where the tensors of one rank live, and how its framework works on them."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.store import Store
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+class Replica(Protocol, Generic[V]):
+    """One rank's replica of the model.
+
+    Attributes:
+        space: the verbs on flat vectors of this front end.
+        parameters: what the algorithm acts on; the same parameters, in the same order, for the whole training.
+        buffers: real-valued statistics that are averaged at every exchange; None where there are none.
+        constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
+    """
+
+    space: VectorSpace[V]
+    parameters: Store[V]
+    buffers: Store[V] | None
+    constants: Store[V] | None
+
+    def facts(self) -> dict[str, object]:
+        """Return what must be equal on all ranks, by readable name."""
+
+    def changes(self) -> str | None:
+        """Return what has changed in the set of parameters since construction, or None."""
+
+    def new_store(self, layout: Layout) -> Store[V]:
+        """Return a store of zeros for a vector of the algorithm's state."""
+
+    def scratch(self, bucket: Bucket, slot: int) -> V | None:
+        """Return a reusable buffer for the bucket, one per slot; None if this front end allocates as it goes."""
+
+    def local(self, algorithm: Algorithm, state: dict[str, Store[V]]) -> int:
+        """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if gradients were there, else 0."""
+
+    def step_center(self, center: Store[V], gradient: Store[V]) -> None:
+        """Apply one step of the center optimizer, in place."""
+
+    def center_optimizer_state(self) -> Any:
+        """Return the state of the center optimizer; None if there is none."""
+
+    def load_center_optimizer_state(self, state: Any) -> None:
+        """Restore what ``center_optimizer_state`` returned."""
+
+    def integers(self) -> list[int]:
+        """Return the integer buffers, flattened; the largest value of all ranks wins at every exchange."""
+
+    def set_integers(self, values: list[int]) -> None:
+        """Set the integer buffers."""
+
+    def control(self, values: list[int]) -> Any:
+        """Return a 64-bit integer vector that the communicator takes; readable through ``.tolist()``."""
+
+    def to_bytes(self, value: V) -> bytes:
+        """Return the raw memory of a flat vector, for audits."""
+
+    def save(self, store: Store[V]) -> dict[str, Any]:
+        """Return copies of the tensors of a store, by name."""
+
+    def load(self, store: Store[V], tensors: dict[str, Any]) -> None:
+        """Copy tensors by name into a store."""

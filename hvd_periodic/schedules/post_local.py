@@ -1,0 +1,42 @@
+"""Post-local SGD's schedule: synchronous first, periodic later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvd_periodic.arguments import require_int
+
+
+@dataclass(frozen=True)
+class PostLocal:
+    """Exchange after every step until step ``start``, then every ``period`` local steps.
+
+        exchanges at 1, 2, ..., start, start + period, start + 2 period, ...
+
+    Args:
+        start: local steps of the synchronous phase; 0 or more.
+        period: local steps between exchanges afterwards (τ); at least 1.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: ``start`` is negative or ``period`` is below 1.
+
+    Example:
+        >>> schedule = PostLocal(start=2, period=8)
+        >>> [schedule(step) for step in range(4)]
+        [1, 1, 8, 8]
+
+    References:
+        Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD. arXiv 1808.07217 (2018).
+    """
+
+    start: int = 100
+    period: int = 10
+
+    def __post_init__(self) -> None:
+        require_int(self.start, "`PostLocal(start=...)`", minimum=0)
+        require_int(self.period, "`PostLocal(period=...)`", minimum=1)
+
+    def __call__(self, step: int) -> int:
+        """Return the number of local steps from ``step`` to the next exchange."""
+        return 1 if step < self.start else self.period

@@ -1,0 +1,450 @@
+"""Counts local steps, asks the schedule, runs exchanges and keeps their state: the only orchestration."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.algorithms.averaging import Averaging
+from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.consistency import agree, audit, raise_on_all
+from hvd_periodic.layout import Bucket
+from hvd_periodic.replica import Replica
+from hvd_periodic.schedules.base import Schedule, next_exchange
+from hvd_periodic.store import Store
+
+V = TypeVar("V")
+
+IN_FLIGHT = 2
+"""Buckets under way at once: one travels while the next is computed."""
+
+_FAR = 2**62
+"""Above every step count; ``_FAR − step`` turns a maximum over ranks into a minimum."""
+
+_STATE_VERSION = 1
+
+
+@dataclass
+class Counters:
+    """What a synchronizer has done so far.
+
+    Attributes:
+        local_steps: iterations, whether or not the update ran.
+        rounds: exchanges.
+        skipped_updates: iterations whose update did not run (overflow under mixed precision).
+        bytes_sent: bytes that this rank handed to collectives in exchanges.
+        exchange_seconds: wall time spent in exchanges, waiting for other ranks included.
+    """
+
+    local_steps: int = 0
+    rounds: int = 0
+    skipped_updates: int = 0
+    bytes_sent: int = 0
+    exchange_seconds: float = 0.0
+
+
+@dataclass
+class _Part(Generic[V]):
+    """Tensors that are exchanged together: the parameters, or the buffers."""
+
+    name: str
+    values: Store[V]
+    algorithm: Algorithm
+    state: dict[str, Store[V]]
+
+    def read_state(self, bucket: Bucket) -> dict[str, V]:
+        return {key: store.read(bucket) for key, store in self.state.items()}
+
+    def write_state(self, bucket: Bucket, old: dict[str, V], new: dict[str, V]) -> None:
+        for key, value in new.items():
+            if value is not old.get(key):
+                self.state[key].write(bucket, value)
+
+
+class Synchronizer(Generic[V]):
+    """Runs one algorithm on one replica, whenever its schedule says so.
+
+    Construction is local; :meth:`start` is the first call that communicates. Every rank then calls :meth:`step` once
+    per iteration, and :meth:`finalize` once at the end.
+
+    Args:
+        replica: the parameters of this rank, as a front end provides them.
+        algorithm: what an exchange computes.
+        schedule: when to exchange.
+        communicator: with whom.
+        root: the rank, within the communicator, whose values all start from.
+
+    Attributes:
+        counters: steps, rounds, bytes and seconds so far.
+    """
+
+    def __init__(
+        self,
+        replica: Replica[V],
+        algorithm: Algorithm,
+        schedule: Schedule,
+        communicator: Communicator,
+        root: int = 0,
+    ) -> None:
+        algorithm.check(communicator.size)
+        self.replica = replica
+        self.algorithm = algorithm
+        self.schedule = schedule
+        self.communicator = communicator
+        self.root = root
+        self.counters = Counters()
+        self._name = communicator.unique_name()
+        self._last_exchange = 0
+        self._next_exchange = next_exchange(schedule, 0)
+        self._gradients = 0
+        self._inside_center = False
+        self._parts = [self._part("parameters", replica.parameters, algorithm)]
+        if replica.buffers is not None:
+            self._parts.append(self._part("buffers", replica.buffers, Averaging()))
+        self._center_integers = replica.integers()
+
+    @property
+    def local_steps(self) -> int:
+        """Iterations so far."""
+        return self.counters.local_steps
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far."""
+        return self.counters.rounds
+
+    def start(self) -> None:
+        """Check that all ranks are about to do the same, then give all the root's values.
+
+        Raises:
+            ValueError: ranks differ; raised on all of them.
+        """
+        steps = [0]
+        for _ in range(8):
+            steps.append(next_exchange(self.schedule, steps[-1]))
+        agree(
+            self.communicator,
+            self._name,
+            {
+                "algorithm": self.algorithm,
+                "schedule (first exchanges)": steps[1:],
+                "root rank": self.root,
+                **self.replica.facts(),
+            },
+        )
+        self.broadcast()
+
+    def prepare_gradients(self) -> None:
+        """Show the local gradients to the algorithm; call it before every local update.
+
+        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing.
+        """
+        if self.algorithm.uses_gradients:
+            self._gradients += self.replica.local(self.algorithm, self._parts[0].state)
+
+    def step(self, updated: bool = True) -> bool:
+        """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
+
+        Args:
+            updated: whether the local update ran; an iteration without update counts all the same, so that ranks
+                agree on when to exchange.
+
+        Returns:
+            Whether an exchange took place.
+
+        Raises:
+            RuntimeError: called inside ``center()``, or as :meth:`sync`.
+        """
+        self._refuse_inside_center("step")
+        self.counters.local_steps += 1
+        self.counters.skipped_updates += not updated
+        if self.counters.local_steps < self._next_exchange:
+            return False
+        self.sync()
+        return True
+
+    def sync(self) -> None:
+        """Exchange now, on all ranks, whatever the schedule says.
+
+        Raises:
+            RuntimeError: the parameters changed since construction, or ranks are at different steps; on all ranks.
+        """
+        self._refuse_inside_center("sync")
+        self._run_exchange(leaving=False)
+
+    def finalize(self) -> None:
+        """Leave training: exchange what is left, so that all ranks end with the same center.
+
+        Ranks may arrive after different numbers of steps: one that is done takes part in the exchanges of the others,
+        with unchanged parameters and no gradients, until all are done. No exchange takes place if nobody has stepped
+        since the last one.
+
+        Raises:
+            RuntimeError: the centers of the ranks differ; on all ranks.
+        """
+        self._refuse_inside_center("finalize")
+        while self._run_exchange(leaving=True):
+            pass
+        self.audit()
+
+    def audit(self) -> None:
+        """Check on all ranks that they hold the same center, to the bit.
+
+        Raises:
+            RuntimeError: they do not; names the ranks.
+        """
+        audit(
+            self.communicator,
+            self._name,
+            (
+                self.replica.to_bytes(part.state["center"].read(bucket))
+                for part in self._parts
+                for bucket in part.values.layout.buckets
+            ),
+        )
+
+    def broadcast(self) -> None:
+        """Give all ranks the root's parameters, buffers, center, counters and schedule position.
+
+        This is what starts training, and what restores it when a checkpoint was loaded on the root only. The state of
+        the local optimizer is not part of it.
+        """
+        replica, root, call = self.replica, self.root, 0
+        stores = [store for part in self._parts for store in (part.values, *part.state.values())]
+        if replica.constants is not None:
+            stores.append(replica.constants)
+        for store in stores:
+            for bucket in store.layout.buckets:
+                value = store.read(bucket, out=replica.scratch(bucket, 0))
+                store.write(bucket, self.communicator.broadcast(value, f"{self._name}.broadcast.{call}", root))
+                call += 1
+        is_root = self.communicator.rank == root
+        progress = (self._progress(), replica.integers(), replica.center_optimizer_state()) if is_root else None
+        gathered = self.communicator.allgather_object(progress, f"{self._name}.progress")
+        position, integers, optimizer_state = gathered[root]
+        if not is_root:
+            self._set_progress(position)
+            replica.load_center_optimizer_state(optimizer_state)
+        replica.set_integers(integers)
+        self._center_integers = integers
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Hold the center variables in the model inside the block, the local values again after it, come what may.
+
+        Buffers that are averaged at exchanges take the values of the last one.
+
+        Raises:
+            RuntimeError: blocks are nested.
+        """
+        self._refuse_inside_center("center")
+        held = []
+        integers = self.replica.integers()
+        for part in self._parts:
+            local = self.replica.new_store(part.values.layout)
+            for bucket in part.values.layout.buckets:
+                part.values.read(bucket, out=local.read(bucket))
+            held.append((part.values, local))
+        self._inside_center = True
+        try:
+            for part in self._parts:
+                _copy(part.state["center"], part.values)
+            self.replica.set_integers(self._center_integers)
+            yield
+        finally:
+            for values, local in held:
+                _copy(local, values)
+            self.replica.set_integers(integers)
+            self._inside_center = False
+
+    def center_tensors(self) -> tuple[list[Any], list[Any], list[int]]:
+        """Return the center of the parameters, of the averaged buffers and of the integer buffers."""
+        buffers = self._parts[1].state["center"].tensors() if len(self._parts) > 1 else []
+        return self._parts[0].state["center"].tensors(), buffers, self._center_integers
+
+    def distance(self) -> float:
+        """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
+        part, replica = self._parts[0], self.replica
+        total = 0.0
+        for bucket in part.values.layout.buckets:
+            x = part.values.read(bucket, out=replica.scratch(bucket, 0))
+            d = replica.space.sub(x, part.state["center"].read(bucket), out=replica.scratch(bucket, 1))
+            total += replica.space.dot(d, d)
+        return float(total**0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that training needs to continue exactly, except the parameters and the local optimizer.
+
+        It holds copies, in tensors, dicts, lists and numbers only.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "algorithm": type(self.algorithm).__name__,
+            "schedule": repr(self.schedule),
+            **self._progress(),
+            "integers": list(self._center_integers),
+            "center_optimizer": self.replica.center_optimizer_state(),
+            "vectors": {
+                part.name: {key: self.replica.save(store) for key, store in part.state.items()}
+                for part in self._parts
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; load it on every rank, each rank its own or all the same.
+
+        The next exchange takes place where the saved schedule put it, those after it where this one does.
+
+        Raises:
+            ValueError: the state belongs to another algorithm, another model or another version.
+        """
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+            found = state.get("version") if isinstance(state, dict) else type(state)
+            raise ValueError(f"Not a synchronizer state of version {_STATE_VERSION}. Received: {found!r}")
+        if state["algorithm"] != type(self.algorithm).__name__:
+            raise ValueError(
+                f"The state was saved by {state['algorithm']}, this optimizer runs {type(self.algorithm).__name__}"
+            )
+        vectors = state["vectors"]
+        for part in self._parts:
+            saved = vectors.get(part.name, {})
+            names = {spec.name: spec.shape for spec in part.values.layout.specs}
+            for key in part.state:
+                found = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
+                if found != names:
+                    differing = sorted(name for name in names.keys() | found.keys() if names.get(name) != found.get(name))
+                    raise ValueError(
+                        f"The saved {key!r} of the {part.name} is of another model: {differing[0]!r} has shape "
+                        f"{found.get(differing[0])} there and {names.get(differing[0])} here"
+                    )
+        for part in self._parts:
+            for key, store in part.state.items():
+                self.replica.load(store, vectors[part.name][key])
+        self.replica.load_center_optimizer_state(state["center_optimizer"])
+        self._center_integers = list(state["integers"])
+        self._set_progress(state)
+
+    def _part(self, name: str, values: Store[V], algorithm: Algorithm) -> _Part[V]:
+        """Return a part whose state is that of the start of training."""
+        state: dict[str, Store[V]] = {}
+        for bucket in values.layout.buckets:
+            x = values.read(bucket, out=self.replica.scratch(bucket, 0))
+            for key, value in algorithm.init(self.replica.space, x).items():
+                if key not in state:
+                    state[key] = self.replica.new_store(values.layout)
+                state[key].write(bucket, value)
+        return _Part(name, values, algorithm, state)
+
+    def _run_exchange(self, leaving: bool) -> bool:
+        """Exchange; return whether some rank is still training."""
+        started = time.perf_counter()
+        training, period, integers = self._meet(leaving)
+        if training or period:
+            exchange = Exchange(self.communicator.size, max(period, 1), self._gradients)
+            for part in self._parts:
+                self._exchange_part(part, exchange)
+            self.replica.set_integers(integers)
+            self._center_integers = integers
+            self.counters.rounds += 1
+            self._gradients = 0
+            self._last_exchange = self.counters.local_steps
+            self._next_exchange = next_exchange(self.schedule, self.counters.local_steps)
+        self.counters.exchange_seconds += time.perf_counter() - started
+        return training
+
+    def _meet(self, leaving: bool) -> tuple[bool, int, list[int]]:
+        """Let all ranks learn, before any data travels, whether all is well and what this exchange is.
+
+        One maximum over ranks carries it all. A rank that is leaving sends zeros for its step, which no maximum of
+        others can notice.
+
+        Returns:
+            Whether some rank is still training, local steps that the exchange covers, maximum of the integer buffers.
+        """
+        problem = self.replica.changes()
+        step = self.counters.local_steps
+        position = [0, 0] if leaving else [step + 1, _FAR - step]
+        values = [int(problem is not None), *position, step - self._last_exchange, *self.replica.integers()]
+        self.counters.bytes_sent += 8 * len(values)
+        control = self.replica.control(values)
+        result = self.communicator.allreduce(control, f"{self._name}.control", op="max")().tolist()
+        failed, latest, earliest, period = result[0], result[1] - 1, _FAR - result[2], result[3]
+        if failed:
+            raise_on_all(self.communicator, self._name, None if problem is None else RuntimeError(problem))
+        training = latest >= 0
+        if training and latest != earliest:
+            raise RuntimeError(
+                f"Ranks exchange at different local steps, from {earliest} to {latest}; this rank is at {step}. Was "
+                "sync() called, or a state restored, on some ranks only? A rank without data calls finalize()"
+            )
+        return training, period, result[4:]
+
+    def _exchange_part(self, part: _Part[V], exchange: Exchange) -> None:
+        """Exchange all buckets, one travelling while the next is computed."""
+        algorithm, space = part.algorithm, self.replica.space
+        in_flight: deque[tuple[Bucket, V, dict[str, V], Callable[[], V]]] = deque()
+
+        def finish() -> None:
+            bucket, x, state, wait = in_flight.popleft()
+            total = wait()
+            if algorithm.optimizes_center:
+                part.write_state(bucket, state, {"gradient": total})
+            else:
+                self._update(part, bucket, x, state, total, exchange)
+
+        for bucket in part.values.layout.buckets:
+            if len(in_flight) == IN_FLIGHT:
+                finish()
+            slot = 2 * (bucket.index % IN_FLIGHT)
+            x = part.values.read(bucket, out=self.replica.scratch(bucket, slot))
+            state = part.read_state(bucket)
+            message = algorithm.message(space, x, state, exchange, out=self.replica.scratch(bucket, slot + 1))
+            name = f"{self._name}.{part.name}.{bucket.index}"
+            in_flight.append((bucket, x, state, self.communicator.allreduce(message, name)))
+            self.counters.bytes_sent += bucket.nbytes
+        while in_flight:
+            finish()
+        if algorithm.optimizes_center:
+            self.replica.step_center(part.state["center"], part.state["gradient"])
+            for bucket in part.values.layout.buckets:
+                x = part.values.read(bucket, out=self.replica.scratch(bucket, 0))
+                state = part.read_state(bucket)
+                self._update(part, bucket, x, state, state["gradient"], exchange)
+
+    def _update(
+        self, part: _Part[V], bucket: Bucket, x: V, state: dict[str, V], total: V, exchange: Exchange
+    ) -> None:
+        replica, new_state = part.algorithm.update(self.replica.space, x, state, total, exchange)
+        part.values.write(bucket, replica)
+        part.write_state(bucket, state, new_state)
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "counters": asdict(self.counters),
+            "last_exchange": self._last_exchange,
+            "next_exchange": self._next_exchange,
+            "gradients": self._gradients,
+        }
+
+    def _set_progress(self, progress: dict[str, Any]) -> None:
+        self.counters = Counters(**progress["counters"])
+        self._last_exchange = progress["last_exchange"]
+        self._next_exchange = progress["next_exchange"]
+        self._gradients = progress["gradients"]
+
+    def _refuse_inside_center(self, method: str) -> None:
+        if self._inside_center:
+            raise RuntimeError(
+                f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
+                "Leave the block first"
+            )
+
+
+def _copy(source: Store[V], target: Store[V]) -> None:
+    for bucket in target.layout.buckets:
+        target.write(bucket, source.read(bucket))

@@ -1,0 +1,79 @@
+"""The verbs of the mathematics on torch tensors, in place."""
+
+from __future__ import annotations
+
+import torch
+
+from hvd_periodic.vector import VectorSpace
+
+
+class TensorSpace(VectorSpace[torch.Tensor]):
+    """One tensor at a time: the flat vectors of an exchange."""
+
+    def sub(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x - y``, in ``out`` if given."""
+        return torch.sub(x, y, out=out)
+
+    def axpy(self, a: float, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Add ``a x`` to ``y``."""
+        return y.add_(x, alpha=a)
+
+    def scale(self, a: float, x: torch.Tensor) -> torch.Tensor:
+        """Multiply ``x`` by ``a``."""
+        return x.mul_(a)
+
+    def lerp(self, x: torch.Tensor, y: torch.Tensor, weight: float) -> torch.Tensor:
+        """Move ``x`` towards ``y``."""
+        return x.lerp_(y, weight)
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy, in ``out`` if given."""
+        return x.clone() if out is None else out.copy_(x)
+
+    def zeros_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros_like(x)
+
+    def dot(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        """Return the inner product."""
+        return float(torch.dot(x, y))
+
+
+class TensorListSpace(VectorSpace[list[torch.Tensor]]):
+    """Many tensors in few kernels: parameters and gradients of a local step."""
+
+    def sub(
+        self, x: list[torch.Tensor], y: list[torch.Tensor], out: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Return ``x - y``."""
+        return list(torch._foreach_sub(x, y))
+
+    def axpy(self, a: float, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Add ``a x`` to ``y``."""
+        torch._foreach_add_(y, x, alpha=a)
+        return y
+
+    def scale(self, a: float, x: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Multiply ``x`` by ``a``."""
+        torch._foreach_mul_(x, a)
+        return x
+
+    def lerp(self, x: list[torch.Tensor], y: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
+        """Move ``x`` towards ``y``."""
+        torch._foreach_lerp_(x, y, weight)
+        return x
+
+    def copy(self, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Return a copy, in ``out`` if given."""
+        if out is None:
+            return [tensor.clone() for tensor in x]
+        torch._foreach_copy_(out, x)
+        return out
+
+    def zeros_like(self, x: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return zeros."""
+        return [torch.zeros_like(tensor) for tensor in x]
+
+    def dot(self, x: list[torch.Tensor], y: list[torch.Tensor]) -> float:
+        """Return the inner product."""
+        return sum(float((a * b).sum()) for a, b in zip(x, y, strict=True))

@@ -1,0 +1,55 @@
+"""The few verbs that the algorithms are written in."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+
+V = TypeVar("V")
+
+
+class VectorSpace(Generic[V]):
+    """Vector arithmetic over values of type ``V``; this default uses plain operators.
+
+    It serves numpy arrays as it is, and any other array type once ``copy`` and ``zeros_like`` are its own. A front end whose tensors can be updated in place overrides
+    the verbs: each may write its result into ``out`` or, where the docstring says *may overwrite*, into that argument.
+    A caller therefore uses the returned value only, and never reads an overwritten argument again.
+
+    Example:
+        >>> import numpy as np
+        >>> VectorSpace().axpy(2.0, np.array([1.0, 2.0]), np.array([10.0, 20.0]))
+        array([12., 24.])
+    """
+
+    def sub(self, x: Any, y: Any, out: V | None = None) -> V:
+        """Return ``x - y``."""
+        result: V = x - y
+        return result
+
+    def axpy(self, a: float, x: Any, y: Any) -> V:
+        """Return ``a x + y``; may overwrite ``y``."""
+        result: V = y + a * x
+        return result
+
+    def scale(self, a: float, x: Any) -> V:
+        """Return ``a x``; may overwrite ``x``."""
+        result: V = x * a
+        return result
+
+    def lerp(self, x: Any, y: Any, weight: float) -> V:
+        """Return ``x + weight (y - x)``; may overwrite ``x``."""
+        result: V = x + weight * (y - x)
+        return result
+
+    def copy(self, x: Any, out: V | None = None) -> V:
+        """Return a value equal to ``x`` that shares no memory with it."""
+        return cast(V, np.copy(x))
+
+    def zeros_like(self, x: Any) -> V:
+        """Return zeros of the shape and dtype of ``x``."""
+        return cast(V, np.zeros_like(x))
+
+    def dot(self, x: Any, y: Any) -> float:
+        """Return the inner product ``x · y``."""
+        return float((x * y).sum())

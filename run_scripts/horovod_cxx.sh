@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The C++ compiler that Horovod 0.28.1 is built with: the real one ($HVD_PERIODIC_CXX), with two corrections.
+#   1. C++20 instead of the C++11/14/17 that the source asks for: torch >= 2.1 and TensorFlow >= 2.16 need at least 17.
+#   2. xla_mpi_ops.cc compiles to nothing: it includes headers that TensorFlow's wheel no longer ships, and holds only
+#      the optional XLA path.
+set -euo pipefail
+
+arguments=()
+for argument in "$@"; do
+  case "$argument" in
+    -std=c++11 | -std=c++14 | -std=c++17) arguments+=(-std=c++20) ;;
+    -std=gnu++11 | -std=gnu++14 | -std=gnu++17) arguments+=(-std=gnu++20) ;;
+    *xla_mpi_ops.cc) arguments+=(-UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0 "$argument") ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+exec "${HVD_PERIODIC_CXX:-g++}" "${arguments[@]}"
