@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -118,7 +118,7 @@ class NumpyReplica:
 
     def scratch(self, bucket: Bucket, slot: int) -> None:
         """Numpy allocates as it goes."""
-        return None
+        return
 
     def local(self, algorithm: Algorithm, state: dict[str, Store[Array]]) -> int:
         """Run the local rule on one array at a time; it updates gradients and state in place."""
@@ -135,11 +135,16 @@ class NumpyReplica:
                 old[key][...] = value
         return present
 
-    def step_center(self, center: Store[Array], gradient: Store[Array]) -> None:
-        """Let the center optimizer step on views of the center."""
+    def bind_center(self, center: Store[Array], gradient: Store[Array]) -> None:
+        """Keep views of the center and of its gradient for the center optimizer."""
         if self._center_optimizer is None:
-            raise RuntimeError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        self._center_optimizer.step(center.tensors(), gradient.tensors())
+            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        self._center_views = (center.tensors(), gradient.tensors())
+
+    def step_center(self) -> None:
+        """Let the center optimizer step."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.step(*self._center_views)
 
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's attributes."""
@@ -220,8 +225,8 @@ class PeriodicOptimizer:
         """Take one local step, and exchange if one is due.
 
         Args:
-            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient. EASGD with
-                ρ > 0 adds its elastic term to them in place.
+            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient. EASGD
+                with ρ > 0 adds its elastic term to them in place.
 
         Raises:
             ValueError: a gradient without parameter, or of another shape.

@@ -42,7 +42,10 @@ class Replica(Protocol, Generic[V]):
     def local(self, algorithm: Algorithm, state: dict[str, Store[V]]) -> int:
         """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if gradients were there, else 0."""
 
-    def step_center(self, center: Store[V], gradient: Store[V]) -> None:
+    def bind_center(self, center: Store[V], gradient: Store[V]) -> None:
+        """Make the center optimizer, for algorithms that have one; ``gradient`` will hold what it is to apply."""
+
+    def step_center(self) -> None:
         """Apply one step of the center optimizer, in place."""
 
     def center_optimizer_state(self) -> Any:

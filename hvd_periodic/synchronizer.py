@@ -107,6 +107,8 @@ class Synchronizer(Generic[V]):
         if replica.buffers is not None:
             self._parts.append(self._part("buffers", replica.buffers, Averaging()))
         self._center_integers = replica.integers()
+        if algorithm.optimizes_center:
+            replica.bind_center(self._parts[0].state["center"], self._parts[0].state["gradient"])
 
     @property
     def local_steps(self) -> int:
@@ -290,8 +292,7 @@ class Synchronizer(Generic[V]):
             "integers": list(self._center_integers),
             "center_optimizer": self.replica.center_optimizer_state(),
             "vectors": {
-                part.name: {key: self.replica.save(store) for key, store in part.state.items()}
-                for part in self._parts
+                part.name: {key: self.replica.save(store) for key, store in part.state.items()} for part in self._parts
             },
         }
 
@@ -317,7 +318,9 @@ class Synchronizer(Generic[V]):
             for key in part.state:
                 found = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
                 if found != names:
-                    differing = sorted(name for name in names.keys() | found.keys() if names.get(name) != found.get(name))
+                    differing = sorted(
+                        name for name in names.keys() | found.keys() if names.get(name) != found.get(name)
+                    )
                     raise ValueError(
                         f"The saved {key!r} of the {part.name} is of another model: {differing[0]!r} has shape "
                         f"{found.get(differing[0])} there and {names.get(differing[0])} here"
@@ -410,15 +413,13 @@ class Synchronizer(Generic[V]):
         while in_flight:
             finish()
         if algorithm.optimizes_center:
-            self.replica.step_center(part.state["center"], part.state["gradient"])
+            self.replica.step_center()
             for bucket in part.values.layout.buckets:
                 x = part.values.read(bucket, out=self.replica.scratch(bucket, 0))
                 state = part.read_state(bucket)
                 self._update(part, bucket, x, state, state["gradient"], exchange)
 
-    def _update(
-        self, part: _Part[V], bucket: Bucket, x: V, state: dict[str, V], total: V, exchange: Exchange
-    ) -> None:
+    def _update(self, part: _Part[V], bucket: Bucket, x: V, state: dict[str, V], total: V, exchange: Exchange) -> None:
         replica, new_state = part.algorithm.update(self.replica.space, x, state, total, exchange)
         part.values.write(bucket, replica)
         part.write_state(bucket, state, new_state)

@@ -12,9 +12,10 @@ V = TypeVar("V")
 class VectorSpace(Generic[V]):
     """Vector arithmetic over values of type ``V``; this default uses plain operators.
 
-    It serves numpy arrays as it is, and any other array type once ``copy`` and ``zeros_like`` are its own. A front end whose tensors can be updated in place overrides
-    the verbs: each may write its result into ``out`` or, where the docstring says *may overwrite*, into that argument.
-    A caller therefore uses the returned value only, and never reads an overwritten argument again.
+    It serves numpy arrays as it is, and any other array type once ``copy`` and ``zeros_like`` are its own. A front end
+    whose tensors can be updated in place overrides the verbs: each may write its result into ``out`` or, where the
+    docstring says *may overwrite*, into that argument. A caller therefore uses the returned value only, and never reads
+    an overwritten argument again.
 
     Example:
         >>> import numpy as np

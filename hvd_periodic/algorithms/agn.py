@@ -63,8 +63,6 @@ class AGN(Algorithm):
         workers = exchange.size if self.op == "average" else 1
         return space.scale(1.0 / (max(exchange.gradients, 1) * workers), state["gradient"])
 
-    def update(
-        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
-    ) -> tuple[V, State[V]]:
+    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Pull the center, which its optimizer has already moved, and start to accumulate anew."""
         return space.copy(state["center"], out=x), state | {"gradient": space.zeros_like(total)}

@@ -63,7 +63,5 @@ class Algorithm(ABC):
         """Return what this worker adds to the sum; zero where it has nothing to say. May be written into ``out``."""
 
     @abstractmethod
-    def update(
-        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
-    ) -> tuple[V, State[V]]:
+    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Return the new replica and state, given the ``total`` over workers; may overwrite all arguments."""

@@ -115,12 +115,9 @@ class EASGD(Algorithm):
         """Return the displacement ``d = x − c``."""
         return space.sub(x, state["center"], out=out)
 
-    def update(
-        self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange
-    ) -> tuple[V, State[V]]:
+    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Move the replica by −α of its own displacement, the center by α of the sum."""
         rate, center = self.rate(exchange), state["center"]
         replica = space.lerp(x, center, rate)
         read = {"local_center": space.copy(center, out=state["local_center"])} if self.uses_gradients else {}
         return replica, {"center": space.axpy(rate, total, center)} | read
-

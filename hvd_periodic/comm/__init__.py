@@ -1,4 +1,4 @@
-"""Communicators: how ranks exchange. One file each; import the one you need, so that none loads what it does not use."""
+"""Communicators: how ranks exchange. One file each, imported only where it is used."""
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator

@@ -9,7 +9,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.schedules.every import Every
 
 Schedule: TypeAlias = Callable[[int], int]
-"""``schedule(step)`` is the number of local steps from ``step`` to the next exchange; at least 1, the same on all ranks."""
+"""``schedule(step)`` is the number of local steps from ``step`` to the next exchange, 1 or more; equal on all ranks."""
 
 
 def as_schedule(period: int | Schedule, argument: str) -> Schedule:

@@ -50,6 +50,11 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
 
     def axpy(self, a: float, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
         """Add ``a x`` to ``y``."""
+        if any(tensor.is_sparse for tensor in y):
+            raise TypeError(
+                "A dense term cannot be added to a sparse gradient: with rho > 0 all gradients must be dense "
+                "(torch.nn.Embedding(sparse=False))"
+            )
         torch._foreach_add_(y, x, alpha=a)
         return y
 

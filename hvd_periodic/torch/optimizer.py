@@ -1,0 +1,300 @@
+"""Torch optimizers whose ranks exchange now and then."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.schedules import Schedule
+from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.replica import Model
+from hvd_periodic.torch.synchronizer import Synchronizer
+
+_STATE_KEY = "hvd_periodic"
+
+
+class PeriodicOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer, with periodic exchange by any algorithm and schedule.
+
+    It is an optimizer itself: parameter groups, state and hyper-parameters are those of the wrapped one, so that
+    learning-rate schedulers, closures, hooks, ``GradScaler`` and checkpoints work as usual.
+
+    Args:
+        optimizer: the local optimizer, over parameters of the model.
+        named_parameters: the model, or (name, parameter) pairs (a list or an iterator); buffers can follow a module
+            only. All parameters of ``optimizer`` that are trainable now take part.
+        algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
+        period: local steps between exchanges, or a schedule.
+        **common: ``center_optimizer``, ``buffers``, ``center``, ``root_rank`` and ``process_set`` of
+            :class:`Synchronizer`.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
+
+    Raises:
+        TypeError: ``optimizer`` is not a torch optimizer.
+        TypeError, ValueError, RuntimeError: as :class:`Synchronizer`.
+    """
+
+    inner: torch.optim.Optimizer
+    synchronizer: Synchronizer
+
+    _step_supports_amp_scaling = True
+    """GradScaler then calls step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Model,
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        **common: Any,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"`{type(self).__name__}` wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}"
+            )
+        synchronizer = Synchronizer(named_parameters, algorithm, period, optimizer=optimizer, **common)
+        # The base class would set up parameter groups of its own; unpickling sets up all but those.
+        self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups of the wrapped optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """State of the wrapped optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Default hyper-parameters of the wrapped optimizer."""
+        return self.inner.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one local step, and exchange if one is due.
+
+        Under a ``GradScaler`` an iteration whose gradients overflowed on this rank counts without an update, so that
+        all ranks keep exchanging at the same iterations.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            The loss that the wrapped optimizer returns.
+
+        Raises:
+            RuntimeError: called inside ``center()``; or what an exchange raises.
+        """
+        loss, updated = None, self._unscale()
+        if updated and closure is not None:
+            loss = self.inner.step(self._prepared(closure))
+        elif updated:
+            self.synchronizer.prepare_gradients()
+            loss = self.inner.step()
+        self.synchronizer.step(updated)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as the wrapped optimizer does."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: which parameters take part is fixed at construction.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"Parameters cannot be added to a {type(self).__name__}: ranks agreed on their set at construction. "
+            "Add the group to the wrapped optimizer before it is wrapped"
+        )
+
+    def center(self) -> AbstractContextManager[None]:
+        """Hold the center in the model inside a ``with`` block; the local values return after it, even on an exception.
+
+        Example::
+
+            with optimizer.center():
+                evaluate(model)
+        """
+        return self.synchronizer.center()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
+        return {**self.inner.state_dict(), _STATE_KEY: self.synchronizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; with the model's own state, training continues to the bit.
+
+        Load the model's and this state after construction, on every rank: construction gives all ranks the root's
+        parameters. Each rank may load its own state, or all the same one.
+
+        Raises:
+            ValueError: the state is that of an optimizer which was not wrapped, or of another model or algorithm.
+        """
+        if _STATE_KEY not in state_dict:
+            raise ValueError(
+                f"`state_dict` must come from a {type(self).__name__}. Received one without {_STATE_KEY!r}: to "
+                "take over a plain optimizer's state, load it into that optimizer before it is wrapped"
+            )
+        self.synchronizer.load_state_dict(state_dict[_STATE_KEY])
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _STATE_KEY})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner, "synchronizer": self.synchronizer}
+
+    def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure, showing the gradients of each evaluation to the algorithm."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.synchronizer.prepare_gradients()
+            return loss
+
+        return evaluate
+
+    @torch.no_grad()
+    def _unscale(self) -> bool:
+        """Divide by the scale that a GradScaler left here; return whether the gradients are finite."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return True
+        if bool(found_inf):
+            return False
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(inverse)
+        return True
+
+
+class ElasticAverageOptimizer(PeriodicOptimizer):
+    """Elastic averaging: replicas and center pull each other; see :class:`hvd_periodic.EASGD` for the equations.
+
+    Args:
+        optimizer: the local optimizer. With momentum this is EAMSGD; its state stays local.
+        named_parameters: the model, or (name, parameter) pairs.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
+        beta: α = β/n instead, without division by τ.
+        rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
+        asynchronous: exchanges without waiting for other ranks; not available yet.
+        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from hvd_periodic import LocalCommunicator
+        >>> model = torch.nn.Linear(2, 1)
+        >>> local = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = ElasticAverageOptimizer(local, model, 2, moving_rate=0.25, process_set=LocalCommunicator())
+        >>> for _ in range(4):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     _ = optimizer.step()
+        >>> optimizer.synchronizer.rounds
+        2
+
+    References:
+        Zhang, Choromanska, LeCun: Deep Learning with Elastic Averaging SGD. arXiv 1412.6651 (2015).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Model,
+        communication_period: int | Schedule = 10,
+        moving_rate: float | None = None,
+        beta: float | None = None,
+        rho: float = 0.0,
+        asynchronous: bool = False,
+        **common: Any,
+    ) -> None:
+        def algorithm() -> EASGD:
+            if asynchronous:
+                raise ValueError("`asynchronous=True` is not available yet: use asynchronous=False, the default")
+            return EASGD(moving_rate, beta, rho)
+
+        super().__init__(
+            optimizer, named_parameters, algorithm, communication_period, argument="communication_period", **common
+        )
+
+
+class ModelAverageOptimizer(PeriodicOptimizer):
+    """Model averaging (local SGD): replicas are replaced by their mean; see :class:`hvd_periodic.Averaging`.
+
+    Args:
+        optimizer: the local optimizer; its state stays local.
+        named_parameters: the model, or (name, parameter) pairs.
+        interval_steps: local steps between exchanges (τ), or a schedule.
+        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+
+    References:
+        Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Model,
+        interval_steps: int | Schedule = 100,
+        **common: Any,
+    ) -> None:
+        super().__init__(optimizer, named_parameters, Averaging, interval_steps, argument="interval_steps", **common)
+
+
+class AGNOptimizer(PeriodicOptimizer):
+    """Accumulated gradient normalization: the center takes one step per period; see :class:`hvd_periodic.AGN`.
+
+    Args:
+        optimizer: the local optimizer; its state stays local.
+        named_parameters: the model, or (name, parameter) pairs.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        center_optimizer: moves the center: an optimizer of the same parameters to be copied, or a function from
+            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own, and
+            follows the hyper-parameters of the original.
+        op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
+        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+
+    References:
+        Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Model,
+        communication_period: int | Schedule = 10,
+        center_optimizer: CenterOptimizerLike | None = None,
+        op: str = "sum",
+        **common: Any,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            named_parameters,
+            lambda: AGN(op),
+            communication_period,
+            center_optimizer=center_optimizer,
+            argument="communication_period",
+            **common,
+        )

@@ -1,0 +1,337 @@
+"""A torch model, or part of one, as a replica."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
+from hvd_periodic.named import unique_pairs
+from hvd_periodic.store import FlatStore, PackedStore, Store
+from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
+from hvd_periodic.torch.space import TensorListSpace, TensorSpace
+from hvd_periodic.vector import VectorSpace
+
+Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+"""A module, whose buffers can then follow too, or (name, parameter) pairs."""
+
+_ACCUMULATION = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+"""The dtype of center and accumulators: a 16-bit center does not move under a small rate."""
+
+
+class _TensorStore(PackedStore[torch.Tensor]):
+    """Tensors of the model, read and written outside autograd."""
+
+    def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            return super().read(bucket, out)
+
+    def write(self, bucket: Bucket, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            super().write(bucket, value)
+
+
+@dataclass(frozen=True)
+class NamedTensors:
+    """The tensors of a model, by name; tied ones once.
+
+    Attributes:
+        parameters: all parameters, frozen ones too.
+        buffers: all buffers; empty if the model was given as pairs.
+        policy: ``"average"`` or ``"local"`` buffers.
+        module: where they come from, if that was given and while it lives.
+    """
+
+    parameters: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.Tensor]]
+    policy: str
+    module: weakref.ref[torch.nn.Module] | None = None
+
+    @classmethod
+    def of(cls, model: Model, buffers: str | None) -> NamedTensors:
+        """Take apart a module, or (name, parameter) pairs.
+
+        Args:
+            model: the module or the pairs.
+            buffers: ``"average"``, ``"local"``, or None: average what a module has.
+
+        Raises:
+            TypeError: neither a module nor pairs.
+            ValueError: duplicate names, or unknown or impossible ``buffers``.
+        """
+        if buffers not in (None, "average", "local"):
+            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+        if isinstance(model, torch.nn.Module):
+            pairs: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+            if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
+                raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
+            return cls(pairs, list(model.named_buffers()), buffers or "average", weakref.ref(model))
+        if buffers == "average":
+            raise ValueError("`buffers='average'` needs the model: pass `model` in place of `model.named_parameters()`")
+        if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
+            raise TypeError(
+                "`named_parameters` must be a torch.nn.Module or (name, parameter) pairs. "
+                f"Received: {type(model).__name__}"
+            )
+        pairs = unique_pairs(model, "named_parameters")
+        for name, parameter in pairs:
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
+        return cls(pairs, [], "local")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedTensors, (self.parameters, self.buffers, self.policy)
+
+
+class TorchReplica:
+    """Parameters and buffers of one rank; the tensors stay where they are.
+
+    Args:
+        named: the tensors of the model. All trainable parameters take part.
+        optimizer: if given, only the parameters it holds take part.
+        center_optimizer: for algorithms that optimize the center; default: a copy of ``optimizer``.
+        bucket_bytes: upper bound of what one collective carries.
+
+    Raises:
+        TypeError: a parameter that cannot be averaged.
+        ValueError: no or unnamed parameters; parameters without memory.
+    """
+
+    def __init__(
+        self,
+        named: NamedTensors,
+        optimizer: torch.optim.Optimizer | None = None,
+        center_optimizer: CenterOptimizerLike | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self.named = named
+        self.optimizer = optimizer
+        self.center_optimizer = center_optimizer
+        self.bucket_bytes = bucket_bytes
+        self._held = None if optimizer is None else _held_by(optimizer)
+        if self._held is not None:
+            unnamed = self._held - {id(parameter) for _, parameter in named.parameters}
+            if unnamed:
+                raise ValueError(
+                    "`named_parameters` must name every parameter of the optimizer: pass the model, or all of "
+                    f"model.named_parameters(). Received: {len(named.parameters)} names, "
+                    f"{len(unnamed)} of {len(self._held)} parameters without one"
+                )
+        ours = [(n, p) for n, p in named.parameters if self._held is None or id(p) in self._held]
+        taking_part = [(n, p) for n, p in ours if p.requires_grad]
+        if not any(parameter.numel() for _, parameter in taking_part):
+            raise ValueError(
+                "`named_parameters` must hold at least one trainable parameter. Received: "
+                f"{len(named.parameters)} parameters, none of them trainable and with elements"
+            )
+        averaged, self._counted, constants = _split_buffers(named)
+        constants = [pair for pair in named.parameters if not _contains(taking_part, pair[1])] + constants
+        self.space: VectorSpace[torch.Tensor] = TensorSpace()
+        self.names = [name for name, _ in taking_part]
+        self.tensors = [parameter for _, parameter in taking_part]
+        self.buffer_tensors = [buffer for _, buffer in averaged]
+        self.integer_tensors = [buffer for _, buffer in self._counted]
+        self._frozen = [(n, p) for n, p in ours if not p.requires_grad]
+        self._center_optimizer: CenterOptimizer | None = None
+        self._signatures = [_signature(parameter) for parameter in self.tensors]
+        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+        self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+        self.parameters: Store[torch.Tensor] = self._store(taking_part)
+        self.buffers: Store[torch.Tensor] | None = self._store(averaged) if averaged else None
+        self.constants: Store[torch.Tensor] | None = self._store(constants) if constants else None
+
+    def facts(self) -> dict[str, object]:
+        """Return names, shapes and dtypes."""
+        stores = {"parameter": self.parameters, "buffer": self.buffers, "constant": self.constants}
+        facts: dict[str, object] = {
+            "optimizer": type(self.optimizer).__name__,
+            "buffer policy": self.named.policy,
+            "bucket_bytes": self.bucket_bytes,
+        }
+        for role, store in stores.items():
+            tensors = [] if store is None else list(zip(store.layout.specs, store.tensors(), strict=True))
+            facts[f"number of {role}s"] = len(tensors)
+            for i, (spec, tensor) in enumerate(tensors):
+                facts[f"{role} {i}"] = f"{spec.name} {tensor.dtype}{list(tensor.shape)} in {spec.kind}"
+        return facts | {"number of integer buffers": len(self.integers())}
+
+    def changes(self) -> str | None:
+        """Return what has changed in the set of parameters since construction, or None."""
+        for name, parameter, signature in zip(self.names, self.tensors, self._signatures, strict=True):
+            if _signature(parameter) != signature:
+                return f"Parameter {name!r} was {signature} at construction and is {_signature(parameter)} now"
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                return f"Parameter {name!r} was frozen at construction and is trainable now"
+        if self.optimizer is not None and _held_by(self.optimizer) != self._held:
+            return "Parameters of the optimizer were added, removed or replaced after construction"
+        module = None if self.named.module is None else self.named.module()
+        if module is not None:
+            current = {name: id(tensor) for name, tensor in module.named_parameters()}
+            original = {name: id(tensor) for name, tensor in self.named.parameters}
+            if self.named.policy == "average":
+                current |= {name: id(tensor) for name, tensor in module.named_buffers()}
+                original |= {name: id(tensor) for name, tensor in self.named.buffers}
+            changed = [name for name in current.keys() | original.keys() if current.get(name) != original.get(name)]
+            if changed:
+                return f"{min(changed)!r} was added to the model, removed or replaced after construction"
+        return None
+
+    def new_store(self, layout: Layout) -> Store[torch.Tensor]:
+        """Return zeros on the devices of the tensors."""
+
+        def zeros(kind: str, size: int) -> torch.Tensor:
+            dtype, device = self._kinds[kind]
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return FlatStore(layout, zeros)
+
+    def scratch(self, bucket: Bucket, slot: int) -> torch.Tensor:
+        """Return a buffer that is kept for this slot."""
+        key = (bucket.kind, slot)
+        if key not in self._scratch or self._scratch[key].shape[0] < bucket.size:
+            self._scratch[key] = self._empty(bucket)
+        return self._scratch[key][: bucket.size]
+
+    @torch.no_grad()
+    def local(self, algorithm: Algorithm, state: dict[str, Store[torch.Tensor]]) -> int:
+        """Run the local rule on all parameters with a gradient, in few kernels; gradients change in place."""
+        present = [i for i, parameter in enumerate(self.tensors) if parameter.grad is not None]
+        if not present:
+            return 0
+        parameters = [self.tensors[i] for i in present]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        vectors = {}
+        for key, store in state.items():
+            views = store.tensors()
+            vectors[key] = [views[i] for i in present]
+        algorithm.local(TensorListSpace(), parameters, gradients, vectors)
+        return 1
+
+    def bind_center(self, center: Store[torch.Tensor], gradient: Store[torch.Tensor]) -> None:
+        """Make the center optimizer."""
+        source = self.center_optimizer or self.optimizer
+        if source is None:
+            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        self._center_optimizer = CenterOptimizer(source, self.tensors, center.tensors(), gradient.tensors())
+
+    def step_center(self) -> None:
+        """Let the center optimizer step."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.step()
+
+    def center_optimizer_state(self) -> Any:
+        """Return a copy of the center optimizer's state dict."""
+        return None if self._center_optimizer is None else copy.deepcopy(self._center_optimizer.optimizer.state_dict())
+
+    def load_center_optimizer_state(self, state: Any) -> None:
+        """Load a state dict into the center optimizer."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.optimizer.load_state_dict(state)
+
+    def integers(self) -> list[int]:
+        """Return the integer and boolean buffers, flattened."""
+        return [int(value) for buffer in self.integer_tensors for value in buffer.reshape(-1).tolist()]
+
+    def set_integers(self, values: list[int]) -> None:
+        """Set the integer and boolean buffers."""
+        start = 0
+        for buffer in self.integer_tensors:
+            stop = start + buffer.numel()
+            buffer.copy_(torch.tensor(values[start:stop], dtype=torch.int64).reshape(buffer.shape))
+            start = stop
+
+    def control(self, values: list[int]) -> torch.Tensor:
+        """Return the values as int64 in host memory."""
+        return torch.tensor(values, dtype=torch.int64)
+
+    def to_bytes(self, value: torch.Tensor) -> bytes:
+        """Return the raw memory."""
+        return value.cpu().numpy().tobytes()
+
+    def save(self, store: Store[torch.Tensor]) -> dict[str, Any]:
+        """Return copies by name."""
+        return {spec.name: t.clone() for spec, t in zip(store.layout.specs, store.tensors(), strict=True)}
+
+    def load(self, store: Store[torch.Tensor], tensors: dict[str, Any]) -> None:
+        """Copy by name, from any device."""
+        for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True):
+            tensor.copy_(tensors[spec.name])
+
+    def _store(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Store[torch.Tensor]:
+        specs = []
+        for name, tensor in pairs:
+            dtype = _accumulation_dtype(name, tensor)
+            kind = self._kind(dtype, tensor.device)
+            specs.append(TensorSpec(name, tuple(tensor.shape), kind, dtype.itemsize))
+        return _TensorStore(Layout(specs, self.bucket_bytes), [tensor for _, tensor in pairs], self._empty)
+
+    def _kind(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Name an arena alike on all ranks, whatever the index of the device on each."""
+        devices = list(dict.fromkeys(d for _, d in self._kinds.values()))
+        index = devices.index(device) if device in devices else len(devices)
+        kind = f"{str(dtype).removeprefix('torch.')} on {device.type} {index}"
+        self._kinds[kind] = (dtype, device)
+        return kind
+
+    def _empty(self, bucket: Bucket) -> torch.Tensor:
+        dtype, device = self._kinds[bucket.kind]
+        return torch.empty(bucket.size, dtype=dtype, device=device)
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _contains(pairs: Sequence[tuple[str, torch.Tensor]], tensor: torch.Tensor) -> bool:
+    return any(tensor is other for _, other in pairs)
+
+
+def _signature(parameter: torch.Tensor) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} on {parameter.device}"
+
+
+def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a tensor has in flat vectors."""
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} is on the meta device and has no values: materialize the model first")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name!r} must be a dense tensor. Received: {tensor.layout}")
+    if tensor.dtype in _ACCUMULATION:
+        return _ACCUMULATION[tensor.dtype]
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return torch.int64
+    raise TypeError(f"{name!r} must be float64, float32, bfloat16 or float16. Received: {tensor.dtype}")
+
+
+def _split_buffers(
+    named: NamedTensors,
+) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
+    """Return the buffers to average, those whose maximum counts, and those that are only broadcast at the start.
+
+    A buffer with infinities, such as an attention mask, is a constant: its differences would be NaN.
+    """
+    averaged, counted, fixed = [], [], []
+    for pair in named.buffers:
+        tensor = pair[1]
+        if named.policy == "local" or tensor.numel() == 0 or tensor.is_complex() or tensor.is_meta:
+            fixed.append(pair)
+        elif not tensor.is_floating_point():
+            counted.append(pair)
+        elif bool(tensor.isfinite().all()):
+            averaged.append(pair)
+        else:
+            fixed.append(pair)
+    return averaged, counted, fixed

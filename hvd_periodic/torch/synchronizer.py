@@ -1,0 +1,111 @@
+"""The explicit synchronizer of torch models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_periodic import synchronizer
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.consistency import build_on_all
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
+
+PLACEMENTS = ("replicated", "root", "sharded")
+
+
+class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
+    """Exchanges the parameters of a torch model by any algorithm and schedule, around any training loop.
+
+    The optimizers of this package drive one; it also works alone::
+
+        synchronizer = Synchronizer(model, EASGD(beta=0.9), period=10)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            synchronizer.prepare_gradients()     # needed for AGN, and for EASGD with rho > 0
+            optimizer.step()
+            synchronizer.step()                  # once per iteration, whether or not the update ran
+        synchronizer.finalize()
+
+    Args:
+        model: a module, or (name, parameter) pairs (a list or an iterator); buffers can follow a module only. All
+            parameters that are trainable now take part.
+        algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
+        period: local steps between exchanges, or a schedule.
+        optimizer: the local optimizer, if the synchronizer should take the parameters that it holds only, and copy it
+            for the center.
+        center_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
+            a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
+        buffers: ``"average"``: at every exchange real buffers (batch-norm statistics) become their mean over ranks,
+            integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone. Default:
+            ``"average"`` if ``model`` is a module.
+        center: where the center variables live; ``"replicated"``, on every rank, is the only placement so far.
+        root_rank: the rank, in Horovod's global numbering, whose values all start from.
+        process_set: the Horovod process set that exchanges, default all ranks; or any
+            :class:`~hvd_periodic.Communicator`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
+            one whose argument was refused gets its own error, the others a RuntimeError that cites it.
+        RuntimeError: Horovod is not initialized.
+    """
+
+    replica: TorchReplica
+
+    def __init__(
+        self,
+        model: Model,
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        center_optimizer: CenterOptimizerLike | None = None,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
+        argument: str = "period",
+    ) -> None:
+        communicator = communicator_of(process_set)
+
+        def build() -> None:
+            if center not in PLACEMENTS:
+                raise ValueError(f"`center` must be one of {PLACEMENTS}. Received: center={center!r}")
+            if center != "replicated":
+                raise ValueError(f"`center={center!r}` is not available yet: use center='replicated', the default")
+            root = communicator.rank_of(require_int(root_rank, "`root_rank`", minimum=0))
+            replica = TorchReplica(NamedTensors.of(model, buffers), optimizer, center_optimizer)
+            made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            super(Synchronizer, self).__init__(replica, made, as_schedule(period, argument), communicator, root)
+
+        build_on_all(communicator, "hvd_periodic.construction", build)
+        self.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        replica = self.replica
+        parts = (replica.named, replica.optimizer, replica.center_optimizer, replica.bucket_bytes)
+        return _restore, (parts, self.algorithm, self.schedule, self.communicator, self.root), self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+
+
+def communicator_of(process_set: Any) -> Communicator:
+    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
+    if isinstance(process_set, Communicator):
+        return process_set
+    return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
+
+
+def _restore(parts: tuple[Any, ...], *rest: Any) -> Synchronizer:
+    """Construct without communicating: one rank may unpickle alone."""
+    restored = Synchronizer.__new__(Synchronizer)
+    synchronizer.Synchronizer.__init__(restored, TorchReplica(*parts), *rest)
+    return restored
