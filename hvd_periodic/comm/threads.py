@@ -26,7 +26,7 @@ class ThreadCommunicator(Communicator):
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Reduce in rank order, at once."""
-        values = self._group.exchange(self.rank, (name, op), np.array(buffer))
+        values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
         reduce = np.add if op == "sum" else np.maximum
         total = values[0].copy()
         for value in values[1:]:
@@ -36,7 +36,7 @@ class ThreadCommunicator(Communicator):
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Copy the root's values into ``buffer``."""
-        values = self._group.exchange(self.rank, (name, root), np.array(buffer))
+        values = self._group.exchange(self.rank, (name, root), np.asarray(buffer).copy())
         np.asarray(buffer)[...] = values[root]
         return buffer
 

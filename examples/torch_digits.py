@@ -1,0 +1,177 @@
+"""Train a classifier of handwritten digits on several Horovod workers that exchange every few steps.
+
+    horovodrun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import digits
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+import hvd_periodic.torch as hvdp
+
+
+def build_model() -> nn.Module:
+    """Return a small convolutional network with batch normalization."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: digits.Digits) -> float:
+    """Return the fraction of images that the model recognizes."""
+    model.eval()
+    predicted = model(torch.from_numpy(data.images)).argmax(dim=1)
+    model.train()
+    return float((predicted == torch.from_numpy(data.labels)).float().mean())
+
+
+class EveryStep:
+    """The baseline: Horovod's DistributedOptimizer, which averages gradients at every step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        self.bytes_per_step = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.exchanges = self.bytes_sent = 0
+        self.exchange_seconds = 0.0
+
+    def step(self) -> bool:
+        started = time.perf_counter()
+        self.optimizer.synchronize()
+        self.exchange_seconds += time.perf_counter() - started
+        self.exchanges += 1
+        self.bytes_sent += self.bytes_per_step
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        return True
+
+    def distance(self) -> float:
+        return 0.0
+
+    def finalize(self) -> None:
+        pass
+
+    def center(self) -> nullcontext[None]:
+        return nullcontext()
+
+
+class EveryPeriod:
+    """Periodic exchange: the wrapped optimizer does everything by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: digits.argparse.Namespace) -> None:
+        if args.algorithm == "easgd":
+            self.optimizer: hvdp.PeriodicOptimizer = hvdp.ElasticAverageOptimizer(
+                optimizer, model, args.period, moving_rate=args.moving_rate, beta=args.beta, rho=args.rho
+            )
+        elif args.algorithm == "average":
+            self.optimizer = hvdp.ModelAverageOptimizer(optimizer, model, args.period)
+        else:
+            self.optimizer = hvdp.AGNOptimizer(optimizer, model, args.period, op=args.op)
+        self.synchronizer = self.optimizer.synchronizer
+        self.distance = self.synchronizer.distance
+        self.finalize = self.synchronizer.finalize
+        self.center = self.optimizer.center
+
+    @property
+    def exchanges(self) -> int:
+        return self.synchronizer.rounds
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.synchronizer.counters.bytes_sent
+
+    @property
+    def exchange_seconds(self) -> float:
+        return self.synchronizer.counters.exchange_seconds
+
+    def step(self) -> bool:
+        rounds = self.synchronizer.rounds
+        self.optimizer.step()
+        return self.synchronizer.rounds > rounds
+
+
+def train(args: digits.argparse.Namespace) -> digits.Run:
+    """Train this worker's replica; return the record of all workers."""
+    hvd.init()
+    torch.manual_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
+    data, test = digits.load(hvd.rank(), hvd.size())
+    images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels)
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=args.momentum)
+    method = EveryStep(optimizer, model) if args.algorithm == "allreduce" else EveryPeriod(optimizer, model, args)
+
+    losses: list[float] = []
+    distances: list[float] = []
+    exchange_steps: list[int] = []
+    steps = args.epochs * (len(images) // args.batch_size)
+    hidden = args.no_progress or hvd.rank() > 0
+    started = time.perf_counter()
+    with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
+        for _ in range(args.epochs):
+            order = torch.randperm(len(images))
+            for batch in order.split(args.batch_size)[: len(images) // args.batch_size]:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(images[batch]), labels[batch])
+                loss.backward()
+                if method.step():
+                    exchange_steps.append(len(losses) + 1)
+                losses.append(loss.item())
+                distances.append(method.distance())
+                progress.update()
+    seconds = time.perf_counter() - started
+    method.finalize()
+    worker_accuracy = accuracy(model, test)
+    with method.center():
+        center_accuracy = accuracy(model, test)
+    mine = (worker_accuracy, losses, distances)
+    workers = hvd.allgather_object(mine, name="record")
+    return digits.Run(
+        algorithm=args.algorithm,
+        framework="torch",
+        workers=hvd.size(),
+        period=1 if args.algorithm == "allreduce" else args.period,
+        steps=steps,
+        worker_accuracy=[worker[0] for worker in workers],
+        center_accuracy=center_accuracy,
+        exchanges=method.exchanges,
+        bytes_sent=method.bytes_sent,
+        exchange_seconds=method.exchange_seconds,
+        seconds=seconds,
+        losses=[worker[1] for worker in workers],
+        distances=[worker[2] for worker in workers],
+        exchange_steps=exchange_steps,
+    )
+
+
+def main() -> None:
+    """Train and report, or compare earlier runs."""
+    args = digits.parse_arguments(__doc__.splitlines()[0])
+    if args.compare:
+        digits.compare(args.compare)
+        return
+    run = train(args)
+    if hvd.rank() == 0:
+        digits.show([run])
+        run.save(args.output)
+        print(f"Record and plot: {args.output / args.algorithm}.json, .png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Bad input on the PyTorch side: refused where it is given, on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
+
+LOCAL = {"process_set": LocalCommunicator()}
+
+
+def sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters() if isinstance(model, torch.nn.Module) else model, lr=0.1)
+
+
+LINEAR = torch.nn.Linear(2, 2)
+NAMED = list(LINEAR.named_parameters())
+W = torch.nn.Parameter(torch.zeros(2))
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "period 0": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, 0, **LOCAL),
+        ValueError,
+        r"communication_period.*Received: 0",
+    ),
+    "period 2.5": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, 2.5, **LOCAL),
+        TypeError,
+        r"communication_period.*Received: 2\.5",
+    ),
+    "interval True": (
+        lambda: hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, True, **LOCAL),
+        TypeError,
+        r"interval_steps.*Received: True",
+    ),
+    "schedule": (
+        lambda: hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, lambda step: 0, **LOCAL),
+        ValueError,
+        r"returned at step 0.*Received: 0",
+    ),
+    "rate 0": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=0, **LOCAL),
+        ValueError,
+        r"moving_rate=.*Received: 0",
+    ),
+    "rate too large": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=1.5, **LOCAL),
+        ValueError,
+        r"ElasticAverageOptimizer\(moving_rate=\.\.\.\)` must be in \(0, 2/\(n\+1\)\) = \(0, 1\).*moving_rate=1\.5",
+    ),
+    "beta too large": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, beta=1.0, **LOCAL),
+        ValueError,
+        r"beta=\.\.\..*Received: beta=1\.0",
+    ),
+    "both rates": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=0.1, beta=0.1, **LOCAL),
+        ValueError,
+        "not both",
+    ),
+    "negative rho": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, rho=-0.1, **LOCAL),
+        ValueError,
+        r"rho=.*Received: -0\.1",
+    ),
+    "asynchronous": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, asynchronous=True, **LOCAL),
+        ValueError,
+        "not available yet",
+    ),
+    "op": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, op="mean", **LOCAL), ValueError, "Received: op='mean'"),
+    "center": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center="ps", **LOCAL),
+        ValueError,
+        "Received: center='ps'",
+    ),
+    "center later": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center="sharded", **LOCAL),
+        ValueError,
+        "not available yet",
+    ),
+    "buffers": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, buffers="sum", **LOCAL),
+        ValueError,
+        "Received: buffers='sum'",
+    ),
+    "buffers of pairs": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR.named_parameters(), buffers="average", **LOCAL),
+        ValueError,
+        "pass `model` in place of",
+    ),
+    "root": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, root_rank=1, **LOCAL),
+        ValueError,
+        "root_rank.*Received: 1",
+    ),
+    "no optimizer": (lambda: hvdp.AGNOptimizer(LINEAR, LINEAR, **LOCAL), TypeError, "Received: Linear"),
+    "no parameters": (lambda: hvdp.AGNOptimizer(sgd([W]), [], **LOCAL), ValueError, "1 of 1 parameters without one"),
+    "nothing trainable": (
+        lambda: hvdp.ModelAverageOptimizer(sgd([torch.zeros(2)]), [], **LOCAL),
+        ValueError,
+        "named_parameters",
+    ),
+    "all frozen": (lambda: frozen(), ValueError, "at least one trainable parameter"),
+    "duplicate names": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), [("w", p) for p in LINEAR.parameters()], **LOCAL),
+        ValueError,
+        "unique names.*'w'",
+    ),
+    "missing names": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), NAMED[:1], **LOCAL),
+        ValueError,
+        "1 of 2 parameters without one",
+    ),
+    "no names": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR.parameters(), **LOCAL),
+        TypeError,
+        r"\(name, tensor\) pairs",
+    ),
+    "None": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), None, **LOCAL), TypeError, "Received: NoneType"),
+    "meta": (lambda: meta(), ValueError, "meta device"),
+    "lazy": (lambda: lazy(), ValueError, "one forward pass"),
+    "complex": (lambda: complex_parameter(), TypeError, r"'w' must be float64.*complex64"),
+    "center optimizer": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center_optimizer="adam", **LOCAL),
+        TypeError,
+        "center_optimizer.*Received: str",
+    ),
+    "center optimizer of others": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center_optimizer=sgd([W]), **LOCAL),
+        ValueError,
+        "It lacks 2",
+    ),
+    "no center optimizer": (
+        lambda: hvdp.Synchronizer(LINEAR, hvdp.AGN(), 2, **LOCAL),
+        ValueError,
+        "pass `center_optimizer`",
+    ),
+}
+
+
+def frozen() -> Any:
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    return hvdp.ModelAverageOptimizer(sgd(model), model, **LOCAL)
+
+
+def meta() -> Any:
+    model = torch.nn.Linear(2, 2, device="meta")
+    return hvdp.ModelAverageOptimizer(sgd(model), model, **LOCAL)
+
+
+def lazy() -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    return hvdp.ModelAverageOptimizer(sgd(model[0]), model, **LOCAL)
+
+
+def complex_parameter() -> Any:
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return hvdp.ModelAverageOptimizer(sgd([parameter]), [("w", parameter)], **LOCAL)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_construction(case: str) -> None:
+    construct, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        construct()
+
+
+def test_horovod_not_initialized() -> None:
+    pytest.importorskip("horovod.torch")
+    with pytest.raises(RuntimeError, match=r"hvd\.init\(\)"):
+        hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR)
+
+
+def test_rate_past_one_warns() -> None:
+    with pytest.warns(UserWarning, match="overshoot"):
+        hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=0.75, **LOCAL)
+
+
+def errors(work: Callable[[ThreadCommunicator], Any], size: int = 2) -> list[str]:
+    """Return the error of every rank, as text; empty where there was none."""
+
+    def guarded(communicator: ThreadCommunicator) -> str:
+        try:
+            work(communicator)
+        except (ValueError, TypeError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run(size, guarded, timeout_seconds=10)
+
+
+def test_a_bad_argument_on_one_rank_is_an_error_on_all() -> None:
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Linear(1, 1)
+        rate = 1.5 if communicator.rank == 1 else 0.1
+        hvdp.ElasticAverageOptimizer(sgd(model), model, moving_rate=rate, process_set=communicator)
+
+    first, second = errors(work)
+    assert "Rank 1 failed" in first
+    assert "Received: moving_rate=1.5" in first
+    assert second.startswith("ValueError")
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "parameter added to the optimizer": (
+        lambda model, optimizer: optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]}),
+        "Parameters of the optimizer were added",
+    ),
+    "parameter added to the model": (
+        lambda model, optimizer: model.register_parameter("new", torch.nn.Parameter(torch.zeros(1))),
+        "'new' was added",
+    ),
+    "dtype": (lambda model, optimizer: model[0].double(), r"'0.weight' was float32\[2, 2\] on cpu"),
+    "unfrozen": (lambda model, optimizer: model[1].weight.requires_grad_(True), "'1.weight' was frozen"),
+    "buffer replaced": (
+        lambda model, optimizer: setattr(model[2], "running_mean", torch.zeros(2)),
+        "'2.running_mean' was added to the model, removed or replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_on_one_rank_are_noticed_on_all_at_the_next_exchange(case: str) -> None:
+    change, message = CHANGES[case]
+
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        model[1].requires_grad_(False)
+        optimizer = hvdp.ModelAverageOptimizer(sgd(model), model, 2, process_set=communicator)
+        optimizer.step()
+        if communicator.rank == 1:
+            change(model, optimizer)
+        optimizer.step()
+
+    first, second = errors(work)
+    assert "Rank 1 failed" in first
+    for error in (first, second):
+        assert re.search(message, error)
