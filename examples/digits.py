@@ -63,9 +63,7 @@ def load(rank: int, size: int) -> tuple[Digits, Digits]:
     data = load_digits()
     images = (data.images / 16.0).astype(np.float32)[:, None]
     labels = data.target.astype(np.int64)
-    train_x, test_x, train_y, test_y = train_test_split(
-        images, labels, test_size=0.2, random_state=0, stratify=labels
-    )
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     length = len(train_x) // size
     shard = slice(rank * length, (rank + 1) * length)
     return Digits(train_x[shard], train_y[shard]), Digits(test_x, test_y)

@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits on several Horovod workers that exchange every few steps.
 
-    horovodrun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
+horovodrun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
 """
 
 from __future__ import annotations

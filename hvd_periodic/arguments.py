@@ -21,8 +21,8 @@ def require_int(value: object, argument: str, minimum: int) -> int:
     return number
 
 
-def require_real(value: object, argument: str, *, positive: bool) -> None:
-    """Check that ``value`` is a finite number, above zero or at least zero.
+def require_real(value: object, argument: str, *, positive: bool) -> float:
+    """Return ``value`` as a finite float, above zero or at least zero.
 
     Raises:
         TypeError: not a number.
@@ -34,3 +34,4 @@ def require_real(value: object, argument: str, *, positive: bool) -> None:
     number = float(value)
     if not (0 < number < float("inf") or (number == 0 and not positive)):
         raise ValueError(message)
+    return number

@@ -90,17 +90,19 @@ class NumpyReplica:
             kind = np.promote_types(array.dtype, np.float32)
             specs.append(TensorSpec(name, array.shape, kind.name, kind.itemsize))
         self.space: VectorSpace[Array] = VectorSpace()
-        self.gradients: Sequence[Array | None] = [None] * len(self.arrays)
+        self.gradients: list[Array | None] = [None] * len(self.arrays)
         self.parameters: Store[Array] = PackedStore(
             Layout(specs, bucket_bytes), self.arrays, lambda bucket: np.empty(bucket.size, bucket.kind)
         )
-        self._center_optimizer = center_optimizer
+        self._center_source = center_optimizer
+        self._center_optimizer: ArrayOptimizer | None = None
         self._signature = [(array.shape, array.dtype) for array in self.arrays]
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
         arrays = zip(self.names, self.arrays, strict=True)
         return {
+            "center optimizer": type(self._center_source).__name__,
             "number of parameters": len(self.arrays),
             **{f"parameter {i}": f"{n} {a.dtype}{list(a.shape)}" for i, (n, a) in enumerate(arrays)},
         }
@@ -121,7 +123,7 @@ class NumpyReplica:
         return
 
     def local(self, algorithm: Algorithm, state: dict[str, Store[Array]]) -> int:
-        """Run the local rule on one array at a time; it updates gradients and state in place."""
+        """Run the local rule on one array at a time; it replaces gradients and updates the state in place."""
         views = {key: store.tensors() for key, store in state.items()}
         present = 0
         for i, (x, g) in enumerate(zip(self.arrays, self.gradients, strict=True)):
@@ -129,16 +131,16 @@ class NumpyReplica:
                 continue
             present = 1
             old = {key: tensors[i] for key, tensors in views.items()}
-            gradient, new = algorithm.local(self.space, x, g, old)
-            g[...] = gradient
+            self.gradients[i], new = algorithm.local(self.space, x, g, old)
             for key, value in new.items():
                 old[key][...] = value
         return present
 
     def bind_center(self, center: Store[Array], gradient: Store[Array]) -> None:
         """Keep views of the center and of its gradient for the center optimizer."""
-        if self._center_optimizer is None:
+        if self._center_source is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        self._center_optimizer = copy.deepcopy(self._center_source)
         self._center_views = (center.tensors(), gradient.tensors())
 
     def step_center(self) -> None:
@@ -188,7 +190,8 @@ class PeriodicOptimizer:
         named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
         algorithm: what an exchange computes.
         period: local steps between exchanges, or a schedule.
-        center_optimizer: for algorithms that optimize the center; default: a copy of ``optimizer``.
+        center_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
+            ``optimizer``.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
 
@@ -210,14 +213,15 @@ class PeriodicOptimizer:
         argument: str = "period",
     ) -> None:
         comm = LocalCommunicator() if communicator is None else communicator
+        name = comm.unique_name()
 
         def build() -> Synchronizer[Array]:
-            replica = NumpyReplica(named_parameters, center_optimizer or copy.deepcopy(optimizer))
+            replica = NumpyReplica(named_parameters, optimizer if center_optimizer is None else center_optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            return Synchronizer(replica, made, as_schedule(period, argument), comm, comm.rank_of(root_rank))
+            return Synchronizer(replica, made, as_schedule(period, argument), comm, comm.rank_of(root_rank), name)
 
         self.optimizer = optimizer
-        self.synchronizer = build_on_all(comm, "hvd_periodic.construction", build)
+        self.synchronizer = build_on_all(comm, name, build)
         self._replica: Any = self.synchronizer.replica
         self.synchronizer.start()
 
@@ -225,11 +229,12 @@ class PeriodicOptimizer:
         """Take one local step, and exchange if one is due.
 
         Args:
-            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient. EASGD
-                with ρ > 0 adds its elastic term to them in place.
+            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient.
 
         Raises:
+            TypeError: a gradient that is not an array of floating point.
             ValueError: a gradient without parameter, or of another shape.
+            RuntimeError: called inside ``center()``; or what an exchange raises.
         """
         replica = self._replica
         if isinstance(gradients, Mapping):
@@ -237,15 +242,19 @@ class PeriodicOptimizer:
             if unknown:
                 raise ValueError(f"No parameter has the name of the gradient {min(unknown)!r}")
             gradients = [gradients.get(name) for name in replica.names]
-        shapes = [None if g is None else g.shape for g in gradients]
-        if len(shapes) != len(replica.arrays):
-            raise ValueError(f"{len(replica.arrays)} parameters take as many gradients. Received: {len(shapes)}")
-        for name, array, shape in zip(replica.names, replica.arrays, shapes, strict=True):
-            if shape not in (None, array.shape):
-                raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {shape}")
-        replica.gradients = gradients
+        if len(gradients) != len(replica.arrays):
+            raise ValueError(f"{len(replica.arrays)} parameters take as many gradients. Received: {len(gradients)}")
+        for name, array, gradient in zip(replica.names, replica.arrays, gradients, strict=True):
+            if gradient is None:
+                continue
+            if not isinstance(gradient, (np.ndarray, np.floating)) or not np.issubdtype(gradient.dtype, np.floating):
+                found = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
+                raise TypeError(f"The gradient of {name!r} must be a numpy array of floating point. Received: {found}")
+            if gradient.shape != array.shape:
+                raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {gradient.shape}")
+        replica.gradients = list(gradients)
         self.synchronizer.prepare_gradients()
-        self.optimizer.step(replica.arrays, gradients)
+        self.optimizer.step(replica.arrays, replica.gradients)
         self.synchronizer.step()
 
     def center(self) -> AbstractContextManager[None]:

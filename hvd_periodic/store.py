@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
 from hvd_periodic.layout import Bucket, Layout
@@ -82,27 +83,49 @@ class PackedStore(Store[V]):
         """Pack the tensors of a bucket into ``out``, or into a new vector."""
         flat: Any = self._empty(bucket) if out is None else out
         for piece in bucket.pieces:
-            tensor = self._tensors[piece.tensor]
-            target = flat[piece.offset : piece.offset + piece.stop - piece.start]
-            if target.shape[0] == self.layout.specs[piece.tensor].size:
-                target.reshape(tensor.shape)[...] = tensor
-            else:
-                target[...] = tensor.reshape(-1)[piece.start : piece.stop]
+            offset = piece.offset
+            for view in _views(self._tensors[piece.tensor], piece.start, piece.stop):
+                size = prod(view.shape)
+                flat[offset : offset + size].reshape(view.shape)[...] = view
+                offset += size
         return cast(V, flat)
 
     def write(self, bucket: Bucket, value: V) -> None:
         """Unpack a flat vector into the tensors of a bucket."""
+        flat: Any = value
         for piece in bucket.pieces:
-            tensor = self._tensors[piece.tensor]
-            source = cast(Any, value)[piece.offset : piece.offset + piece.stop - piece.start]
-            if source.shape[0] == self.layout.specs[piece.tensor].size:
-                tensor[...] = source.reshape(tensor.shape)
-                continue
-            # Only a contiguous tensor has a flat view; a flat copy has to be copied back whole.
-            flat = tensor.reshape(-1)
-            flat[piece.start : piece.stop] = source
-            tensor[...] = flat.reshape(tensor.shape)
+            offset = piece.offset
+            for view in _views(self._tensors[piece.tensor], piece.start, piece.stop):
+                size = prod(view.shape)
+                view[...] = flat[offset : offset + size].reshape(view.shape)
+                offset += size
 
     def tensors(self) -> list[Any]:
         """Return the user's tensors."""
         return list(self._tensors)
+
+
+def _views(tensor: Any, start: int, stop: int) -> Iterator[Any]:
+    """Yield views that together are elements ``[start, stop)`` of the flattened tensor, in order.
+
+    Of a tensor of any strides there is no flat view; there are views of its whole rows, and of the rows of a row.
+    """
+    if not tensor.shape:
+        yield tensor
+        return
+    inner = tensor.shape[1:]
+    row = prod(inner)
+    first, last = -(-start // row), stop // row
+
+    def part(index: int, low: int, high: int) -> Iterator[Any]:
+        return _views(tensor[index : index + 1].reshape(inner), low - index * row, high - index * row)
+
+    if first > last:
+        yield from part(last, start, stop)
+        return
+    if start < first * row:
+        yield from part(first - 1, start, first * row)
+    if first < last:
+        yield tensor[first:last]
+    if last * row < stop:
+        yield from part(last, last * row, stop)

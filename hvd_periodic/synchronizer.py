@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeVar
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.consistency import agree, audit, raise_on_all
+from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
 from hvd_periodic.layout import Bucket
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
 from hvd_periodic.store import Store
+from hvd_periodic.version import __version__
 
 V = TypeVar("V")
 
@@ -27,6 +28,17 @@ _FAR = 2**62
 """Above every step count; ``_FAR − step`` turns a maximum over ranks into a minimum."""
 
 _STATE_VERSION = 1
+_STATE_KEYS = {
+    "algorithm",
+    "schedule",
+    "counters",
+    "last_exchange",
+    "next_exchange",
+    "gradients",
+    "integers",
+    "center_optimizer",
+    "vectors",
+}
 
 
 @dataclass
@@ -78,6 +90,8 @@ class Synchronizer(Generic[V]):
         schedule: when to exchange.
         communicator: with whom.
         root: the rank, within the communicator, whose values all start from.
+        name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
+            to draw equally often.
 
     Attributes:
         counters: steps, rounds, bytes and seconds so far.
@@ -90,6 +104,7 @@ class Synchronizer(Generic[V]):
         schedule: Schedule,
         communicator: Communicator,
         root: int = 0,
+        name: str | None = None,
     ) -> None:
         algorithm.check(communicator.size)
         self.replica = replica
@@ -98,7 +113,7 @@ class Synchronizer(Generic[V]):
         self.communicator = communicator
         self.root = root
         self.counters = Counters()
-        self._name = communicator.unique_name()
+        self.name = communicator.unique_name() if name is None else name
         self._last_exchange = 0
         self._next_exchange = next_exchange(schedule, 0)
         self._gradients = 0
@@ -126,26 +141,18 @@ class Synchronizer(Generic[V]):
         Raises:
             ValueError: ranks differ; raised on all of them.
         """
-        steps = [0]
-        for _ in range(8):
-            steps.append(next_exchange(self.schedule, steps[-1]))
-        agree(
-            self.communicator,
-            self._name,
-            {
-                "algorithm": self.algorithm,
-                "schedule (first exchanges)": steps[1:],
-                "root rank": self.root,
-                **self.replica.facts(),
-            },
-        )
+        agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
         self.broadcast()
 
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
 
         EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing.
+
+        Raises:
+            RuntimeError: called inside ``center()``.
         """
+        self._refuse_inside_center("step")
         if self.algorithm.uses_gradients:
             self._gradients += self.replica.local(self.algorithm, self._parts[0].state)
 
@@ -202,7 +209,7 @@ class Synchronizer(Generic[V]):
         """
         audit(
             self.communicator,
-            self._name,
+            self.name,
             (
                 self.replica.to_bytes(part.state["center"].read(bucket))
                 for part in self._parts
@@ -215,7 +222,11 @@ class Synchronizer(Generic[V]):
 
         This is what starts training, and what restores it when a checkpoint was loaded on the root only. The state of
         the local optimizer is not part of it.
+
+        Raises:
+            RuntimeError: called inside ``center()``.
         """
+        self._refuse_inside_center("broadcast")
         replica, root, call = self.replica, self.root, 0
         stores = [store for part in self._parts for store in (part.values, *part.state.values())]
         if replica.constants is not None:
@@ -223,11 +234,11 @@ class Synchronizer(Generic[V]):
         for store in stores:
             for bucket in store.layout.buckets:
                 value = store.read(bucket, out=replica.scratch(bucket, 0))
-                store.write(bucket, self.communicator.broadcast(value, f"{self._name}.broadcast.{call}", root))
+                store.write(bucket, self.communicator.broadcast(value, f"{self.name}.broadcast.{call}", root))
                 call += 1
         is_root = self.communicator.rank == root
         progress = (self._progress(), replica.integers(), replica.center_optimizer_state()) if is_root else None
-        gathered = self.communicator.allgather_object(progress, f"{self._name}.progress")
+        gathered = self.communicator.allgather_object(progress, f"{self.name}.progress")
         position, integers, optimizer_state = gathered[root]
         if not is_root:
             self._set_progress(position)
@@ -303,10 +314,15 @@ class Synchronizer(Generic[V]):
 
         Raises:
             ValueError: the state belongs to another algorithm, another model or another version.
+            RuntimeError: called inside ``center()``.
         """
+        self._refuse_inside_center("load_state_dict")
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
             found = state.get("version") if isinstance(state, dict) else type(state)
             raise ValueError(f"Not a synchronizer state of version {_STATE_VERSION}. Received: {found!r}")
+        missing = sorted(_STATE_KEYS - state.keys())
+        if missing:
+            raise ValueError(f"The synchronizer state is incomplete. It lacks {', '.join(missing)}")
         if state["algorithm"] != type(self.algorithm).__name__:
             raise ValueError(
                 f"The state was saved by {state['algorithm']}, this optimizer runs {type(self.algorithm).__name__}"
@@ -332,6 +348,21 @@ class Synchronizer(Generic[V]):
         self._center_integers = list(state["integers"])
         self._set_progress(state)
 
+    def _facts(self) -> dict[str, object]:
+        """Return what all ranks must agree on."""
+        exchanges = [0]
+        for _ in range(8):
+            exchanges.append(next_exchange(self.schedule, exchanges[-1]))
+        description = repr(self.schedule)
+        return {
+            "version": __version__,
+            "algorithm": self.algorithm,
+            "schedule": type(self.schedule).__name__ if " at 0x" in description else description,
+            "first exchanges": exchanges[1:],
+            "root rank": self.root,
+            **self.replica.facts(),
+        }
+
     def _part(self, name: str, values: Store[V], algorithm: Algorithm) -> _Part[V]:
         """Return a part whose state is that of the start of training."""
         state: dict[str, Store[V]] = {}
@@ -346,9 +377,9 @@ class Synchronizer(Generic[V]):
     def _run_exchange(self, leaving: bool) -> bool:
         """Exchange; return whether some rank is still training."""
         started = time.perf_counter()
-        training, period, integers = self._meet(leaving)
-        if training or period:
-            exchange = Exchange(self.communicator.size, max(period, 1), self._gradients)
+        training, pending, period, integers = self._meet(leaving)
+        if training or pending:
+            exchange = Exchange(self.communicator.size, period, self._gradients)
             for part in self._parts:
                 self._exchange_part(part, exchange)
             self.replica.set_integers(integers)
@@ -360,32 +391,34 @@ class Synchronizer(Generic[V]):
         self.counters.exchange_seconds += time.perf_counter() - started
         return training
 
-    def _meet(self, leaving: bool) -> tuple[bool, int, list[int]]:
+    def _meet(self, leaving: bool) -> tuple[bool, int, int, list[int]]:
         """Let all ranks learn, before any data travels, whether all is well and what this exchange is.
 
         One maximum over ranks carries it all. A rank that is leaving sends zeros for its step, which no maximum of
         others can notice.
 
         Returns:
-            Whether some rank is still training, local steps that the exchange covers, maximum of the integer buffers.
+            Whether some rank is still training; local steps since the last exchange; local steps that the schedule
+            planned between the two; maximum of the integer buffers.
         """
         problem = self.replica.changes()
         step = self.counters.local_steps
         position = [0, 0] if leaving else [step + 1, _FAR - step]
-        values = [int(problem is not None), *position, step - self._last_exchange, *self.replica.integers()]
+        interval = [step - self._last_exchange, self._next_exchange - self._last_exchange]
+        values = [int(problem is not None), *position, *interval, *self.replica.integers()]
         self.counters.bytes_sent += 8 * len(values)
         control = self.replica.control(values)
-        result = self.communicator.allreduce(control, f"{self._name}.control", op="max")().tolist()
-        failed, latest, earliest, period = result[0], result[1] - 1, _FAR - result[2], result[3]
+        result = self.communicator.allreduce(control, f"{self.name}.control", op="max")().tolist()
+        failed, latest, earliest = result[0], result[1] - 1, _FAR - result[2]
         if failed:
-            raise_on_all(self.communicator, self._name, None if problem is None else RuntimeError(problem))
+            raise_on_all(self.communicator, self.name, None if problem is None else RuntimeError(problem))
         training = latest >= 0
         if training and latest != earliest:
             raise RuntimeError(
                 f"Ranks exchange at different local steps, from {earliest} to {latest}; this rank is at {step}. Was "
                 "sync() called, or a state restored, on some ranks only? A rank without data calls finalize()"
             )
-        return training, period, result[4:]
+        return training, result[3], result[4], result[5:]
 
     def _exchange_part(self, part: _Part[V], exchange: Exchange) -> None:
         """Exchange all buckets, one travelling while the next is computed."""
@@ -407,7 +440,7 @@ class Synchronizer(Generic[V]):
             x = part.values.read(bucket, out=self.replica.scratch(bucket, slot))
             state = part.read_state(bucket)
             message = algorithm.message(space, x, state, exchange, out=self.replica.scratch(bucket, slot + 1))
-            name = f"{self._name}.{part.name}.{bucket.index}"
+            name = f"{self.name}.{part.name}.{bucket.index}"
             in_flight.append((bucket, x, state, self.communicator.allreduce(message, name)))
             self.counters.bytes_sent += bucket.nbytes
         while in_flight:

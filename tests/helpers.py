@@ -14,7 +14,7 @@ from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 5.0
 """How long a rank waits for the others in one collective before the test fails instead of hanging."""
 
 
@@ -73,7 +73,7 @@ class NumpyTrainer:
 
     def step(self, gradients: Sequence[Array]) -> bool:
         """Take one local step; return whether an exchange took place."""
-        self.replica.gradients = [gradient.copy() for gradient in gradients]
+        self.replica.gradients = [np.array(gradient) for gradient in gradients]
         self.synchronizer.prepare_gradients()
         self.optimizer.step(self.arrays, self.replica.gradients)
         return self.synchronizer.step()

@@ -20,7 +20,7 @@ class Exchange:
 
     Attributes:
         size: number of workers n.
-        period: local steps that this exchange covers (τ); at least 1.
+        period: local steps that the schedule planned for this exchange (τ); at least 1.
         gradients: gradients that this worker accumulated since the last exchange.
     """
 

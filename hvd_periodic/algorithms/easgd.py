@@ -34,7 +34,8 @@ class EASGD(Algorithm):
     grows without bound from α(n+1) = 2. Without gradients Σ_i x_i + c is conserved.
 
     Args:
-        moving_rate: α, in (0, 2/(n+1)). Default: 0.9/(τ n), as in ``tf.contrib.opt``, with the τ of each exchange.
+        moving_rate: α, in (0, 2/(n+1)). Default: 0.9/(τ n), as in ``tf.contrib.opt``, with the τ that the schedule
+            planned for the exchange.
         beta: the paper's spelling, α = β/n, with no division by τ; exclusive with ``moving_rate``.
         rho: ρ ≥ 0, in units of 1/(learning rate).
 
@@ -62,8 +63,9 @@ class EASGD(Algorithm):
             )
         for name, value in (("moving_rate", self.moving_rate), ("beta", self.beta)):
             if value is not None:
-                require_real(value, f"`ElasticAverageOptimizer({name}=...)`", positive=True)
-        require_real(self.rho, "`ElasticAverageOptimizer(rho=...)`", positive=False)
+                rate = require_real(value, f"`ElasticAverageOptimizer({name}=...)`", positive=True)
+                object.__setattr__(self, name, rate)
+        object.__setattr__(self, "rho", require_real(self.rho, "`ElasticAverageOptimizer(rho=...)`", positive=False))
 
     @property
     def uses_gradients(self) -> bool:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from hvd_periodic.arguments import require_int
+
 
 class Communicator(ABC):
     """Collectives over a fixed set of ranks.
@@ -51,8 +53,9 @@ class Communicator(ABC):
         """Return the rank within this set of a rank that the job knows as ``global_rank``.
 
         Raises:
+            TypeError: it is not an int.
             ValueError: it is not in the set.
         """
-        if not 0 <= global_rank < self.size:
+        if require_int(global_rank, "`root_rank`", minimum=0) >= self.size:
             raise ValueError(f"`root_rank` must be one of the ranks 0 to {self.size - 1}. Received: {global_rank!r}")
         return global_rank

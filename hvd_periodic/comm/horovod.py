@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.base import Communicator
 
 
@@ -60,9 +61,8 @@ class HorovodCommunicator(Communicator):
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start an allreduce in place."""
-        handle = self._hvd.allreduce_async_(
-            buffer, name=name, op=self._hvd.Sum if op == "sum" else self._hvd.Max, process_set=self.process_set
-        )
+        operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
+        handle = self._hvd.allreduce_async_(buffer, name=name, op=operation, process_set=self.process_set)
         return lambda: self._hvd.synchronize(handle)
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
@@ -81,7 +81,7 @@ class HorovodCommunicator(Communicator):
     def rank_of(self, global_rank: int) -> int:
         """Return the rank within the process set of a global Horovod rank."""
         ranks = list(self.process_set.ranks)
-        if global_rank not in ranks:
+        if require_int(global_rank, "`root_rank`", minimum=0) not in ranks:
             raise ValueError(f"`root_rank` must be one of the ranks {ranks} of the set. Received: {global_rank!r}")
         return ranks.index(global_rank)
 

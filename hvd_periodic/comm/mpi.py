@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from mpi4py import MPI
+from typing import TYPE_CHECKING, Any
 
 from hvd_periodic.comm.base import Communicator
 
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX}
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 class MPICommunicator(Communicator):
@@ -20,13 +19,16 @@ class MPICommunicator(Communicator):
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        from mpi4py import MPI  # importing it starts MPI
+
+        self._in_place, self._operations = MPI.IN_PLACE, {"sum": MPI.SUM, "max": MPI.MAX}
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
-        request = self._comm.Iallreduce(MPI.IN_PLACE, buffer, op=_OPS[op])
+        request = self._comm.Iallreduce(self._in_place, buffer, op=self._operations[op])
 
         def wait() -> Any:
             request.Wait()

@@ -12,6 +12,8 @@ from hvd_periodic.comm.base import Communicator
 
 T = TypeVar("T")
 
+_OPS = {"sum": np.add, "max": np.maximum}
+
 
 class ThreadCommunicator(Communicator):
     """One rank of a group made by :func:`run`; buffers are numpy arrays, or anything that numpy views without a copy.
@@ -27,7 +29,7 @@ class ThreadCommunicator(Communicator):
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Reduce in rank order, at once."""
         values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
-        reduce = np.add if op == "sum" else np.maximum
+        reduce = _OPS[op]
         total = values[0].copy()
         for value in values[1:]:
             reduce(total, value, out=total)
@@ -85,14 +87,15 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
     group = _Group(size, timeout_seconds)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
+    broken: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
             results[rank] = function(ThreadCommunicator(rank, group))
         except threading.BrokenBarrierError as error:
-            errors.append(error)
+            broken.append(error)
         except BaseException as error:
-            errors.insert(0, error)
+            errors.append(error)
             group.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
@@ -100,6 +103,6 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+    if errors or broken:
+        raise (errors + broken)[0]
     return results

@@ -157,6 +157,7 @@ class TorchReplica:
         stores = {"parameter": self.parameters, "buffer": self.buffers, "constant": self.constants}
         facts: dict[str, object] = {
             "optimizer": type(self.optimizer).__name__,
+            "center optimizer": type(self.center_optimizer or self.optimizer).__name__,
             "buffer policy": self.named.policy,
             "bucket_bytes": self.bucket_bytes,
         }

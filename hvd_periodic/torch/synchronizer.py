@@ -9,7 +9,6 @@ import torch
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
@@ -74,24 +73,29 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         argument: str = "period",
     ) -> None:
         communicator = communicator_of(process_set)
+        name = communicator.unique_name()
 
         def build() -> None:
             if center not in PLACEMENTS:
                 raise ValueError(f"`center` must be one of {PLACEMENTS}. Received: center={center!r}")
             if center != "replicated":
                 raise ValueError(f"`center={center!r}` is not available yet: use center='replicated', the default")
-            root = communicator.rank_of(require_int(root_rank, "`root_rank`", minimum=0))
             replica = TorchReplica(NamedTensors.of(model, buffers), optimizer, center_optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            super(Synchronizer, self).__init__(replica, made, as_schedule(period, argument), communicator, root)
+            root = communicator.rank_of(root_rank)
+            super(Synchronizer, self).__init__(replica, made, as_schedule(period, argument), communicator, root, name)
 
-        build_on_all(communicator, "hvd_periodic.construction", build)
+        build_on_all(communicator, name, build)
         self.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
         replica = self.replica
         parts = (replica.named, replica.optimizer, replica.center_optimizer, replica.bucket_bytes)
-        return _restore, (parts, self.algorithm, self.schedule, self.communicator, self.root), self.state_dict()
+        return (
+            _restore,
+            (parts, self.algorithm, self.schedule, self.communicator, self.root, self.name),
+            self.state_dict(),
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)

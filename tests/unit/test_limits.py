@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hvd_periodic import (
     Every,
     ModelAverageOptimizer,
 )
-from tests.helpers import Array, NumpyTrainer, random_arrays, read_center, run_ranks
+from tests.helpers import Array, NumpyTrainer, read_center, run_ranks
 
 
 def pull(x: Array, rank: int) -> Array:
@@ -107,14 +108,14 @@ def test_elastic_averaging_conserves_the_sum_of_replicas_and_center(n: int) -> N
 def test_mean_displacement_contracts_by_one_minus_rate_times_n_plus_one(n: int, growth: float) -> None:
     replicas, centers = without_gradients(n, growth / (n + 1), rounds=4)
     displacements = [np.mean(xs, axis=0) - c for xs, c in zip(replicas, centers[0], strict=True)]
-    for old, new in zip(displacements, displacements[1:], strict=False):
+    for old, new in pairwise(displacements):
         np.testing.assert_allclose(new, (1 - growth) * old, rtol=1e-10, atol=1e-13)
 
 
 def test_displacements_between_replicas_contract_by_one_minus_rate() -> None:
     """The center cancels: x_i − x_j is multiplied by 1 − α, whatever order the ranks are in."""
     replicas, _ = without_gradients(3, 0.2, rounds=3)
-    for old, new in zip(replicas, replicas[1:], strict=False):
+    for old, new in pairwise(replicas):
         np.testing.assert_allclose(new[2] - new[0], 0.8 * (old[2] - old[0]), rtol=1e-12)
         np.testing.assert_allclose(new[1] - new[0], 0.8 * (old[1] - old[0]), rtol=1e-12)
 
@@ -191,7 +192,7 @@ def test_center_momentum_is_not_local_momentum() -> None:
 
 
 def test_the_local_optimizer_as_center_optimizer_still_has_two_states() -> None:
-    """One worker, g = −1, η = 1, μ = .5, τ = 2: refused, or the trajectory of two optimizers; never a shared velocity."""
+    """One worker, g = −1, η = 1, μ = .5, τ = 2: refused, or the steps of two optimizers; never a shared velocity."""
     x, shared = np.zeros(1), SGD(1.0, momentum=0.5)
     try:
         optimizer = AGNOptimizer(shared, {"x": x}, communication_period=2, center_optimizer=shared)

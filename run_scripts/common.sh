@@ -1,0 +1,116 @@
+# shellcheck shell=bash disable=SC2034  # Variables are used where this is sourced.
+# What the scripts beside this file share; sourced, never run.
+set -euo pipefail
+
+# The project, and its virtual environment ($HVD_PERIODIC_VENV names another place for it).
+PROJECT_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+SCRIPTS="$PROJECT_ROOT/run_scripts"
+VENV=$(realpath -m "${HVD_PERIODIC_VENV:-$PROJECT_ROOT/.venv}")
+CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/hvd_periodic"
+
+# Set by --use-current-env, and inherited by the scripts that a script starts.
+USE_CURRENT_ENV=${HVD_PERIODIC_USE_CURRENT_ENV:-}
+
+say() { printf '%s\n' "$*"; }
+
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# Prints the comment block at the top of script $1, without its comment signs: the scripts' --help.
+usage_of() { sed -n '2,/^[^#]/ { /^#/ s/^# \{0,1\}//p }' "$1"; }
+
+use_current_env() {
+  USE_CURRENT_ENV=1
+  export HVD_PERIODIC_USE_CURRENT_ENV=1
+}
+
+# Puts the programs of the environment to use first on PATH: the project's, or the active one.
+activate() {
+  if [[ -n $USE_CURRENT_ENV ]]; then
+    local scripts
+    scripts=$(python3 -c 'import sysconfig; print(sysconfig.get_path("scripts"))') || die 'there is no python3 on PATH'
+    [[ ":$PATH:" == *":$scripts:"* ]] || export PATH="$scripts:$PATH"
+  else
+    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+    unset PYTHONHOME
+  fi
+}
+
+# Sets STATE, the folder where setup.sh notes what it did, and BUILD_PATH, where the build tools are when they are not in the
+# environment: beside an active one, whose own may be too new or too old.
+set_state() {
+  if [[ -n $USE_CURRENT_ENV ]]; then
+    STATE="$CACHE/environments/$(python3 -c 'import sys; print(sys.prefix)' | sha256sum | cut -c 1-16)"
+    BUILD_PATH="$STATE/build-tools"
+  else
+    STATE="$VENV/.hvd_periodic"
+    BUILD_PATH=
+  fi
+}
+
+# Runs a command with the build tools in reach.
+with_build_tools() {
+  if [[ -n $BUILD_PATH ]]; then
+    PYTHONPATH="$BUILD_PATH${PYTHONPATH:+:$PYTHONPATH}" PATH="$BUILD_PATH/bin:$PATH" "$@"
+  else
+    "$@"
+  fi
+}
+
+# Finds an environment in which jobs can run, without setting anything up.
+activate_for_jobs() {
+  if [[ -n $USE_CURRENT_ENV || ! -x $VENV/bin/python3 ]]; then
+    use_current_env
+  fi
+  activate
+  python3 -c 'import importlib.util as u; raise SystemExit(u.find_spec("horovod") is None)' 2>/dev/null ||
+    die "there is no environment with Horovod yet; run: bash ${SCRIPTS#"$PWD"/}/setup.sh"
+}
+
+# What jobs need to start on this machine: Open MPI asks root to confirm (twice), and TensorFlow is told to be quiet.
+export_job_variables() {
+  if ((EUID == 0)); then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  fi
+  export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-3}
+}
+
+# Sets MPIRUN to the command that starts $1 ranks here. Open MPI counts cores as slots and binds ranks to single cores:
+# it is told that more ranks than cores are meant, and to leave the ranks' threads free.
+set_mpirun() {
+  MPIRUN=(mpirun -np "$1")
+  if mpirun --version 2>/dev/null | grep -q 'Open MPI'; then
+    MPIRUN+=(--bind-to none)
+    if (($1 > $(nproc))); then
+      MPIRUN+=(--oversubscribe)
+    fi
+  fi
+}
+
+# For the local_*.sh launchers: $1 is the launcher's file, the rest its arguments. Sets RANKS and JOB, prepares the
+# environment; prints the usage and exits with 2 on arguments that make no job.
+prepare_local_job() {
+  local launcher=$1
+  shift
+  if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    usage_of "$launcher"
+    exit 0
+  fi
+  if (($# < 2)) || ! [[ $1 =~ ^[1-9][0-9]*$ ]]; then
+    usage_of "$launcher" >&2
+    exit 2
+  fi
+  [[ -f $2 ]] || {
+    printf 'error: there is no file %s\n\n' "$2" >&2
+    usage_of "$launcher" >&2
+    exit 2
+  }
+  RANKS=$1
+  JOB=(python3 "${@:2}")
+  activate_for_jobs
+  export_job_variables
+  local threads=$(($(nproc) / RANKS))
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+}

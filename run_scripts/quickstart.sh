@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Sets everything up, then trains the digits example with four ways of exchanging, and compares them.
+#
+#   bash run_scripts/quickstart.sh [--use-current-env] [ARGUMENT...]
+#
+# HVD_PERIODIC_NP is the number of ranks (default 2). Further arguments go to examples/torch_digits.py. The results stay in
+# results/. --use-current-env: see setup.sh --help.
+
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+ALGORITHMS=(allreduce easgd average agn)
+
+case ${1:-} in
+  -h | --help)
+    usage_of "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+  --use-current-env)
+    use_current_env
+    shift
+    ;;
+esac
+
+bash "$SCRIPTS/setup.sh"
+cd "$PROJECT_ROOT"
+ranks=${HVD_PERIODIC_NP:-2}
+for algorithm in "${ALGORITHMS[@]}"; do
+  say "== torch_digits.py --algorithm $algorithm on $ranks ranks"
+  bash "$SCRIPTS/local_horovodrun.sh" "$ranks" examples/torch_digits.py --algorithm "$algorithm" --output results "$@"
+done
+say '== the four side by side'
+activate
+python3 examples/torch_digits.py --compare results

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Sets everything up, runs the whole test suite, then builds a wheel and runs the unit tests against it.
+#
+#   bash run_scripts/test.sh [--use-current-env] [ARGUMENT...]
+#
+# Further arguments go to pytest in the first of the two runs. --use-current-env: see setup.sh --help.
+
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# Copies what belongs to the project to folder $1: the files git knows or would add, or, outside of git, all but the known
+# by-products. So building a wheel leaves nothing behind in the tree.
+copy_tree() {
+  cd "$PROJECT_ROOT"
+  mkdir -p "$1"
+  if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+    local file
+    git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+      if [[ -e $file ]]; then printf '%s\0' "$file"; fi
+    done | tar -c --null -T - | tar -x -C "$1"
+  else
+    tar -c --exclude=./.venv --exclude=./build --exclude=./dist --exclude=./results --exclude='*.egg-info' \
+      --exclude=__pycache__ --exclude='./.*_cache' --exclude=./.hypothesis . | tar -x -C "$1"
+  fi
+}
+
+# Builds a wheel from a copy of the tree, and runs the unit tests on it, away from the tree.
+test_wheel() {
+  local work=$1
+  say '== the unit tests again, against a wheel built from the tree'
+  copy_tree "$work/tree"
+  with_build_tools python3 -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+    --wheel-dir "$work/wheel" "$work/tree"
+  python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$work/site" "$work"/wheel/*.whl
+  mkdir "$work/run"
+  cp -r "$work/tree/tests" "$work/tree/setup.cfg" "$work/run"
+  cd "$work/run"
+  export PYTHONPATH="$work/site"
+  python3 - "$work/site" <<'EOF'
+import pathlib, sys
+import hvd_periodic
+if not pathlib.Path(hvd_periodic.__file__).is_relative_to(sys.argv[1]):
+    raise SystemExit(f"hvd_periodic comes from {hvd_periodic.__file__}, not from the wheel")
+EOF
+  python3 -m pytest tests/unit
+}
+
+main() {
+  case ${1:-} in
+    -h | --help)
+      usage_of "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    --use-current-env)
+      use_current_env
+      shift
+      ;;
+  esac
+  bash "$SCRIPTS/setup.sh"
+  activate
+  set_state
+  export_job_variables
+  # The ranks of a test share the cores: one thread each.
+  export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
+
+  cd "$PROJECT_ROOT"
+  python3 -m pytest "$@"
+
+  WORK=$(mktemp -d)
+  trap 'rm -rf "$WORK"' EXIT
+  test_wheel "$WORK"
+}
+
+main "$@"

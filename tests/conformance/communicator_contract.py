@@ -1,0 +1,153 @@
+"""The contract of communicators, for any launcher: each rank calls :func:`check_communicator` with its own.
+
+Values are chosen so that sums are exact, except where the order of summation is the point.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic import Communicator
+
+LAUNCHERS = {
+    "LocalCommunicator": "pytest",
+    "ThreadCommunicator": "pytest",
+    "MPICommunicator": "mpirun",
+    "HorovodCommunicator": "horovodrun",
+}
+"""What starts the ranks of each communicator: plain pytest, here, or a launcher, in tests/parallel."""
+
+SIZES = [0, 1, 7, 1000]
+"""Elements of the buffers; an empty one is legal."""
+
+DTYPES = ["float32", "float64", "int64"]
+
+Tensor = Callable[[np.ndarray], Any]
+
+
+def check_communicator(communicator: Communicator, tensor: Tensor = np.asarray) -> None:
+    """Run the contract; collective, on all ranks of the communicator.
+
+    Args:
+        communicator: the one under test.
+        tensor: turns a numpy array into what the communicator takes; ``np.asarray`` must turn it back.
+    """
+    for check in (
+        check_ranks,
+        check_names,
+        check_root_ranks,
+        check_sum,
+        check_max,
+        check_large_integers,
+        check_sums_are_identical,
+        check_several_in_flight,
+        check_broadcast,
+        check_objects,
+    ):
+        check(communicator, tensor)
+
+
+def values(rank: int, size: int, dtype: str, salt: int = 0) -> np.ndarray:
+    """Return values that differ between ranks and between elements; small integers, some of them negative."""
+    return ((np.arange(size) * (rank + 2) + 13 * rank + salt) % 101 - 50).astype(dtype)
+
+
+def over_ranks(communicator: Communicator, size: int, dtype: str, salt: int = 0) -> np.ndarray:
+    """Return the values of all ranks, one row each."""
+    return np.stack([values(rank, size, dtype, salt) for rank in range(communicator.size)])
+
+
+def assert_same(found: Any, expected: np.ndarray) -> None:
+    array = np.asarray(found)
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, expected)
+
+
+def check_ranks(communicator: Communicator, tensor: Tensor) -> None:
+    ranks = communicator.allgather_object((communicator.rank, communicator.size), "contract.ranks")
+    assert ranks == [(rank, communicator.size) for rank in range(communicator.size)]
+
+
+def check_names(communicator: Communicator, tensor: Tensor) -> None:
+    names = [communicator.unique_name() for _ in range(3)]
+    assert len(set(names)) == 3
+    assert communicator.allgather_object(names, "contract.names") == [names] * communicator.size
+
+
+def check_root_ranks(communicator: Communicator, tensor: Tensor) -> None:
+    for nobody in (-1, 10**6):
+        try:
+            communicator.rank_of(nobody)
+        except ValueError as error:
+            assert "`root_rank`" in str(error)  # noqa: PT017
+            assert f"Received: {nobody}" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"rank_of({nobody}) found somebody")
+
+
+def check_sum(communicator: Communicator, tensor: Tensor) -> None:
+    for size, dtype in itertools.product(SIZES, DTYPES):
+        wait = communicator.allreduce(tensor(values(communicator.rank, size, dtype)), f"contract.sum.{size}.{dtype}")
+        assert_same(wait(), over_ranks(communicator, size, dtype).sum(axis=0, dtype=dtype))
+
+
+def check_max(communicator: Communicator, tensor: Tensor) -> None:
+    """Of several ranks; not the sum, not the values of one rank, and below zero as well."""
+    for size, dtype in itertools.product(SIZES, DTYPES):
+        wait = communicator.allreduce(
+            tensor(values(communicator.rank, size, dtype)), f"contract.max.{size}.{dtype}", op="max"
+        )
+        assert_same(wait(), over_ranks(communicator, size, dtype).max(axis=0))
+
+
+def check_large_integers(communicator: Communicator, tensor: Tensor) -> None:
+    """Step counts travel as 2⁶² − step: no detour over float64."""
+    mine = np.array([2**62 - communicator.rank, communicator.rank - 2**62], dtype="int64")
+    result = communicator.allreduce(tensor(mine), "contract.large", op="max")()
+    assert_same(result, np.array([2**62, communicator.size - 1 - 2**62], dtype="int64"))
+
+
+def check_sums_are_identical(communicator: Communicator, tensor: Tensor) -> None:
+    """All ranks receive the same bits, though the sum depends on the order."""
+    for dtype in ("float32", "float64"):
+        mine = np.random.default_rng(communicator.rank).standard_normal(1001).astype(dtype)
+        mine *= 10.0 ** (communicator.rank % 5)
+        result = np.asarray(communicator.allreduce(tensor(mine), f"contract.bits.{dtype}")()).tobytes()
+        assert len(set(communicator.allgather_object(result, f"contract.bits.{dtype}.compare"))) == 1
+
+
+def check_several_in_flight(communicator: Communicator, tensor: Tensor) -> None:
+    """Different sizes, dtypes and operations at once, waited for in either order."""
+    for order in (1, -1):
+        calls = list(enumerate(itertools.product([3, 0, 500], DTYPES, ["sum", "max"])))
+        waits = [
+            communicator.allreduce(
+                tensor(values(communicator.rank, size, dtype, salt)), f"contract.flight.{order}.{salt}", op=op
+            )
+            for salt, (size, dtype, op) in calls
+        ]
+        for (salt, (size, dtype, op)), wait in list(zip(calls, waits, strict=True))[::order]:
+            rows = over_ranks(communicator, size, dtype, salt)
+            assert_same(wait(), rows.sum(axis=0, dtype=dtype) if op == "sum" else rows.max(axis=0))
+
+
+def check_broadcast(communicator: Communicator, tensor: Tensor) -> None:
+    for root, size, dtype in itertools.product({0, communicator.size - 1, communicator.size // 2}, SIZES, DTYPES):
+        mine = tensor(values(communicator.rank, size, dtype))
+        result = communicator.broadcast(mine, f"contract.broadcast.{root}.{size}.{dtype}", root)
+        assert_same(result, values(root, size, dtype))
+
+
+def check_objects(communicator: Communicator, tensor: Tensor) -> None:
+    """Objects of any type and of another length on every rank."""
+    objects: list[object] = [None, "", {"rank": [1.5, "é"]}, b"\0" * 1000, (1, {2}), np.arange(3).tolist()]
+    rank, size = communicator.rank, communicator.size
+    found = communicator.allgather_object(objects[rank % len(objects)], "contract.objects")
+    assert found == [objects[other % len(objects)] for other in range(size)]
+    found = communicator.allgather_object("x" * (1000 * rank), "contract.strings")
+    assert [len(text) for text in found] == [1000 * other for other in range(size)]
+    assert communicator.allgather_object(None, "contract.nothing") == [None] * size

@@ -1,0 +1,129 @@
+"""Communicators that plain pytest can run pass the contract; tests/parallel runs it on the others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic.comm.threads import ThreadCommunicator
+from tests.conformance.communicator_contract import LAUNCHERS, check_communicator
+from tests.conformance.discovery import communicators
+from tests.helpers import outcomes, run_ranks
+
+HERE = {"LocalCommunicator", "ThreadCommunicator"}
+
+
+@pytest.mark.parametrize("name", sorted(communicators()))
+def test_every_communicator_is_tested_somewhere(name: str) -> None:
+    assert name in LAUNCHERS, (
+        f"{communicators()[name]} defines {name}, and no test runs it: say in LAUNCHERS of "
+        "tests/conformance/communicator_contract.py what starts its ranks, and call check_communicator() there"
+    )
+    assert (LAUNCHERS[name] == "pytest") == (name in HERE), f"run check_communicator() on {name} in this file"
+    if name in HERE:
+        assert issubclass(getattr(importlib.import_module(communicators()[name]), name), Communicator)
+
+
+def test_the_list_of_launchers_is_not_stale() -> None:
+    assert LAUNCHERS.keys() == communicators().keys()
+
+
+def test_local() -> None:
+    check_communicator(LocalCommunicator())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_threads(size: int) -> None:
+    def work(communicator: Communicator) -> None:
+        assert isinstance(communicator, ThreadCommunicator)
+        check_communicator(communicator)
+
+    run_ranks(size, work)
+
+
+class Faulty(Communicator):
+    """Threads with a planted fault."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self.inner = inner
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        return self.inner.allreduce(buffer, name, op)
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        return self.inner.broadcast(buffer, name, root)
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        return self.inner.allgather_object(value, name)
+
+
+class Mean(Faulty):
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        result = self.inner.allreduce(buffer, name, op)()
+        return lambda: (result / self.size).astype(result.dtype) if op == "sum" else result
+
+
+class SumForMax(Faulty):
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        return self.inner.allreduce(buffer, name)
+
+
+class ThroughFloats(Faulty):
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        result = self.inner.allreduce(np.asarray(buffer, "float64"), name, op)()
+        return lambda: result.astype(buffer.dtype)
+
+
+class NotQuiteIdentical(Faulty):
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        result = self.inner.allreduce(buffer, name, op)()
+        if self.rank == 0 and "bits.float64" in name:
+            result = np.nextafter(result, 1e9)
+        return lambda: result
+
+
+class OneBufferForAll(Faulty):
+    """The result of the last call in flight, for all that fit."""
+
+    last: Any = None
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        result = self.last = self.inner.allreduce(buffer, name, op)()
+        return lambda: self.last if self.last.shape == result.shape else result
+
+
+class RootIsAlwaysZero(Faulty):
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        return self.inner.broadcast(buffer, name, 0)
+
+
+class WrongOrder(Faulty):
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        return self.inner.allgather_object(value, name)[::-1]
+
+
+@pytest.mark.parametrize("fault", Faulty.__subclasses__(), ids=lambda cls: cls.__name__)
+def test_the_contract_notices(fault: type[Faulty]) -> None:
+    def work(communicator: Communicator) -> None:
+        check_communicator(fault(communicator))
+
+    assert any(isinstance(outcome, AssertionError) for outcome in outcomes(2, lambda c: _abort_after(c, work)))
+
+
+def _abort_after(communicator: Communicator, work: Callable[[Communicator], None]) -> None:
+    """Run ``work``; after a failure, let ranks that still wait fail at once instead of after the timeout."""
+    try:
+        work(communicator)
+    except BaseException:
+        communicator._group.barrier.abort()  # type: ignore[attr-defined]
+        raise
+
+
+def test_a_communicator_without_fault_passes_through_the_same_wrapper() -> None:
+    run_ranks(2, lambda communicator: check_communicator(Faulty(communicator)))

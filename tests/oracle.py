@@ -1,0 +1,104 @@
+"""A slow oracle written from the papers in plain Python floats, workers in a loop; it uses nothing of the library.
+
+Every worker descends on a quadratic loss of its own, so that gradients differ between workers and depend on where the
+exchanges have put x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+STEPS = 13
+RATE, MOMENTUM = 0.15, 0.6
+START = [0.5, -1.5, 2.0]
+
+Vector = list[float]
+Result = tuple[list[Vector], Vector]
+"""All replicas, and the center."""
+
+
+def gradient(worker: int, x: Sequence[float]) -> Vector:
+    """Gradient of Σ_k ½ h_k (x_k − m_k)², with curvatures and minima of the worker's own."""
+    return [
+        (0.4 + 0.2 * worker + 0.1 * k) * (x_k - (1.5 * math.sin(1 + 2 * worker + k) + worker))
+        for k, x_k in enumerate(x)
+    ]
+
+
+def periodic(period: int) -> set[int]:
+    """Steps of the exchanges for a constant period."""
+    return {step for step in range(1, STEPS + 1) if step % period == 0}
+
+
+class Workers:
+    """Local SGD with heavy-ball momentum on n workers."""
+
+    def __init__(self, n: int, momentum: float) -> None:
+        self.n, self.momentum = n, momentum
+        self.x = [list(START) for _ in range(n)]
+        self.v = [[0.0] * len(START) for _ in range(n)]
+
+    def descend(self, worker: int, g: Vector) -> None:
+        for k, g_k in enumerate(g):
+            self.v[worker][k] = self.momentum * self.v[worker][k] + g_k
+            self.x[worker][k] -= RATE * self.v[worker][k]
+
+
+def easgd(n: int, exchanges: set[int], rate: Callable[[int], float], momentum: float = 0.0, rho: float = 0.0) -> Result:
+    """Zhang, Choromanska, LeCun (2015), synchronous; ``rate(τ)`` is α for an exchange that covers τ steps."""
+    workers, c, last = Workers(n, momentum), list(START), 0
+    read = [list(START) for _ in range(n)]
+    for step in range(1, STEPS + 1):
+        for i in range(n):
+            g = gradient(i, workers.x[i])
+            workers.descend(
+                i, [g_k + rho * (x_k - r_k) for g_k, x_k, r_k in zip(g, workers.x[i], read[i], strict=True)]
+            )
+        if step in exchanges:
+            alpha, last = rate(step - last), step
+            old = list(c)
+            for i in range(n):
+                for k in range(len(old)):
+                    difference = workers.x[i][k] - old[k]
+                    workers.x[i][k] -= alpha * difference
+                    c[k] += alpha * difference
+                read[i] = list(old)
+    return workers.x, c
+
+
+def averaging(n: int, exchanges: set[int], momentum: float = 0.0) -> Result:
+    """McDonald, Hall, Mann (2010): the mean of the replicas replaces them all."""
+    workers, c = Workers(n, momentum), list(START)
+    for step in range(1, STEPS + 1):
+        for i in range(n):
+            workers.descend(i, gradient(i, workers.x[i]))
+        if step in exchanges:
+            c = [sum(workers.x[i][k] for i in range(n)) / n for k in range(len(START))]
+            workers.x = [list(c) for _ in range(n)]
+    return workers.x, c
+
+
+def agn(
+    n: int, exchanges: set[int], op: str, momentum: float = 0.0, center: tuple[float, float] | None = None
+) -> Result:
+    """Hermans, Spanakis, Möckel (2017), with SGD of rate and momentum ``center`` on the center."""
+    center_rate, center_momentum = (RATE, momentum) if center is None else center
+    workers, c, last = Workers(n, momentum), list(START), 0
+    center_v = [0.0] * len(START)
+    a = [[0.0] * len(START) for _ in range(n)]
+    for step in range(1, STEPS + 1):
+        for i in range(n):
+            g = gradient(i, workers.x[i])
+            for k, g_k in enumerate(g):
+                a[i][k] += g_k
+            workers.descend(i, g)
+        if step in exchanges:
+            period, last = step - last, step
+            for k in range(len(START)):
+                total = sum(a[i][k] / period for i in range(n)) / (n if op == "average" else 1)
+                center_v[k] = center_momentum * center_v[k] + total
+                c[k] -= center_rate * center_v[k]
+            workers.x = [list(c) for _ in range(n)]
+            a = [[0.0] * len(START) for _ in range(n)]
+    return workers.x, c

@@ -1,0 +1,369 @@
+"""What every rank of a job does; each scenario returns what this rank saw, and the test asserts on all ranks' words.
+
+mpirun -np 2 python -m tests.parallel.scenarios FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvd_periodic.torch as hvdp
+from hvd_periodic import PostLocal
+from hvd_periodic.torch.replica import NamedTensors, TorchReplica
+from hvd_periodic.torch.synchronizer import communicator_of
+from tests import oracle
+from tests.conformance.communicator_contract import check_communicator
+
+SCENARIOS: dict[str, Callable[[], Any]] = {}
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),
+    "easgd_default": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, **k),
+    "easgd_rho": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, rho=0.5, **k),
+    "average": lambda o, m, **k: hvdp.ModelAverageOptimizer(o, m, 2, **k),
+    "post_local": lambda o, m, **k: hvdp.ModelAverageOptimizer(o, m, PostLocal(2, 3), **k),
+    "agn": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, **k),
+    "agn_average": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, op="average", **k),
+}
+
+
+def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def attempt(function: Callable[[], Any]) -> str:
+    """Return the error as text; empty if there was none."""
+    try:
+        function()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def bits(tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def scalar(optimizer: Callable[..., Any], rate: float, **common: Any) -> tuple[torch.nn.Parameter, Any]:
+    """One parameter, different on each rank until the root's value, 0, is broadcast."""
+    parameter = torch.nn.Parameter(torch.tensor([float(hvd.rank())], dtype=torch.float64))
+    return parameter, optimizer(torch.optim.SGD([parameter], lr=rate), [("w", parameter)], **common)
+
+
+def center_of(parameter: torch.Tensor, optimizer: Any) -> float:
+    with optimizer.center():
+        return parameter.item()
+
+
+@scenario
+def constant_gradients() -> Any:
+    """Gradient −1 − 2 rank: x and c after each step."""
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        parameter, optimizer = scalar(make, 0.1 if name.startswith("agn") else 1.0)
+        trajectory = []
+        for _ in range(8):
+            parameter.grad = torch.full_like(parameter, -1.0 - 2.0 * hvd.rank())
+            optimizer.step()
+            trajectory.append((parameter.item(), center_of(parameter, optimizer)))
+        results[name] = trajectory
+    return results
+
+
+@scenario
+def quadratics() -> Any:
+    """The losses of the oracle, with momentum; x and c at the end."""
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        parameter = torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64))
+        inner = torch.optim.SGD([parameter], lr=oracle.RATE, momentum=oracle.MOMENTUM)
+        optimizer = make(inner, [("w", parameter)])
+        for _ in range(oracle.STEPS):
+            parameter.grad = torch.tensor(oracle.gradient(hvd.rank(), parameter.tolist()), dtype=torch.float64)
+            optimizer.step()
+        x = parameter.tolist()
+        with optimizer.center():
+            results[name] = (x, parameter.tolist())
+    return results
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 50),
+        torch.nn.BatchNorm1d(50),
+        torch.nn.Tanh(),
+        torch.nn.Linear(50, 2),
+    )
+
+
+@scenario
+def centers_and_buffers() -> Any:
+    """A network with batch normalization and Adam, other data on each rank, several buckets."""
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(hvd.rank())
+        model = network()
+        optimizer = make(torch.optim.Adam(model.parameters(), lr=0.01), model)
+        seen = []
+        for _ in range(9):
+            data = torch.randn(16, 6) + hvd.rank()
+            optimizer.zero_grad()
+            (model(data) - data[:, :2]).square().mean().backward()
+            rounds = optimizer.synchronizer.rounds
+            optimizer.step()
+            if optimizer.synchronizer.rounds > rounds:
+                with optimizer.center():
+                    seen.append(bits(list(model.state_dict().values())))
+                buffers = bits(list(model.buffers()))
+        local = bits(list(model.parameters()))
+        optimizer.synchronizer.finalize()
+        exported = bits(list(hvdp.center_state_dict(model, optimizer).values()))
+        results[name] = {"centers": seen, "buffers": buffers, "local": local, "exported": exported}
+    return results
+
+
+@scenario
+def small_buckets_equal_one() -> Any:
+    """The same training over buckets of 64 bytes and over one: center and replica to the bit."""
+    found = []
+    for bucket_bytes in (64, 2**20):
+        torch.manual_seed(0)
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 2, moving_rate=0.3)
+        synchronizer = optimizer.synchronizer
+        replica = TorchReplica(NamedTensors.of(model, None), inner, None, bucket_bytes)
+        super(hvdp.Synchronizer, synchronizer).__init__(
+            replica, synchronizer.algorithm, synchronizer.schedule, synchronizer.communicator
+        )
+        synchronizer.start()
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(6):
+            data = torch.randn(16, 6, generator=generator)
+            optimizer.zero_grad()
+            (model(data) - data[:, :2]).square().mean().backward()
+            optimizer.step()
+        found.append([len(replica.parameters.layout.buckets), hvdp.center_state_dict(model, optimizer)])
+    (many, small), (one, large) = found
+    difference = max(float((small[key] - large[key]).abs().max()) for key in small if small[key].is_floating_point())
+    return {"buckets": (many, one), "difference": difference}
+
+
+@scenario
+def disagreements() -> Any:
+    """One rank differs from the others in one thing; every rank must learn of it."""
+    last = hvd.rank() == hvd.size() - 1
+
+    def construct(period: int = 2, out: int = 2, dtype: Any = torch.float32, name: str = "", **options: Any) -> None:
+        model = torch.nn.Linear(2, out).to(dtype)
+        pairs = [(name + n, p) for n, p in model.named_parameters()]
+        hvdp.ElasticAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), pairs, period, **options)
+
+    def other_algorithm() -> None:
+        model = torch.nn.Linear(2, 2)
+        hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), 2)
+
+    cases: dict[str, dict[str, Any]] = {
+        "period": {"period": 3},
+        "rate": {"moving_rate": 0.05},
+        "shape": {"out": 3},
+        "dtype": {"dtype": torch.float64},
+        "name": {"name": "x."},
+        "root": {"root_rank": hvd.size() - 1},
+        "refused": {"moving_rate": 7.0},
+        "center": {"center": "nowhere"},
+    }
+    results = {
+        case: attempt(lambda options=options: construct(**(options if last else {}))) for case, options in cases.items()
+    }
+    results["algorithm"] = attempt(other_algorithm if last else construct)
+    results["none"] = attempt(construct)
+    return results
+
+
+@scenario
+def changes_after_construction() -> Any:
+    parameter, optimizer = scalar(OPTIMIZERS["average"], 1.0)
+
+    def train() -> None:
+        for step in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            if step == 1 and hvd.rank() == hvd.size() - 1:
+                optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+            optimizer.step()
+
+    return attempt(train)
+
+
+@scenario
+def different_steps() -> Any:
+    """sync() after different numbers of steps: refused on all ranks."""
+    parameter, optimizer = scalar(OPTIMIZERS["post_local"], 1.0)
+    optimizer.synchronizer.schedule = PostLocal(0, 100)
+    optimizer.synchronizer._next_exchange = 100
+
+    def train() -> None:
+        for _ in range(3 + hvd.rank()):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        optimizer.synchronizer.sync()
+
+    return attempt(train)
+
+
+@scenario
+def uneven_data() -> Any:
+    """Rank r has 5 + 3r steps of gradient −1, in periods of 2, then finalizes: nobody hangs, one center."""
+    results = {}
+    for name in ("easgd", "average", "agn"):
+        parameter, optimizer = scalar(OPTIMIZERS[name], 1.0)
+        for _ in range(5 + 3 * hvd.rank()):
+            parameter.grad = -torch.ones_like(parameter)
+            optimizer.step()
+        optimizer.synchronizer.finalize()
+        results[name] = (center_of(parameter, optimizer), optimizer.synchronizer.rounds, parameter.item())
+    return results
+
+
+@scenario
+def overflow_on_one_rank() -> Any:
+    parameter, optimizer = scalar(OPTIMIZERS["average"], 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(1, 5):
+        optimizer.zero_grad()
+        overflow = hvd.rank() == hvd.size() - 1 and step == 2
+        scaler.scale(-(parameter * (float("inf") if overflow else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    counters = optimizer.synchronizer.counters
+    return counters.local_steps, counters.rounds, counters.skipped_updates, parameter.item()
+
+
+def resume_training(optimizer_class: Any, name: str) -> bool:
+    """Save in mid-period on every rank, go on; restore in a new optimizer, go on: the same to the bit."""
+
+    def make() -> tuple[torch.nn.Module, Any]:
+        model = network()
+        return model, OPTIMIZERS[name](optimizer_class(model.parameters(), lr=0.01), model)
+
+    def train(model: torch.nn.Module, optimizer: Any, seed: int, steps: int) -> None:
+        generator = torch.Generator().manual_seed(100 * seed + hvd.rank())
+        for _ in range(steps):
+            data = torch.randn(16, 6, generator=generator)
+            optimizer.zero_grad()
+            (model(data) - data[:, :2]).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer, 1, 5)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    pickled = pickle.dumps((model, optimizer))
+    train(model, optimizer, 2, 6)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other_model, other = make()
+    other_model.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    train(other_model, other, 2, 6)
+    copied_model, copied = pickle.loads(pickled)
+    train(copied_model, copied, 2, 6)
+    expected = bits([*model.state_dict().values(), *hvdp.center_state_dict(model, optimizer).values()])
+    return all(
+        bits([*m.state_dict().values(), *hvdp.center_state_dict(m, o).values()]) == expected
+        for m, o in ((other_model, other), (copied_model, copied))
+    )
+
+
+@scenario
+def resume() -> Any:
+    return {name: resume_training(torch.optim.Adam, name) for name in ("easgd_rho", "average", "agn", "post_local")}
+
+
+@scenario
+def restore_on_root_only() -> Any:
+    """The root loads a checkpoint; without broadcast() the others notice, with it all continue from there."""
+    parameter, optimizer = scalar(OPTIMIZERS["easgd"], 1.0)
+    for _ in range(3):
+        parameter.grad = torch.full_like(parameter, -1.0 - hvd.rank())
+        optimizer.step()
+    saved, value, center = optimizer.state_dict(), parameter.item(), center_of(parameter, optimizer)
+    roots_value = hvd.broadcast_object(value, 0, name="value")
+
+    parameter, optimizer = scalar(OPTIMIZERS["easgd"], 1.0)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(saved)
+        parameter.data.fill_(value)
+    optimizer.synchronizer.broadcast()
+    restored = (parameter.item() == roots_value, center_of(parameter, optimizer) == center)
+    steps = optimizer.synchronizer.local_steps
+    optimizer.synchronizer.audit()
+
+    if hvd.rank() == 0:
+        optimizer.load_state_dict({**saved, "hvd_periodic": {**saved["hvd_periodic"], "next_exchange": 3}})
+        optimizer.synchronizer.replica.load(
+            optimizer.synchronizer._parts[0].state["center"], {"w": torch.tensor([77.0], dtype=torch.float64)}
+        )
+    return restored, steps, attempt(optimizer.synchronizer.audit)
+
+
+@scenario
+def process_set() -> Any:
+    """Ranks 0 and the last exchange; a rank between them trains alone and is told that it is not in the set."""
+    members = sorted({0, hvd.size() - 1})
+    if len(members) == hvd.size():
+        return None
+    chosen = PROCESS_SETS[0]
+    if hvd.rank() not in members:
+        return attempt(lambda: scalar(OPTIMIZERS["average"], 1.0, process_set=chosen))
+    parameter, optimizer = scalar(OPTIMIZERS["average"], 1.0, process_set=chosen, root_rank=members[1])
+    started = parameter.item()
+    for _ in range(2):
+        parameter.grad = torch.full_like(parameter, -1.0 - hvd.rank())
+        optimizer.step()
+    again = pickle.loads(pickle.dumps(optimizer))
+    return started, parameter.item(), again.synchronizer.communicator.size
+
+
+@scenario
+def contract() -> Any:
+    """The common contract of communicators, on Horovod's."""
+    check_communicator(communicator_of(None), torch.from_numpy)
+    return "kept"
+
+
+PROCESS_SETS: list[Any] = []
+
+
+def main(folder: Path) -> None:
+    """Run all scenarios in the same order on all ranks; write this rank's results."""
+    before = attempt(construct_optimizer)
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 2:
+        PROCESS_SETS.append(hvd.ProcessSet([0, 2]))
+    hvd.init(process_sets=PROCESS_SETS or None)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"not_initialized": before}
+    for name, function in SCENARIOS.items():
+        results[name] = function()
+    (folder / f"{hvd.rank()}.json").write_text(json.dumps(results))
+
+
+def construct_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    hvdp.ModelAverageOptimizer(torch.optim.SGD([parameter], lr=1.0), [("w", parameter)])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,185 @@
+"""Real jobs: the scenarios on real ranks under every launcher, asserted on what all ranks report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import oracle
+from tests.parallel.launch import run_scenarios
+
+pytest.importorskip("horovod.torch")
+
+JOBS = [
+    ("python", 1),
+    ("mpirun", 1),
+    ("mpirun", 2),
+    ("mpirun", 3),
+    ("horovodrun --gloo", 2),
+    ("horovodrun --mpi", 2),
+]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of one job reports; all tests of a job share it."""
+    launcher, size = request.param
+    return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), timeout_seconds=150)
+
+
+def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
+    """Return what all ranks report under a path of keys."""
+    values: list[Any] = list(ranks)
+    for key in keys:
+        values = [value[key] for value in values]
+    return values
+
+
+EXPECTED = {
+    ("easgd", 1): [[1, 0], [1.5, 0.5], [2.5, 0.5], [2.75, 1.25], [3.75, 1.25], [3.875, 2.125]],
+    ("easgd", 2): [[1, 0], [1.5, 2], [2.5, 2], [3.125, 4.5], [4.125, 4.5], [4.96875, 7.125]],
+    ("easgd_default", 2): [[1, 0], [1.55, 1.8], [2.55, 1.8], [3.15625, 4.185]],
+    ("average", 2): [[1, 0], [4, 4], [5, 4], [8, 8]],
+    ("agn", 2): [[0.1, 0], [0.2, 0], [0.3, 0], [0.4, 0.4], [0.5, 0.4], [0.6, 0.4], [0.7, 0.4], [0.8, 0.8]],
+    ("agn_average", 2): [[0.1, 0], [0.2, 0], [0.3, 0], [0.2, 0.2], [0.3, 0.2], [0.4, 0.2], [0.5, 0.2], [0.4, 0.4]],
+}
+"""x and c of rank 0 after each step: the numbers of the papers' formulas, worked out by hand."""
+
+EXPECTED_OF_RANK_1 = {
+    "easgd": [3, 4.5, 7.5, 8.375, 11.375, 11.90625],
+    "easgd_default": [3, 4.65, 7.65, 8.65875],
+    "average": [3, 4, 7, 8],
+    "agn": [0.3, 0.6, 0.9, 0.4, 0.7, 1.0, 1.3, 0.8],
+}
+
+
+def test_numbers_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None:
+    reported = column(ranks, "constant_gradients")
+    for (name, size), expected in EXPECTED.items():
+        if size == len(ranks):
+            found = reported[0][name][: len(expected)]
+            assert [value for pair in found for value in pair] == pytest.approx([v for pair in expected for v in pair])
+    if len(ranks) == 2:
+        for name, expected_x in EXPECTED_OF_RANK_1.items():
+            assert [x for x, _ in reported[1][name][: len(expected_x)]] == pytest.approx(expected_x)
+
+
+def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
+    n, every_2, every_4, momentum = len(ranks), oracle.periodic(2), oracle.periodic(4), oracle.MOMENTUM
+    expected = {
+        "easgd": oracle.easgd(n, every_2, lambda _: 0.25, momentum),
+        "easgd_default": oracle.easgd(n, every_2, lambda _: 0.9 / 2 / n, momentum),
+        "easgd_rho": oracle.easgd(n, every_2, lambda _: 0.25, momentum, rho=0.5),
+        "average": oracle.averaging(n, every_2, momentum),
+        "post_local": oracle.averaging(n, {1, 2, 5, 8, 11}, momentum),
+        "agn": oracle.agn(n, every_4, "sum", momentum),
+        "agn_average": oracle.agn(n, every_4, "average", momentum),
+    }
+    assert expected.keys() == ranks[0]["quadratics"].keys()
+    for name, (replicas, center) in expected.items():
+        for rank, (x, c) in enumerate(column(ranks, "quadratics", name)):
+            assert x == pytest.approx(replicas[rank], rel=1e-12, abs=1e-12), f"replica {rank} of {name}"
+            assert c == pytest.approx(center, rel=1e-12, abs=1e-12), f"center of {name} on rank {rank}"
+
+
+def test_centers_and_buffers_are_identical_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    for name in ranks[0]["centers_and_buffers"]:
+        reports = column(ranks, "centers_and_buffers", name)
+        assert len(set(reports[0]["centers"])) == len(reports[0]["centers"]) >= 2, "the center moves at every exchange"
+        for report in reports:
+            for key in ("centers", "exported"):
+                assert report[key] == reports[0][key], f"{key} of {name}"
+        assert len({report["buffers"] for report in reports}) == 1, f"buffers of {name}"
+        assert len({report["local"] for report in reports}) == len(ranks), f"replicas of {name} after a local step"
+
+
+def test_buckets_change_nothing(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "small_buckets_equal_one"):
+        assert report == {"buckets": [35, 1], "difference": pytest.approx(0.0, abs=1e-6)}
+
+
+def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
+    assert all("call hvd.init()" in error for error in column(ranks, "not_initialized"))
+
+
+def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    found = column(ranks, "disagreements")
+    assert column(found, "none") == [""] * len(ranks)
+    assert all(column(found, "refused"))
+    assert "Received: moving_rate=7.0" in found[last]["refused"]
+    assert "Received: center='nowhere'" in found[last]["center"]
+    if len(ranks) == 1:
+        return
+    fragments = {
+        "period": "differ in schedule: Every(period=2) on rank 0",
+        "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank ",
+        "shape": "weight torch.float32[3, 2]",
+        "dtype": "weight torch.float64[2, 2]",
+        "name": "x.weight",
+        "root": "differ in root rank",
+        "algorithm": "Averaging() on rank ",
+    }
+    for case, fragment in fragments.items():
+        for error in column(found, case):
+            assert error.startswith("ValueError: All ranks must construct the same optimizer")
+            assert fragment in error
+            assert f"on rank {last}" in error
+    for case in ("refused", "center"):
+        assert all(f"Rank {last} failed" in report[case] for report in found[:last])
+
+
+def test_a_change_on_one_rank_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all("Parameters of the optimizer were added" in e for e in column(ranks, "changes_after_construction"))
+
+
+def test_exchange_at_different_steps_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    errors = column(ranks, "different_steps")
+    if len(ranks) == 1:
+        assert errors == [""]
+    else:
+        assert all(f"from 3 to {2 + len(ranks)}" in error for error in errors)
+
+
+def test_uneven_data(ranks: list[dict[str, Any]]) -> None:
+    """Centers worked out by hand for one and two ranks; for any number they are equal on all ranks."""
+    centers = {1: {"average": 5.0, "agn": 2.0}, 2: {"average": 6.5, "agn": 4.0}}.get(len(ranks), {})
+    for name in ("easgd", "average", "agn"):
+        reports = column(ranks, "uneven_data", name)
+        assert len({(center, rounds) for center, rounds, _ in reports}) == 1
+        assert reports[0][0] == pytest.approx(centers.get(name, reports[0][0]))
+    assert all(center == x for center, _, x in column(ranks, "uneven_data", "average"))
+
+
+def test_overflow_on_one_rank(ranks: list[dict[str, Any]]) -> None:
+    """The last rank skips one update of four; the others do not."""
+    expected = 4 - 1 / len(ranks)
+    skipped = [0] * (len(ranks) - 1) + [1]
+    for report, skips in zip(column(ranks, "overflow_on_one_rank"), skipped, strict=True):
+        assert report == [4, 2, skips, pytest.approx(expected)]
+
+
+def test_resume_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    assert all(all(report.values()) and len(report) == 4 for report in column(ranks, "resume"))
+
+
+def test_restore_on_the_root_only(ranks: list[dict[str, Any]]) -> None:
+    for restored, steps, error in column(ranks, "restore_on_root_only"):
+        assert restored == [True, True]
+        assert steps == 3
+        assert ("center variables differ" in error) == (len(ranks) > 1)
+
+
+def test_process_set(ranks: list[dict[str, Any]]) -> None:
+    """Ranks 0 and 2 of three start from rank 2 and average steps of 1 and 3; rank 1 is not in the set."""
+    if len(ranks) == 3:
+        first, outside, last = column(ranks, "process_set")
+        assert first == last == [2.0, 6.0, 2]
+        assert "must contain this rank (1)" in outside
+
+
+def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
+    assert column(ranks, "contract") == ["kept"] * len(ranks)
