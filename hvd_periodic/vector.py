@@ -47,8 +47,8 @@ class VectorSpace(Generic[V]):
         """Return a value equal to ``x`` that shares no memory with it."""
         return cast(V, np.copy(x))
 
-    def zeros_like(self, x: Any) -> V:
-        """Return zeros of the shape and dtype of ``x``."""
+    def zeros_like(self, x: Any, out: V | None = None) -> V:
+        """Return zeros of the shape and dtype of ``x``, which may be ``out`` itself."""
         return cast(V, np.zeros_like(x))
 
     def dot(self, x: Any, y: Any) -> float:

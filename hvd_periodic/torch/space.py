@@ -30,9 +30,9 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         """Return a copy, in ``out`` if given."""
         return x.clone() if out is None else out.copy_(x)
 
-    def zeros_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return zeros."""
-        return torch.zeros_like(x)
+    def zeros_like(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return zeros, in ``out`` if given."""
+        return torch.zeros_like(x) if out is None else out.zero_()
 
     def dot(self, x: torch.Tensor, y: torch.Tensor) -> float:
         """Return the inner product."""
@@ -75,9 +75,12 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
         torch._foreach_copy_(out, x)
         return out
 
-    def zeros_like(self, x: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return zeros."""
-        return [torch.zeros_like(tensor) for tensor in x]
+    def zeros_like(self, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Return zeros, in ``out`` if given."""
+        if out is None:
+            return [torch.zeros_like(tensor) for tensor in x]
+        torch._foreach_zero_(out)
+        return out
 
     def dot(self, x: list[torch.Tensor], y: list[torch.Tensor]) -> float:
         """Return the inner product."""

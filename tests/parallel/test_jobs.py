@@ -1,0 +1,97 @@
+"""What a user starts: the example under real launchers, and the scripts that start jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launch import ROOT, environment, start
+
+for module in ("horovod.torch", "sklearn", "matplotlib", "rich", "tqdm"):
+    pytest.importorskip(module)
+
+EXAMPLE = "examples/torch_digits.py"
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two workers train with every algorithm."""
+    folder = tmp_path_factory.mktemp("results")
+    for algorithm in ("allreduce", "easgd", "average", "agn"):
+        start("mpirun", 2, [EXAMPLE, "--algorithm", algorithm, "--output", str(folder), "--no-progress"], 90)
+    return folder
+
+
+def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
+    runs = {file.stem: json.loads(file.read_text()) for file in results.glob("*.json")}
+    assert runs.keys() == {"allreduce", "easgd", "average", "agn"}
+    baseline = runs["allreduce"]["center_accuracy"]
+    for algorithm in ("easgd", "average"):
+        run = runs[algorithm]
+        assert run["center_accuracy"] >= 0.95
+        assert run["center_accuracy"] >= baseline - 0.02
+        assert run["exchanges"] == run["steps"] // 10 == len(run["exchange_steps"])
+        assert run["bytes_sent"] * 9 < runs["allreduce"]["bytes_sent"]
+    assert runs["agn"]["center_accuracy"] >= 0.9
+    for run in runs.values():
+        assert len(run["losses"]) == len(run["distances"]) == len(run["worker_accuracy"]) == 2
+        assert run["losses"][0] != run["losses"][1], "shards differ"
+        picture = (results / f"{run['algorithm']}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+
+
+def test_comparison(results: Path) -> None:
+    output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60)
+    for word in ("allreduce", "easgd", "average", "agn", "accuracy of the center", "seconds in exchanges"):
+        assert word in output
+    assert (results / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="train first"):
+        start("python", 1, [EXAMPLE, "--compare", str(tmp_path)], 60)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Each rank leaves a file named by rank and size; the last one fails if it is told to."""
+    file = tmp_path / "script.py"
+    file.write_text(
+        "import pathlib, sys\n"
+        "import horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "(pathlib.Path(sys.argv[1]) / f'{hvd.rank()} of {hvd.size()}').touch()\n"
+        "hvd.allreduce(__import__('torch').ones(1))\n"
+        "sys.exit(int(sys.argv[2]) if hvd.rank() == hvd.size() - 1 else 0)\n"
+    )
+    return file
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = ["bash", str(ROOT / "run_scripts" / name), *arguments]
+    venv = Path(sys.prefix)
+    env = environment() | ({"HVD_PERIODIC_VENV": str(venv)} if (venv / "bin" / "python3").exists() else {})
+    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("local_mpirun.sh", 3), ("local_horovodrun.sh", 2)])
+def test_launch_scripts(name: str, ranks: int, script: Path, tmp_path: Path) -> None:
+    finished = run_script(name, str(ranks), str(script), str(tmp_path), "0")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert sorted(file.name for file in tmp_path.glob("* of *")) == [f"{rank} of {ranks}" for rank in range(ranks)]
+    assert run_script(name, str(ranks), str(script), str(tmp_path), "3").returncode != 0
+
+
+@pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh"])
+def test_launch_scripts_explain_themselves(name: str) -> None:
+    for arguments in ((), ("two", "train.py"), ("2",), ("2", "no_such_file.py")):
+        refused = run_script(name, *arguments)
+        assert refused.returncode == 2
+        assert f"run_scripts/{name}" in refused.stderr
