@@ -194,6 +194,7 @@ class PeriodicOptimizer:
             ``optimizer``.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
+        argument: what the caller calls ``period``, for its error messages.
 
     Attributes:
         optimizer: the local optimizer.

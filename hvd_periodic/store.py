@@ -40,6 +40,10 @@ class FlatStore(Store[V]):
     def __init__(self, layout: Layout, zeros: Callable[[str, int], V]) -> None:
         self.layout = layout
         self._arenas: dict[str, Any] = {kind: zeros(kind, size) for kind, size in layout.arenas.items()}
+        self._views = []
+        for index, spec in enumerate(layout.specs):
+            kind, start, stop = layout.span(index)
+            self._views.append(self._arenas[kind][start:stop].reshape(spec.shape))
 
     def read(self, bucket: Bucket, out: V | None = None) -> V:
         """Return a view of a bucket, or ``out`` filled with its values."""
@@ -55,11 +59,7 @@ class FlatStore(Store[V]):
 
     def tensors(self) -> list[Any]:
         """Return a view per tensor, in the tensor's own shape."""
-        views = []
-        for index, spec in enumerate(self.layout.specs):
-            kind, start, stop = self.layout.span(index)
-            views.append(self._arenas[kind][start:stop].reshape(spec.shape))
-        return views
+        return list(self._views)
 
 
 class PackedStore(Store[V]):

@@ -136,13 +136,19 @@ class TorchReplica:
                 "`named_parameters` must hold at least one trainable parameter. Received: "
                 f"{len(named.parameters)} parameters, none of them trainable and with elements"
             )
-        averaged, self._counted, constants = _split_buffers(named)
-        constants = [pair for pair in named.parameters if not _contains(taking_part, pair[1])] + constants
+        for name, parameter in taking_part:
+            if parameter.dtype not in _ACCUMULATION:
+                raise TypeError(
+                    f"Parameter {name!r} must be float64, float32, bfloat16 or float16. Received: {parameter.dtype}"
+                )
+        averaged, counted, constants = _split_buffers(named)
+        exchanged = {id(parameter) for _, parameter in taking_part}
+        constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged] + constants
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
         self.buffer_tensors = [buffer for _, buffer in averaged]
-        self.integer_tensors = [buffer for _, buffer in self._counted]
+        self.integer_tensors = [buffer for _, buffer in counted]
         self._frozen = [(n, p) for n, p in ours if not p.requires_grad]
         self._center_optimizer: CenterOptimizer | None = None
         self._signatures = [_signature(parameter) for parameter in self.tensors]
@@ -273,11 +279,12 @@ class TorchReplica:
 
     def _store(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Store[torch.Tensor]:
         specs = []
-        for name, tensor in pairs:
+        tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t for _, t in pairs]
+        for (name, _), tensor in zip(pairs, tensors, strict=True):
             dtype = _accumulation_dtype(name, tensor)
             kind = self._kind(dtype, tensor.device)
             specs.append(TensorSpec(name, tuple(tensor.shape), kind, dtype.itemsize))
-        return _TensorStore(Layout(specs, self.bucket_bytes), [tensor for _, tensor in pairs], self._empty)
+        return _TensorStore(Layout(specs, self.bucket_bytes), tensors, self._empty)
 
     def _kind(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name an arena alike on all ranks, whatever the index of the device on each."""
@@ -296,10 +303,6 @@ def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _contains(pairs: Sequence[tuple[str, torch.Tensor]], tensor: torch.Tensor) -> bool:
-    return any(tensor is other for _, other in pairs)
-
-
 def _signature(parameter: torch.Tensor) -> str:
     return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} on {parameter.device}"
 
@@ -310,11 +313,7 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
         raise ValueError(f"{name!r} is on the meta device and has no values: materialize the model first")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name!r} must be a dense tensor. Received: {tensor.layout}")
-    if tensor.dtype in _ACCUMULATION:
-        return _ACCUMULATION[tensor.dtype]
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return torch.int64
-    raise TypeError(f"{name!r} must be float64, float32, bfloat16 or float16. Received: {tensor.dtype}")
+    return _ACCUMULATION.get(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.int64
 
 
 def _split_buffers(
@@ -331,7 +330,7 @@ def _split_buffers(
             fixed.append(pair)
         elif not tensor.is_floating_point():
             counted.append(pair)
-        elif bool(tensor.isfinite().all()):
+        elif tensor.dtype in _ACCUMULATION and bool(tensor.isfinite().all()):
             averaged.append(pair)
         else:
             fixed.append(pair)

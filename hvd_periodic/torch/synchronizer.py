@@ -49,6 +49,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
         process_set: the Horovod process set that exchanges, default all ranks; or any
             :class:`~hvd_periodic.Communicator`.
+        argument: what the caller calls ``period``, for its error messages.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the

@@ -160,6 +160,7 @@ class Statistics(torch.nn.Module):
         self.register_buffer("count", torch.tensor(10 * rank))
         self.register_buffer("seen", torch.tensor([rank == 1, False]))
         self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        self.register_buffer("rotation", torch.full((2,), complex(rank, -rank)))
 
 
 @pytest.mark.parametrize("policy", ["average", "local"])
@@ -183,6 +184,7 @@ def test_buffers(policy: str) -> None:
         assert export["count"].dtype == torch.int64
         assert model.mean[0].item() == exchanged[0] + 100
         assert model.mask.tolist() == [0.0, float("-inf")]
+        assert model.rotation.tolist() == [1 - 1j] * 2
         return exchanged, center
 
     results = run(3, work)

@@ -1,0 +1,75 @@
+"""Every algorithm runs alike in every front end: the trajectory on numpy arrays is the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvd_periodic
+from hvd_periodic import SGD, Communicator, PostLocal
+from tests.conformance.discovery import algorithms
+from tests.helpers import Array, random_arrays, run_ranks
+
+RATE, MOMENTUM, STEPS = 0.25, 0.5, 9
+SCHEDULES = {"every 3": 3, "post-local": PostLocal(2, 3)}
+
+Trajectory = list[list[list[float]]]
+
+
+def gradient(x: Array, rank: int, step: int) -> Array:
+    return np.asarray(0.3 * (x - 1 - rank - 0.1 * step))
+
+
+def on_numpy(algorithm: Any, schedule: Any, communicator: Communicator) -> Trajectory:
+    arrays = random_arrays(communicator.rank)
+    named = {f"p{i}": array for i, array in enumerate(arrays)}
+    optimizer = hvd_periodic.PeriodicOptimizer(
+        SGD(RATE, MOMENTUM), named, algorithm, schedule, communicator=communicator
+    )
+    seen = []
+    for step in range(STEPS):
+        optimizer.step([gradient(array, communicator.rank, step) for array in arrays])
+        seen.append([array.ravel().tolist() for array in arrays])
+    optimizer.synchronizer.finalize()
+    with optimizer.center():
+        seen.append([array.ravel().tolist() for array in arrays])
+    return seen
+
+
+def on_torch(algorithm: Any, schedule: Any, communicator: Communicator) -> Trajectory:
+    torch = pytest.importorskip("torch")
+    import hvd_periodic.torch as hvdp
+
+    parameters = [torch.nn.Parameter(torch.from_numpy(array)) for array in random_arrays(communicator.rank)]
+    optimizer = hvdp.PeriodicOptimizer(
+        torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM),
+        [(f"p{i}", parameter) for i, parameter in enumerate(parameters)],
+        algorithm,
+        schedule,
+        process_set=communicator,
+    )
+    seen = []
+    for step in range(STEPS):
+        for parameter in parameters:
+            parameter.grad = torch.from_numpy(gradient(parameter.detach().numpy(), communicator.rank, step))
+        optimizer.step()
+        seen.append([parameter.detach().reshape(-1).tolist() for parameter in parameters])
+    optimizer.synchronizer.finalize()
+    with optimizer.center():
+        seen.append([parameter.detach().reshape(-1).tolist() for parameter in parameters])
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("cls", algorithms(), ids=lambda cls: cls.__name__)
+def test_torch_agrees_with_numpy(cls: Any, schedule: Any, size: int) -> None:
+    pytest.importorskip("torch")
+    expected = run_ranks(size, lambda communicator: on_numpy(cls(), schedule, communicator))
+    found = run_ranks(size, lambda communicator: on_torch(cls(), schedule, communicator))
+    for rank in range(size):
+        for step, (left, right) in enumerate(zip(found[rank], expected[rank], strict=True)):
+            for a, b in zip(left, right, strict=True):
+                assert a == pytest.approx(b, rel=1e-12, abs=1e-12), f"rank {rank}, step {step}"
