@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -182,6 +182,13 @@ class NumpyReplica:
             array[...] = tensors[name]
 
 
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that all optimizers pass on to :class:`PeriodicOptimizer`, which explains them."""
+
+    root_rank: int
+    communicator: Communicator | None
+
+
 class PeriodicOptimizer:
     """An optimizer of numpy arrays whose ranks exchange now and then, by any algorithm and schedule.
 
@@ -295,7 +302,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: float | None = None,
         beta: float | None = None,
         rho: float = 0.0,
-        **common: Any,
+        **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(
             optimizer,
@@ -325,7 +332,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: ArrayOptimizer,
         named_parameters: NamedArrays,
         interval_steps: int | Schedule = 100,
-        **common: Any,
+        **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(optimizer, named_parameters, Averaging, interval_steps, argument="interval_steps", **common)
 
@@ -352,7 +359,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
-        **common: Any,
+        **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(
             optimizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -13,7 +13,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.replica import Model
-from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.synchronizer import CommonOptions, Synchronizer
 
 _STATE_KEY = "hvd_periodic"
 
@@ -30,8 +30,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             only. All parameters of ``optimizer`` that are trainable now take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        **common: ``center_optimizer``, ``buffers``, ``center``, ``root_rank`` and ``process_set`` of
-            :class:`Synchronizer`.
+        center_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
+        argument: what the caller calls ``period``, for its error messages.
+        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -54,13 +55,23 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         named_parameters: Model,
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
-        **common: Any,
+        center_optimizer: CenterOptimizerLike | None = None,
+        argument: str = "period",
+        **common: Unpack[CommonOptions],
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"`{type(self).__name__}` wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}"
             )
-        synchronizer = Synchronizer(named_parameters, algorithm, period, optimizer=optimizer, **common)
+        synchronizer = Synchronizer(
+            named_parameters,
+            algorithm,
+            period,
+            optimizer=optimizer,
+            center_optimizer=center_optimizer,
+            argument=argument,
+            **common,
+        )
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
 
@@ -222,7 +233,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
-        **common: Any,
+        **common: Unpack[CommonOptions],
     ) -> None:
         def algorithm() -> EASGD:
             if asynchronous:
@@ -255,7 +266,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Model,
         interval_steps: int | Schedule = 100,
-        **common: Any,
+        **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(optimizer, named_parameters, Averaging, interval_steps, argument="interval_steps", **common)
 
@@ -287,7 +298,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
-        **common: Any,
+        **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(
             optimizer,
