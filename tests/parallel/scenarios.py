@@ -350,8 +350,9 @@ PROCESS_SETS: list[Any] = []
 def main(folder: Path) -> None:
     """Run all scenarios in the same order on all ranks; write this rank's results."""
     before = attempt(construct_optimizer)
-    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 2:
-        PROCESS_SETS.append(hvd.ProcessSet([0, 2]))
+    size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    if size > 2:  # Process sets are declared before the size can be asked for.
+        PROCESS_SETS.append(hvd.ProcessSet([0, size - 1]))
     hvd.init(process_sets=PROCESS_SETS or None)
     torch.set_num_threads(1)
     results: dict[str, Any] = {"not_initialized": before}

@@ -17,6 +17,7 @@ JOBS = [
     ("mpirun", 2),
     ("mpirun", 3),
     ("horovodrun --gloo", 2),
+    ("horovodrun --gloo", 3),
     ("horovodrun --mpi", 2),
 ]
 
