@@ -65,4 +65,4 @@ class AGN(Algorithm):
 
     def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Pull the center, which its optimizer has already moved, and start to accumulate anew."""
-        return space.copy(state["center"], out=x), state | {"gradient": space.zeros_like(total, out=total)}
+        return state["center"], state | {"gradient": space.zeros_like(total, out=total)}

@@ -64,4 +64,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Return the new replica and state, given the ``total`` over workers; may overwrite all arguments."""
+        """Return the new replica and state, given the ``total`` over workers; may overwrite all arguments.
+
+        The replica may be one of the state's vectors: it is copied into the parameters at once.
+        """
