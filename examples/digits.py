@@ -138,21 +138,32 @@ def compare(folder: Path) -> None:
 
 
 def _plot(run: Run, file: Path) -> None:
-    """Draw loss and distance to the center over local steps, with the exchanges marked."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    for rank, (losses, distances) in enumerate(zip(run.losses, run.distances, strict=True)):
+    """Draw the loss and, if replicas ever leave the center, their distance to it, with the exchanges marked."""
+    replicas_differ = run.algorithm != "allreduce"
+    figure, panels = plt.subplots(
+        1 + replicas_differ,
+        1,
+        figsize=(8, 3.5 + 2.5 * replicas_differ),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    top, bottom = panels[0, 0], panels[-1, 0]
+    for rank, losses in enumerate(run.losses):
         top.plot(_steps(run), _smooth(np.array(losses)), linewidth=1, label=f"worker {rank}")
-        bottom.plot(_steps(run), distances, linewidth=1, label=f"worker {rank}")
-    if run.exchanges < run.steps:
+    top.set(yscale="log", ylabel="training loss", title=f"{TITLES[run.algorithm]}, {run.workers} workers")
+    if replicas_differ:
+        for rank, distances in enumerate(run.distances):
+            bottom.plot(_steps(run), distances, linewidth=1, label=f"worker {rank}")
+        bottom.set(ylabel="distance to the center")
+        bottom.set_ylim(bottom=0)
         for axes in (top, bottom):
             for step in run.exchange_steps:
                 axes.axvline(step, color="0.85", linewidth=0.8, zorder=0)
-        bottom.plot([], [], color="0.85", label="exchange")
-    top.set(yscale="log", ylabel="training loss", title=f"{TITLES[run.algorithm]}, {run.workers} workers")
-    top.legend()
-    bottom.set(xlabel="local step", ylabel="distance to the center, after the step")
-    bottom.set_ylim(bottom=0)
-    bottom.legend()
+            axes.plot([], [], color="0.85", label="exchange")
+    for axes in panels[:, 0]:
+        axes.legend(loc="upper right")
+    bottom.set(xlabel="local step")
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
