@@ -29,8 +29,8 @@ def require_real(value: object, argument: str, *, positive: bool) -> float:
         ValueError: out of range.
     """
     message = f"{argument} must be {'positive' if positive else 'zero or positive'} and finite. Received: {value!r}"
-    if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, str):
-        raise TypeError(message)
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{argument} must be a number. Received: {value!r}")
     number = float(value)
     if not (0 < number < float("inf") or (number == 0 and not positive)):
         raise ValueError(message)

@@ -60,8 +60,8 @@ def agree(communicator: Communicator, name: str, facts: Mapping[str, object]) ->
             ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on rank {_join(ranks)}" for value, ranks in ranks_by_value.items())
-            raise ValueError(f"All ranks must construct the same optimizer. They differ in {key}: {values}")
-    raise ValueError("All ranks must construct the same optimizer. They state the same facts in another order")
+            raise ValueError(f"All ranks must run the same optimizer. They differ in {key}: {values}")
+    raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
 
 
 def audit(communicator: Communicator, name: str, vectors: Iterable[bytes]) -> None:

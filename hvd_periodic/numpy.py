@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -148,6 +148,15 @@ class NumpyReplica:
         if self._center_optimizer is not None:
             self._center_optimizer.step(*self._center_views)
 
+    def center_settings(self) -> dict[str, object]:
+        """Return the numbers and texts among the attributes of the center optimizer."""
+        attributes = {} if self._center_optimizer is None else vars(self._center_optimizer)
+        return {
+            f"{key} of the center optimizer": value
+            for key, value in attributes.items()
+            if isinstance(value, (int, float, str))
+        }
+
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's attributes."""
         return None if self._center_optimizer is None else copy.deepcopy(vars(self._center_optimizer))
@@ -180,13 +189,6 @@ class NumpyReplica:
         """Copy by name."""
         for name, array in zip(self.names, store.tensors(), strict=True):
             array[...] = tensors[name]
-
-
-class CommonOptions(TypedDict, total=False):
-    """Keyword arguments that all optimizers pass on to :class:`PeriodicOptimizer`, which explains them."""
-
-    root_rank: int
-    communicator: Communicator | None
 
 
 class PeriodicOptimizer:
@@ -280,7 +282,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α; default 0.9/(τ n).
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
-        **common: ``root_rank`` and ``communicator`` of :class:`PeriodicOptimizer`.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -302,7 +305,9 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: float | None = None,
         beta: float | None = None,
         rho: float = 0.0,
-        **common: Unpack[CommonOptions],
+        *,
+        root_rank: int = 0,
+        communicator: Communicator | None = None,
     ) -> None:
         super().__init__(
             optimizer,
@@ -310,7 +315,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
             lambda: EASGD(moving_rate, beta, rho),
             communication_period,
             argument="communication_period",
-            **common,
+            root_rank=root_rank,
+            communicator=communicator,
         )
 
 
@@ -321,7 +327,8 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         named_parameters: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        **common: ``root_rank`` and ``communicator`` of :class:`PeriodicOptimizer`.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -332,9 +339,19 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: ArrayOptimizer,
         named_parameters: NamedArrays,
         interval_steps: int | Schedule = 100,
-        **common: Unpack[CommonOptions],
+        *,
+        root_rank: int = 0,
+        communicator: Communicator | None = None,
     ) -> None:
-        super().__init__(optimizer, named_parameters, Averaging, interval_steps, argument="interval_steps", **common)
+        super().__init__(
+            optimizer,
+            named_parameters,
+            Averaging,
+            interval_steps,
+            argument="interval_steps",
+            root_rank=root_rank,
+            communicator=communicator,
+        )
 
 
 class AGNOptimizer(PeriodicOptimizer):
@@ -346,7 +363,8 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
-        **common: ``root_rank`` and ``communicator`` of :class:`PeriodicOptimizer`.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -359,7 +377,9 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
-        **common: Unpack[CommonOptions],
+        *,
+        root_rank: int = 0,
+        communicator: Communicator | None = None,
     ) -> None:
         super().__init__(
             optimizer,
@@ -368,5 +388,6 @@ class AGNOptimizer(PeriodicOptimizer):
             communication_period,
             center_optimizer=center_optimizer,
             argument="communication_period",
-            **common,
+            root_rank=root_rank,
+            communicator=communicator,
         )

@@ -48,6 +48,9 @@ class Replica(Protocol, Generic[V]):
     def step_center(self) -> None:
         """Apply one step of the center optimizer, in place."""
 
+    def center_settings(self) -> dict[str, object]:
+        """Return the hyper-parameters of the center optimizer; all ranks have to agree on them."""
+
     def center_optimizer_state(self) -> Any:
         """Return the state of the center optimizer; None if there is none."""
 

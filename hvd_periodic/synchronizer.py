@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -78,6 +79,25 @@ class _Part(Generic[V]):
                 self.state[key].write(bucket, value)
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """What ranks learn of each other before an exchange: maxima over ranks.
+
+    Attributes:
+        training: some rank is still training, and not here to finalize.
+        step: local steps.
+        pending: local steps since the last exchange.
+        period: local steps that the schedule planned between the last exchange and the next.
+        integers: the integer buffers.
+    """
+
+    training: bool
+    step: int
+    pending: int
+    period: int
+    integers: list[int]
+
+
 class Synchronizer(Generic[V]):
     """Runs one algorithm on one replica, whenever its schedule says so.
 
@@ -117,6 +137,7 @@ class Synchronizer(Generic[V]):
         self._last_exchange = 0
         self._next_exchange = next_exchange(schedule, 0)
         self._gradients = 0
+        self._prepared = False
         self._inside_center = False
         self._parts = [self._part("parameters", replica.parameters, algorithm)]
         if replica.buffers is not None:
@@ -153,6 +174,7 @@ class Synchronizer(Generic[V]):
             RuntimeError: called inside ``center()``.
         """
         self._refuse_inside_center("step")
+        self._prepared = True
         if self.algorithm.uses_gradients:
             self._gradients += self.replica.local(self.algorithm, self._parts[0].state)
 
@@ -167,9 +189,16 @@ class Synchronizer(Generic[V]):
             Whether an exchange took place.
 
         Raises:
-            RuntimeError: called inside ``center()``, or as :meth:`sync`.
+            RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed and was not
+                shown; or as :meth:`sync`.
         """
         self._refuse_inside_center("step")
+        if updated and self.algorithm.uses_gradients and not self._prepared:
+            raise RuntimeError(
+                f"{type(self.algorithm).__name__} needs every local gradient: call prepare_gradients() before each "
+                "local update, then step()"
+            )
+        self._prepared = False
         self.counters.local_steps += 1
         self.counters.skipped_updates += not updated
         if self.counters.local_steps < self._next_exchange:
@@ -191,7 +220,7 @@ class Synchronizer(Generic[V]):
 
         Ranks may arrive after different numbers of steps: one that is done takes part in the exchanges of the others,
         with unchanged parameters and no gradients, until all are done. No exchange takes place if nobody has stepped
-        since the last one.
+        since the last one. Training may go on afterwards, from the step count of the rank that did most.
 
         Raises:
             RuntimeError: the centers of the ranks differ; on all ranks.
@@ -361,6 +390,7 @@ class Synchronizer(Generic[V]):
             "first exchanges": exchanges[1:],
             "root rank": self.root,
             **self.replica.facts(),
+            **self.replica.center_settings(),
         }
 
     def _part(self, name: str, values: Store[V], algorithm: Algorithm) -> _Part[V]:
@@ -377,48 +407,54 @@ class Synchronizer(Generic[V]):
     def _run_exchange(self, leaving: bool) -> bool:
         """Exchange; return whether some rank is still training."""
         started = time.perf_counter()
-        training, pending, period, integers = self._meet(leaving)
-        if training or pending:
-            exchange = Exchange(self.communicator.size, period, self._gradients)
+        meeting = self._meet(leaving)
+        if meeting.training or meeting.pending:
+            exchange = Exchange(self.communicator.size, meeting.period, self._gradients)
             for part in self._parts:
                 self._exchange_part(part, exchange)
-            self.replica.set_integers(integers)
-            self._center_integers = integers
+            self.replica.set_integers(meeting.integers)
+            self._center_integers = meeting.integers
             self.counters.rounds += 1
             self._gradients = 0
-            self._last_exchange = self.counters.local_steps
-            self._next_exchange = next_exchange(self.schedule, self.counters.local_steps)
+        if not meeting.training:
+            self.counters.local_steps = meeting.step
+        self._last_exchange = self.counters.local_steps
+        self._next_exchange = next_exchange(self.schedule, self.counters.local_steps)
         self.counters.exchange_seconds += time.perf_counter() - started
-        return training
+        return meeting.training
 
-    def _meet(self, leaving: bool) -> tuple[bool, int, int, list[int]]:
+    def _meet(self, leaving: bool) -> _Meeting:
         """Let all ranks learn, before any data travels, whether all is well and what this exchange is.
 
-        One maximum over ranks carries it all. A rank that is leaving sends zeros for its step, which no maximum of
+        One maximum over ranks carries it all. A rank that is leaving sends zeros for its position, which no maximum of
         others can notice.
 
-        Returns:
-            Whether some rank is still training; local steps since the last exchange; local steps that the schedule
-            planned between the two; maximum of the integer buffers.
+        Raises:
+            RuntimeError: on all ranks, if the parameters of one have changed or ranks are at different steps.
+            ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
         """
-        problem = self.replica.changes()
-        step = self.counters.local_steps
+        problem, integers = self.replica.changes(), self.replica.integers()
+        step, last = self.counters.local_steps, self._last_exchange
         position = [0, 0] if leaving else [step + 1, _FAR - step]
-        interval = [step - self._last_exchange, self._next_exchange - self._last_exchange]
-        values = [int(problem is not None), *position, *interval, *self.replica.integers()]
+        settings = self.replica.center_settings()
+        fingerprint = int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")
+        values = [int(problem is not None), fingerprint, _FAR - fingerprint, *position]
+        values += [step, step - last, self._next_exchange - last, *integers]
         self.counters.bytes_sent += 8 * len(values)
-        control = self.replica.control(values)
-        result = self.communicator.allreduce(control, f"{self.name}.control", op="max")().tolist()
-        failed, latest, earliest = result[0], result[1] - 1, _FAR - result[2]
+        total = self.communicator.allreduce(self.replica.control(values), f"{self.name}.control", op="max")().tolist()
+        failed, largest, smallest, latest, earliest = total[0], total[1], _FAR - total[2], total[3] - 1, _FAR - total[4]
         if failed:
             raise_on_all(self.communicator, self.name, None if problem is None else RuntimeError(problem))
+        if largest != smallest:
+            agree(self.communicator, self.name, settings)
         training = latest >= 0
         if training and latest != earliest:
             raise RuntimeError(
                 f"Ranks exchange at different local steps, from {earliest} to {latest}; this rank is at {step}. Was "
-                "sync() called, or a state restored, on some ranks only? A rank without data calls finalize()"
+                "sync() called on some ranks only, or a state restored without broadcast()? A rank that runs out of "
+                "data calls finalize()"
             )
-        return training, result[3], result[4], result[5:]
+        return _Meeting(training, step=total[5], pending=total[6], period=total[7], integers=total[8:])
 
     def _exchange_part(self, part: _Part[V], exchange: Exchange) -> None:
         """Exchange all buckets, one travelling while the next is computed."""

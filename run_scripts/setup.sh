@@ -387,6 +387,7 @@ verify() {
 install_project() {
   step 'Installing the project, editable' '5 s'
   logged with_build_tools python3 -m pip install --disable-pip-version-check --no-input --no-build-isolation --no-deps \
+    --config-settings editable_mode=compat \
     --editable "$PROJECT_ROOT"
 }
 

@@ -21,6 +21,7 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
         optimizer: its optimizer, or its synchronizer.
 
     Raises:
+        TypeError: another kind of model or optimizer.
         ValueError: the model holds none of the parameters of the optimizer.
 
     Example::
@@ -28,6 +29,11 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
         if hvd.rank() == 0:
             torch.save(hvdp.center_state_dict(model, optimizer), "model.pt")
     """
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, (PeriodicOptimizer, Synchronizer)):
+        raise TypeError(
+            "center_state_dict(model, optimizer) takes a module and an optimizer or synchronizer of this package. "
+            f"Received: {type(model).__name__}, {type(optimizer).__name__}"
+        )
     synchronizer = optimizer.synchronizer if isinstance(optimizer, PeriodicOptimizer) else optimizer
     replica = synchronizer.replica
     parameters, buffers, integers = synchronizer.center_tensors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -24,7 +25,8 @@ class CenterOptimizer:
         gradients: what will hold the gradients of the centers.
 
     Raises:
-        TypeError: the source makes no torch optimizer, or its class cannot be constructed from parameter groups alone.
+        TypeError: the source makes no torch optimizer, its class cannot be constructed from parameter groups alone, or
+            it needs a closure.
         ValueError: the optimizer to copy lacks some of the parameters.
     """
 
@@ -48,6 +50,21 @@ class CenterOptimizer:
                     f"torch optimizer. Received: {type(made).__name__}"
                 )
             self.optimizer = made
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} steps with a closure only, and there is no loss of the center to "
+                "evaluate. Pass another `center_optimizer`"
+            )
+
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters of the next step, by readable name."""
+        groups = self._template or self.optimizer.param_groups
+        return {
+            f"{key} of group {i} of the center optimizer": value
+            for i, group in enumerate(groups)
+            for key, value in sorted(_hyperparameters(group).items())
+        }
 
     def step(self) -> None:
         """Move the centers by their gradients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.replica import Model
-from hvd_periodic.torch.synchronizer import CommonOptions, Synchronizer
+from hvd_periodic.torch.synchronizer import Synchronizer
 
 _STATE_KEY = "hvd_periodic"
 
@@ -32,14 +32,14 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         period: local steps between exchanges, or a schedule.
         center_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
         argument: what the caller calls ``period``, for its error messages.
-        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+        buffers, center, root_rank, process_set: as in :class:`Synchronizer`.
 
     Attributes:
         inner: the wrapped optimizer.
         synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
 
     Raises:
-        TypeError: ``optimizer`` is not a torch optimizer.
+        TypeError: ``optimizer`` is not a torch optimizer, or one that exchanges by itself.
         TypeError, ValueError, RuntimeError: as :class:`Synchronizer`.
     """
 
@@ -55,14 +55,25 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         named_parameters: Model,
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
+        *,
         center_optimizer: CenterOptimizerLike | None = None,
         argument: str = "period",
-        **common: Unpack[CommonOptions],
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"`{type(self).__name__}` wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}"
             )
+        if isinstance(optimizer, PeriodicOptimizer) or hasattr(optimizer, "skip_synchronize"):
+            exchanging = (
+                "an optimizer that exchanges already"
+                if isinstance(optimizer, PeriodicOptimizer)
+                else ("an hvd.DistributedOptimizer, which averages gradients at every step")
+            )
+            raise TypeError(f"`{type(self).__name__}` wraps a plain optimizer. Received: {exchanging}")
         synchronizer = Synchronizer(
             named_parameters,
             algorithm,
@@ -70,7 +81,10 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             optimizer=optimizer,
             center_optimizer=center_optimizer,
             argument=argument,
-            **common,
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
         )
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
@@ -125,7 +139,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"Parameters cannot be added to a {type(self).__name__}: ranks agreed on their set at construction. "
+            f"Parameters cannot be added to {type(self).__name__}: ranks agreed on their set at construction. "
             "Add the group to the wrapped optimizer before it is wrapped"
         )
 
@@ -159,6 +173,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             )
         self.synchronizer.load_state_dict(state_dict[_STATE_KEY])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _STATE_KEY})
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} exchanging by {self.synchronizer.algorithm} at {self.synchronizer.schedule}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "synchronizer": self.synchronizer}
@@ -202,7 +219,10 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchanges without waiting for other ranks; not available yet.
-        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+        buffers: ``"average"`` or ``"local"``; default: average those of a model.
+        center: ``"replicated"``.
+        root_rank: the rank, in Horovod's numbering, whose values all start from.
+        process_set: the ranks that exchange; default: all.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -233,7 +253,11 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
-        **common: Unpack[CommonOptions],
+        *,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
     ) -> None:
         def algorithm() -> EASGD:
             if asynchronous:
@@ -241,7 +265,15 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
             return EASGD(moving_rate, beta, rho)
 
         super().__init__(
-            optimizer, named_parameters, algorithm, communication_period, argument="communication_period", **common
+            optimizer,
+            named_parameters,
+            algorithm,
+            communication_period,
+            argument="communication_period",
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
         )
 
 
@@ -252,7 +284,10 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         named_parameters: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+        buffers: ``"average"`` or ``"local"``; default: average those of a model.
+        center: ``"replicated"``.
+        root_rank: the rank, in Horovod's numbering, whose values all start from.
+        process_set: the ranks that exchange; default: all.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -266,9 +301,23 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Model,
         interval_steps: int | Schedule = 100,
-        **common: Unpack[CommonOptions],
+        *,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
     ) -> None:
-        super().__init__(optimizer, named_parameters, Averaging, interval_steps, argument="interval_steps", **common)
+        super().__init__(
+            optimizer,
+            named_parameters,
+            Averaging,
+            interval_steps,
+            argument="interval_steps",
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
+        )
 
 
 class AGNOptimizer(PeriodicOptimizer):
@@ -282,7 +331,10 @@ class AGNOptimizer(PeriodicOptimizer):
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own, and
             follows the hyper-parameters of the original.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        **common: ``buffers``, ``center``, ``root_rank`` and ``process_set`` of :class:`Synchronizer`.
+        buffers: ``"average"`` or ``"local"``; default: average those of a model.
+        center: ``"replicated"``.
+        root_rank: the rank, in Horovod's numbering, whose values all start from.
+        process_set: the ranks that exchange; default: all.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -298,7 +350,11 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
-        **common: Unpack[CommonOptions],
+        *,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
     ) -> None:
         super().__init__(
             optimizer,
@@ -307,5 +363,8 @@ class AGNOptimizer(PeriodicOptimizer):
             communication_period,
             center_optimizer=center_optimizer,
             argument="communication_period",
-            **common,
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
         )

@@ -171,7 +171,9 @@ class TorchReplica:
             tensors = [] if store is None else list(zip(store.layout.specs, store.tensors(), strict=True))
             facts[f"number of {role}s"] = len(tensors)
             for i, (spec, tensor) in enumerate(tensors):
-                facts[f"{role} {i}"] = f"{spec.name} {tensor.dtype}{list(tensor.shape)} in {spec.kind}"
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                facts[f"{role} {i}"] = f"{spec.name} {dtype}{list(tensor.shape)}"
+                facts[f"place of {spec.name}"] = spec.kind
         return facts | {"number of integer buffers": len(self.integers())}
 
     def changes(self) -> str | None:
@@ -238,6 +240,10 @@ class TorchReplica:
         """Let the center optimizer step."""
         if self._center_optimizer is not None:
             self._center_optimizer.step()
+
+    def center_settings(self) -> dict[str, object]:
+        """Return the hyper-parameters of the center optimizer."""
+        return {} if self._center_optimizer is None else self._center_optimizer.settings()
 
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's state dict."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -17,15 +17,6 @@ from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
 
 PLACEMENTS = ("replicated", "root", "sharded")
-
-
-class CommonOptions(TypedDict, total=False):
-    """Keyword arguments that all optimizers pass on to :class:`Synchronizer`, which explains them."""
-
-    buffers: str | None
-    center: str
-    root_rank: int
-    process_set: Any
 
 
 class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):

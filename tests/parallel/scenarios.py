@@ -234,6 +234,12 @@ def uneven_data() -> Any:
             optimizer.step()
         optimizer.synchronizer.finalize()
         results[name] = (center_of(parameter, optimizer), optimizer.synchronizer.rounds, parameter.item())
+        for _ in range(2):  # another epoch, of another length on each rank
+            for _ in range(3 + hvd.rank()):
+                parameter.grad = -torch.ones_like(parameter)
+                optimizer.step()
+            optimizer.synchronizer.finalize()
+        results[f"{name}, later"] = (center_of(parameter, optimizer), optimizer.synchronizer.local_steps)
     return results
 
 

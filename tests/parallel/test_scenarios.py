@@ -126,7 +126,7 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
     }
     for case, fragment in fragments.items():
         for error in column(found, case):
-            assert error.startswith("ValueError: All ranks must construct the same optimizer")
+            assert error.startswith("ValueError: All ranks must run the same optimizer")
             assert fragment in error
             assert f"on rank {last}" in error
     for case in ("refused", "center"):
@@ -152,6 +152,9 @@ def test_uneven_data(ranks: list[dict[str, Any]]) -> None:
         reports = column(ranks, "uneven_data", name)
         assert len({(center, rounds) for center, rounds, _ in reports}) == 1
         assert reports[0][0] == pytest.approx(centers.get(name, reports[0][0]))
+        steps = 5 + 3 * (len(ranks) - 1) + 2 * (3 + len(ranks) - 1)
+        later = column(ranks, "uneven_data", f"{name}, later")
+        assert later == [[later[0][0], steps]] * len(ranks), "all go on from the step of the rank that did most"
     assert all(center == x for center, _, x in column(ranks, "uneven_data", "average"))
 
 

@@ -103,6 +103,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "root_rank.*Received: 1",
     ),
     "no optimizer": (lambda: hvdp.AGNOptimizer(LINEAR, LINEAR, **LOCAL), TypeError, "Received: Linear"),
+    "distributed optimizer": (lambda: distributed(), TypeError, "hvd.DistributedOptimizer, which averages"),
+    "wrapped twice": (lambda: twice(), TypeError, "an optimizer that exchanges already"),
+    "LBFGS on the center": (
+        lambda: hvdp.AGNOptimizer(torch.optim.LBFGS(LINEAR.parameters()), LINEAR, **LOCAL),
+        TypeError,
+        "LBFGS steps with a closure only",
+    ),
+    "unknown argument": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, period=3, **LOCAL), TypeError, "'period'"),
+    "no model to export": (lambda: hvdp.center_state_dict(LINEAR, sgd(LINEAR)), TypeError, "Received: Linear, SGD"),
+    "another model to export": (
+        lambda: hvdp.center_state_dict(torch.nn.Linear(2, 2), hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, **LOCAL)),
+        ValueError,
+        "holds none of the parameters",
+    ),
     "no parameters": (lambda: hvdp.AGNOptimizer(sgd([W]), [], **LOCAL), ValueError, "1 of 1 parameters without one"),
     "nothing trainable": (
         lambda: hvdp.ModelAverageOptimizer(sgd([torch.zeros(2)]), [], **LOCAL),
@@ -145,6 +159,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "pass `center_optimizer`",
     ),
 }
+
+
+def distributed() -> Any:
+    hvd = pytest.importorskip("horovod.torch")
+    hvd.init()
+    try:
+        wrapped = hvd.DistributedOptimizer(sgd(LINEAR), LINEAR.named_parameters())
+        return hvdp.AGNOptimizer(wrapped, LINEAR, **LOCAL)
+    finally:
+        hvd.shutdown()
+
+
+def twice() -> Any:
+    return hvdp.AGNOptimizer(hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, **LOCAL), LINEAR, **LOCAL)
 
 
 def frozen() -> Any:
@@ -208,6 +236,31 @@ def test_a_bad_argument_on_one_rank_is_an_error_on_all() -> None:
     assert "Rank 1 failed" in first
     assert "Received: moving_rate=1.5" in first
     assert second.startswith("ValueError")
+
+
+def test_learning_rates_of_the_center_that_differ_are_noticed() -> None:
+    """At construction, and when a scheduler on one rank decides otherwise later."""
+
+    def construct(communicator: ThreadCommunicator, rate: float) -> Any:
+        model = torch.nn.Linear(1, 1)
+        return hvdp.AGNOptimizer(torch.optim.SGD(model.parameters(), lr=rate), model, 2, process_set=communicator)
+
+    for error in errors(lambda c: construct(c, 0.1 * (1 + c.rank))):
+        assert "differ in lr of group 0 of the center optimizer: 0.1 on rank 0; 0.2 on rank 1" in error
+
+    def work(communicator: ThreadCommunicator) -> None:
+        optimizer = construct(communicator, 0.1)
+        for step in range(4):
+            if step == 3 and communicator.rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.01
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        raise AssertionError("the exchange at step 4 was accepted")
+
+    for error in errors(work):
+        assert "differ in lr of group 0 of the center optimizer: 0.1 on rank 0; 0.01 on rank 1" in error
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {

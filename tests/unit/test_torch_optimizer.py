@@ -130,8 +130,10 @@ def test_closure_equals_explicit_backward(wrap: Wrap) -> None:
 def test_lbfgs_with_its_many_evaluations(wrap: Wrap) -> None:
     model = make_model()
     inner = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    optimizer = wrap(inner, model)
-    if isinstance(optimizer, hvdp.AGNOptimizer):  # the center has gradients, but no closure for LBFGS to call
+    try:
+        optimizer = wrap(inner, model)
+    except TypeError as error:  # AGN: the center has gradients, but no closure for LBFGS to call
+        assert "LBFGS steps with a closure only" in str(error)  # noqa: PT017
         optimizer = wrap(inner, model, center_optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
     batch = next(batches())
 
@@ -298,6 +300,24 @@ def test_explicit_synchronizer_equals_the_wrapper() -> None:
         synchronizer.step()
     assert same(values(wrapped), values(explicit))
     assert copy.deepcopy(synchronizer).rounds == 2
+
+
+def test_gradients_that_are_not_shown_to_the_algorithm_are_missed() -> None:
+    for algorithm in (hvdp.AGN(), hvdp.EASGD(rho=0.5)):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        synchronizer = hvdp.Synchronizer(model, algorithm, 3, optimizer=optimizer, process_set=LocalCommunicator())
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"call prepare_gradients\(\) before"):
+            synchronizer.step()
+        synchronizer.step(updated=False)
+
+
+def test_repr_tells_how_it_exchanges(wrap: Wrap) -> None:
+    model = make_model()
+    text = repr(wrap(torch.optim.SGD(model.parameters(), lr=0.1), model))
+    assert text.endswith("at Every(period=4)")
+    assert "lr: 0.1" in text
 
 
 def test_center_optimizer_of_another_class_has_its_own_state() -> None:
