@@ -77,8 +77,8 @@ def audit(communicator: Communicator, name: str, vectors: Iterable[bytes]) -> No
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise RuntimeError(
-            f"The center variables differ between ranks: rank {_join(different)} from rank 0. Was a state restored on "
-            "some ranks only? Restore it on all, or call synchronizer.broadcast()"
+            f"The center variables differ between ranks: rank {_join(different)} from rank 0. Was a state restored "
+            "on some ranks only, or hvd.join() called in place of finalize()? synchronizer.broadcast() takes the root's"
         )
 
 

@@ -67,6 +67,7 @@ class NumpyReplica:
     """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
 
     buffers: Store[Array] | None = None
+    integers: Store[Array] | None = None
     constants: Store[Array] | None = None
 
     def __init__(
@@ -165,13 +166,6 @@ class NumpyReplica:
         """Set the center optimizer's attributes."""
         if self._center_optimizer is not None:
             vars(self._center_optimizer).update(copy.deepcopy(state))
-
-    def integers(self) -> list[int]:
-        """Numpy replicas have no integer buffers."""
-        return []
-
-    def set_integers(self, values: list[int]) -> None:
-        """Numpy replicas have no integer buffers."""
 
     def control(self, values: list[int]) -> Array:
         """Return the values as int64."""

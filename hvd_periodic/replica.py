@@ -19,12 +19,14 @@ class Replica(Protocol, Generic[V]):
         space: the verbs on flat vectors of this front end.
         parameters: what the algorithm acts on; the same parameters, in the same order, for the whole training.
         buffers: real-valued statistics that are averaged at every exchange; None where there are none.
+        integers: counters, of which the largest of all ranks wins at every exchange; None where there are none.
         constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
     """
 
     space: VectorSpace[V]
     parameters: Store[V]
     buffers: Store[V] | None
+    integers: Store[V] | None
     constants: Store[V] | None
 
     def facts(self) -> dict[str, object]:
@@ -56,12 +58,6 @@ class Replica(Protocol, Generic[V]):
 
     def load_center_optimizer_state(self, state: Any) -> None:
         """Restore what ``center_optimizer_state`` returned."""
-
-    def integers(self) -> list[int]:
-        """Return the integer buffers, flattened; the largest value of all ranks wins at every exchange."""
-
-    def set_integers(self, values: list[int]) -> None:
-        """Set the integer buffers."""
 
     def control(self, values: list[int]) -> Any:
         """Return a 64-bit integer vector that the communicator takes; readable through ``.tolist()``."""

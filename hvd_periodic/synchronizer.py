@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
 from hvd_periodic.layout import Bucket
@@ -36,7 +37,6 @@ _STATE_KEYS = {
     "last_exchange",
     "next_exchange",
     "gradients",
-    "integers",
     "center_optimizer",
     "vectors",
 }
@@ -88,14 +88,12 @@ class _Meeting:
         step: local steps.
         pending: local steps since the last exchange.
         period: local steps that the schedule planned between the last exchange and the next.
-        integers: the integer buffers.
     """
 
     training: bool
     step: int
     pending: int
     period: int
-    integers: list[int]
 
 
 class Synchronizer(Generic[V]):
@@ -138,11 +136,13 @@ class Synchronizer(Generic[V]):
         self._next_exchange = next_exchange(schedule, 0)
         self._gradients = 0
         self._prepared = False
+        self._failure: str | None = None
         self._inside_center = False
         self._parts = [self._part("parameters", replica.parameters, algorithm)]
         if replica.buffers is not None:
             self._parts.append(self._part("buffers", replica.buffers, Averaging()))
-        self._center_integers = replica.integers()
+        if replica.integers is not None:
+            self._parts.append(self._part("integers", replica.integers, Maximum()))
         if algorithm.optimizes_center:
             replica.bind_center(self._parts[0].state["center"], self._parts[0].state["gradient"])
 
@@ -173,7 +173,7 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: called inside ``center()``.
         """
-        self._refuse_inside_center("step")
+        self.refuse_inside_center("step")
         self._prepared = True
         if self.algorithm.uses_gradients:
             self._gradients += self.replica.local(self.algorithm, self._parts[0].state)
@@ -192,7 +192,7 @@ class Synchronizer(Generic[V]):
             RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed and was not
                 shown; or as :meth:`sync`.
         """
-        self._refuse_inside_center("step")
+        self.refuse_inside_center("step")
         if updated and self.algorithm.uses_gradients and not self._prepared:
             raise RuntimeError(
                 f"{type(self.algorithm).__name__} needs every local gradient: call prepare_gradients() before each "
@@ -212,7 +212,7 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: the parameters changed since construction, or ranks are at different steps; on all ranks.
         """
-        self._refuse_inside_center("sync")
+        self.refuse_inside_center("sync")
         self._run_exchange(leaving=False)
 
     def finalize(self) -> None:
@@ -225,7 +225,7 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: the centers of the ranks differ; on all ranks.
         """
-        self._refuse_inside_center("finalize")
+        self.refuse_inside_center("finalize")
         while self._run_exchange(leaving=True):
             pass
         self.audit()
@@ -255,7 +255,7 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: called inside ``center()``.
         """
-        self._refuse_inside_center("broadcast")
+        self.refuse_inside_center("broadcast")
         replica, root, call = self.replica, self.root, 0
         stores = [store for part in self._parts for store in (part.values, *part.state.values())]
         if replica.constants is not None:
@@ -266,14 +266,11 @@ class Synchronizer(Generic[V]):
                 store.write(bucket, self.communicator.broadcast(value, f"{self.name}.broadcast.{call}", root))
                 call += 1
         is_root = self.communicator.rank == root
-        progress = (self._progress(), replica.integers(), replica.center_optimizer_state()) if is_root else None
-        gathered = self.communicator.allgather_object(progress, f"{self.name}.progress")
-        position, integers, optimizer_state = gathered[root]
+        progress = (self._progress(), replica.center_optimizer_state()) if is_root else None
+        position, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
         if not is_root:
             self._set_progress(position)
             replica.load_center_optimizer_state(optimizer_state)
-        replica.set_integers(integers)
-        self._center_integers = integers
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -284,9 +281,8 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: blocks are nested.
         """
-        self._refuse_inside_center("center")
+        self.refuse_inside_center("center")
         held = []
-        integers = self.replica.integers()
         for part in self._parts:
             local = self.replica.new_store(part.values.layout)
             for bucket in part.values.layout.buckets:
@@ -296,18 +292,20 @@ class Synchronizer(Generic[V]):
         try:
             for part in self._parts:
                 _copy(part.state["center"], part.values)
-            self.replica.set_integers(self._center_integers)
             yield
         finally:
             for values, local in held:
                 _copy(local, values)
-            self.replica.set_integers(integers)
             self._inside_center = False
 
-    def center_tensors(self) -> tuple[list[Any], list[Any], list[int]]:
-        """Return the center of the parameters, of the averaged buffers and of the integer buffers."""
-        buffers = self._parts[1].state["center"].tensors() if len(self._parts) > 1 else []
-        return self._parts[0].state["center"].tensors(), buffers, self._center_integers
+    @property
+    def inside_center(self) -> bool:
+        """Whether the model holds the center now."""
+        return self._inside_center
+
+    def center_tensors(self) -> list[Any]:
+        """Return the center of the parameters: views, in their order and in the dtype that the center has."""
+        return self._parts[0].state["center"].tensors()
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
@@ -329,7 +327,6 @@ class Synchronizer(Generic[V]):
             "algorithm": type(self.algorithm).__name__,
             "schedule": repr(self.schedule),
             **self._progress(),
-            "integers": list(self._center_integers),
             "center_optimizer": self.replica.center_optimizer_state(),
             "vectors": {
                 part.name: {key: self.replica.save(store) for key, store in part.state.items()} for part in self._parts
@@ -345,7 +342,16 @@ class Synchronizer(Generic[V]):
             ValueError: the state belongs to another algorithm, another model or another version.
             RuntimeError: called inside ``center()``.
         """
-        self._refuse_inside_center("load_state_dict")
+        self.refuse_inside_center("load_state_dict")
+        self.check_state_dict(state)
+        for part in self._parts:
+            for key, store in part.state.items():
+                self.replica.load(store, state["vectors"][part.name][key])
+        self.replica.load_center_optimizer_state(state["center_optimizer"])
+        self._set_progress(state)
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise; change nothing."""
         if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
             found = state.get("version") if isinstance(state, dict) else type(state)
             raise ValueError(f"Not a synchronizer state of version {_STATE_VERSION}. Received: {found!r}")
@@ -367,15 +373,9 @@ class Synchronizer(Generic[V]):
                         name for name in names.keys() | found.keys() if names.get(name) != found.get(name)
                     )
                     raise ValueError(
-                        f"The saved {key!r} of the {part.name} is of another model: {differing[0]!r} has shape "
-                        f"{found.get(differing[0])} there and {names.get(differing[0])} here"
+                        f"The saved {key!r} of the {part.name} is of another model: {differing[0]!r} is "
+                        f"{_shape(found, differing[0])} there and {_shape(names, differing[0])} here"
                     )
-        for part in self._parts:
-            for key, store in part.state.items():
-                self.replica.load(store, vectors[part.name][key])
-        self.replica.load_center_optimizer_state(state["center_optimizer"])
-        self._center_integers = list(state["integers"])
-        self._set_progress(state)
 
     def _facts(self) -> dict[str, object]:
         """Return what all ranks must agree on."""
@@ -410,10 +410,12 @@ class Synchronizer(Generic[V]):
         meeting = self._meet(leaving)
         if meeting.training or meeting.pending:
             exchange = Exchange(self.communicator.size, meeting.period, self._gradients)
-            for part in self._parts:
-                self._exchange_part(part, exchange)
-            self.replica.set_integers(meeting.integers)
-            self._center_integers = meeting.integers
+            try:
+                for part in self._parts:
+                    self._exchange_part(part, exchange)
+            except Exception as error:
+                self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"
+                raise
             self.counters.rounds += 1
             self._gradients = 0
         if not meeting.training:
@@ -433,13 +435,13 @@ class Synchronizer(Generic[V]):
             RuntimeError: on all ranks, if the parameters of one have changed or ranks are at different steps.
             ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
         """
-        problem, integers = self.replica.changes(), self.replica.integers()
+        problem = self._problem()
         step, last = self.counters.local_steps, self._last_exchange
         position = [0, 0] if leaving else [step + 1, _FAR - step]
         settings = self.replica.center_settings()
         fingerprint = int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")
         values = [int(problem is not None), fingerprint, _FAR - fingerprint, *position]
-        values += [step, step - last, self._next_exchange - last, *integers]
+        values += [step, step - last, self._next_exchange - last]
         self.counters.bytes_sent += 8 * len(values)
         total = self.communicator.allreduce(self.replica.control(values), f"{self.name}.control", op="max")().tolist()
         failed, largest, smallest, latest, earliest = total[0], total[1], _FAR - total[2], total[3] - 1, _FAR - total[4]
@@ -454,7 +456,15 @@ class Synchronizer(Generic[V]):
                 "sync() called on some ranks only, or a state restored without broadcast()? A rank that runs out of "
                 "data calls finalize()"
             )
-        return _Meeting(training, step=total[5], pending=total[6], period=total[7], integers=total[8:])
+        return _Meeting(training, step=total[5], pending=total[6], period=total[7])
+
+    def _problem(self) -> str | None:
+        """Return why this rank cannot exchange, or None."""
+        try:
+            next_exchange(self.schedule, self.counters.local_steps)
+        except Exception as error:
+            return f"The schedule failed: {type(error).__name__}: {error}"
+        return self._failure or self.replica.changes()
 
     def _exchange_part(self, part: _Part[V], exchange: Exchange) -> None:
         """Exchange all buckets, one travelling while the next is computed."""
@@ -477,7 +487,7 @@ class Synchronizer(Generic[V]):
             state = part.read_state(bucket)
             message = algorithm.message(space, x, state, exchange, out=self.replica.scratch(bucket, slot + 1))
             name = f"{self.name}.{part.name}.{bucket.index}"
-            in_flight.append((bucket, x, state, self.communicator.allreduce(message, name)))
+            in_flight.append((bucket, x, state, self.communicator.allreduce(message, name, algorithm.reduction)))
             self.counters.bytes_sent += bucket.nbytes
         while in_flight:
             finish()
@@ -507,12 +517,17 @@ class Synchronizer(Generic[V]):
         self._next_exchange = progress["next_exchange"]
         self._gradients = progress["gradients"]
 
-    def _refuse_inside_center(self, method: str) -> None:
+    def refuse_inside_center(self, method: str) -> None:
+        """Raise a RuntimeError inside ``center()``, in the name of a method that makes no sense there."""
         if self._inside_center:
             raise RuntimeError(
                 f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
                 "Leave the block first"
             )
+
+
+def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return f"of shape {shapes[name]}" if name in shapes else "missing"
 
 
 def _copy(source: Store[V], target: Store[V]) -> None:

@@ -17,10 +17,17 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export HVD_PERIODIC_EXIT_CODE="$folder/code"
 # shellcheck disable=SC2016  # The rank's shell expands these.
-rank='"$@" || { code=$?; set -C; echo "$code" 2>/dev/null >"$HVD_PERIODIC_EXIT_CODE"; exit "$code"; }'
+run='"$@" || { code=$?; set -C; echo "$code" 2>/dev/null >"$HVD_PERIODIC_EXIT_CODE"; exit "$code"; }'
 
 # Without --gloo or --mpi, horovodrun first finds out what Horovod was built with, in processes that each import TensorFlow
 # (5 s apiece). Gloo is the default: it needs no further program, and it is what elastic Horovod runs on.
+# That import logs twice, before any log level applies, that oneDNN is on. For horovodrun alone it is off, so that a
+# progress bar is not torn apart; the ranks get what the user has set.
+rank="if [[ -n \${HVD_PERIODIC_ONEDNN+set} ]]; then export TF_ENABLE_ONEDNN_OPTS=\$HVD_PERIODIC_ONEDNN; "
+rank+="else unset TF_ENABLE_ONEDNN_OPTS; fi; $run"
+if [[ -n ${TF_ENABLE_ONEDNN_OPTS+set} ]]; then export HVD_PERIODIC_ONEDNN=$TF_ENABLE_ONEDNN_OPTS; fi
+export TF_ENABLE_ONEDNN_OPTS=0
+
 code=0
 horovodrun "--${HVD_PERIODIC_CONTROLLER:-gloo}" -np "$RANKS" bash -c "$rank" rank "${JOB[@]}" || code=$?
 if ((code != 0)) && [[ -s $HVD_PERIODIC_EXIT_CODE ]]; then

@@ -80,7 +80,7 @@ class NumpyTrainer:
 
     def center(self) -> list[Array]:
         """Return copies of the center, in the dtype in which it is kept."""
-        return [tensor.copy() for tensor in self.synchronizer.center_tensors()[0]]
+        return [tensor.copy() for tensor in self.synchronizer.center_tensors()]
 
 
 def random_arrays(seed: int, dtype: str = "float64") -> list[Array]:

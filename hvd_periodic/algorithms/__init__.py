@@ -12,5 +12,6 @@ from hvd_periodic.algorithms.agn import AGN
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.algorithms.easgd import EASGD
+from hvd_periodic.algorithms.maximum import Maximum
 
-__all__ = ["AGN", "EASGD", "Algorithm", "Averaging", "Exchange", "State"]
+__all__ = ["AGN", "EASGD", "Algorithm", "Averaging", "Exchange", "Maximum", "State"]

@@ -21,7 +21,8 @@ class AGN(Algorithm):
                      x_i ← c,  a_i ← 0
 
     τ is the number of gradients that the worker accumulated since the last exchange: the communication period, or less
-    where updates were skipped or training ended within a period.
+    where updates were skipped or training ended within a period. To the center optimizer, a parameter without gradient
+    has a gradient of zero: weight decay and momentum go on.
 
     Args:
         op: ``"sum"`` or ``"average"`` over workers.

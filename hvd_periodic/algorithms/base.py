@@ -30,16 +30,18 @@ class Exchange:
 
 
 class Algorithm(ABC):
-    """One exchange, as functions of vectors: ``message`` on each worker, a sum over workers, ``update`` on each worker.
+    """One exchange, as functions of vectors: ``message`` on each worker, their sum, ``update`` on each worker.
 
     An algorithm holds hyper-parameters only; all vectors are passed in, and the verbs of the vector space are its only
     arithmetic. All arguments of a constructor have defaults.
 
     Attributes:
+        reduction: what becomes of the messages, ``"sum"`` or ``"max"`` over workers.
         optimizes_center: between the sum and ``update``, an optimizer of its own applies ``state["gradient"]``, which
             then holds the summed message, to ``state["center"]``.
     """
 
+    reduction: ClassVar[str] = "sum"
     optimizes_center: ClassVar[bool] = False
 
     @property

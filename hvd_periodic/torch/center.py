@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,20 +37,13 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
             f"Received: {type(model).__name__}, {type(optimizer).__name__}"
         )
     synchronizer = optimizer.synchronizer if isinstance(optimizer, PeriodicOptimizer) else optimizer
-    replica = synchronizer.replica
-    parameters, buffers, integers = synchronizer.center_tensors()
-    held = dict(zip(map(id, replica.tensors + replica.buffer_tensors), parameters + buffers, strict=True))
-    start = 0
-    for tensor in replica.integer_tensors:
-        held[id(tensor)] = torch.tensor(integers[start : start + tensor.numel()])
-        start += tensor.numel()
-    state = model.state_dict(keep_vars=True)
-    if not any(id(value) in held for value in state.values()):
+    exchanged = set(map(id, synchronizer.replica.tensors))
+    if not any(id(parameter) in exchanged for parameter in model.parameters()):
         raise ValueError(
             "`model` holds none of the parameters that `optimizer` exchanges: pass the model it was made for"
         )
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            copy = value.detach().clone()
-            state[name] = copy.copy_(held[id(value)].reshape(value.shape)) if id(value) in held else copy
+    with nullcontext() if synchronizer.inside_center else synchronizer.center():
+        state = model.state_dict()
+        for name, value in state.items():
+            state[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ class CenterOptimizer:
 
     Args:
         source: the optimizer to copy, or a function that makes one.
+        local: the local optimizer, whose parameter groups such a function is given.
         parameters: the model's parameters.
         centers: their centers, in the same order.
         gradients: what will hold the gradients of the centers.
@@ -27,29 +29,33 @@ class CenterOptimizer:
     Raises:
         TypeError: the source makes no torch optimizer, its class cannot be constructed from parameter groups alone, or
             it needs a closure.
-        ValueError: the optimizer to copy lacks some of the parameters.
+        ValueError: the optimizer lacks some of the parameters, or has others.
     """
 
     def __init__(
         self,
         source: CenterOptimizerLike,
+        local: torch.optim.Optimizer | None,
         parameters: Sequence[torch.Tensor],
         centers: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> None:
-        self._template: list[dict[str, Any]] = []
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
-        if isinstance(source, torch.optim.Optimizer):
-            self.optimizer = self._copy(source, dict(zip(map(id, parameters), centers, strict=True)))
-        else:
-            made = source([{"params": list(centers)}]) if callable(source) else source
-            if not isinstance(made, torch.optim.Optimizer):
-                raise TypeError(
-                    "`center_optimizer` must be a torch optimizer to copy, or a function from parameter groups to a "
-                    f"torch optimizer. Received: {type(made).__name__}"
-                )
-            self.optimizer = made
+        self._template = source if isinstance(source, torch.optim.Optimizer) else None
+        self._follows_local = source is local
+        grouping = local if self._template is None else self._template
+        self._groups: list[int] = []
+        groups: list[dict[str, Any]] = []
+        center_of = dict(zip(map(id, parameters), centers, strict=True))
+        for index, group in enumerate([{"params": parameters}] if grouping is None else grouping.param_groups):
+            members = [center_of[id(p)] for p in group["params"] if id(p) in center_of]
+            if members:
+                self._groups.append(index)
+                groups.append({"params": members})
+        _check_complete(groups, centers)
+        self.optimizer = self._copy(groups) if self._template is not None else self._make(source, groups)
+        _check_complete(self.optimizer.param_groups, centers)
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
@@ -59,35 +65,65 @@ class CenterOptimizer:
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""
-        groups = self._template or self.optimizer.param_groups
+        self._follow()
         return {
             f"{key} of group {i} of the center optimizer": value
-            for i, group in enumerate(groups)
+            for i, group in enumerate(self.optimizer.param_groups)
             for key, value in sorted(_hyperparameters(group).items())
         }
 
     def step(self) -> None:
         """Move the centers by their gradients."""
-        for group, template in zip(self.optimizer.param_groups, self._template, strict=False):
-            group.update(_hyperparameters(template))
+        self._follow()
         self.optimizer.step()
 
-    def _copy(self, source: torch.optim.Optimizer, center_of: dict[int, torch.Tensor]) -> torch.optim.Optimizer:
-        groups = []
-        for template in source.param_groups:
-            centers = [center_of.pop(id(p)) for p in template["params"] if id(p) in center_of]
-            if centers:
-                groups.append({"params": centers, **_hyperparameters(template)})
-                self._template.append(template)
-        if center_of:
-            raise ValueError(f"`center_optimizer` must hold all parameters of the model. It lacks {len(center_of)}")
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the optimizer's state dict."""
+        self._follow()
+        return copy.deepcopy(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it; a template other than the local optimizer gets its hyper-parameters back as well."""
+        self.optimizer.load_state_dict(state)
+        if self._template is not None and not self._follows_local:
+            for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+                self._template.param_groups[index].update(_hyperparameters(group))
+
+    def _follow(self) -> None:
+        if self._template is not None:
+            for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+                group.update(_hyperparameters(self._template.param_groups[index]))
+
+    def _copy(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        template: Any = self._template
+        for index, group in zip(self._groups, groups, strict=True):
+            group.update(_hyperparameters(template.param_groups[index]))
         try:
-            return type(source)(groups)  # type: ignore[call-arg]
-        except TypeError as error:
+            optimizer: torch.optim.Optimizer = type(template)(groups)
+        except (TypeError, ValueError) as error:
             raise TypeError(
-                f"{type(source).__name__} cannot be copied for the center ({error}). Pass "
+                f"{type(template).__name__} cannot be copied for the center ({error}). Pass "
                 "`center_optimizer=lambda groups: ...` that constructs one"
             ) from error
+        return optimizer
+
+    def _make(self, source: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = source(groups) if callable(source) else source
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                "`center_optimizer` must be a torch optimizer to copy, or a function from parameter groups to a torch "
+                f"optimizer. Received: {type(made).__name__}"
+            )
+        return made
+
+
+def _check_complete(groups: Sequence[dict[str, Any]], centers: Sequence[torch.Tensor]) -> None:
+    held, wanted = {id(p) for group in groups for p in group["params"]}, set(map(id, centers))
+    if held != wanted:
+        raise ValueError(
+            "`center_optimizer` must hold the parameters of the model, all and no others; a function must use the "
+            f"groups it is given. It lacks {len(wanted - held)} of {len(wanted)} and has {len(held - wanted)} others"
+        )
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

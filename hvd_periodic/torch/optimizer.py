@@ -63,17 +63,6 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         root_rank: int = 0,
         process_set: Any = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"`{type(self).__name__}` wraps a torch.optim.Optimizer. Received: {type(optimizer).__name__}"
-            )
-        if isinstance(optimizer, PeriodicOptimizer) or hasattr(optimizer, "skip_synchronize"):
-            exchanging = (
-                "an optimizer that exchanges already"
-                if isinstance(optimizer, PeriodicOptimizer)
-                else ("an hvd.DistributedOptimizer, which averages gradients at every step")
-            )
-            raise TypeError(f"`{type(self).__name__}` wraps a plain optimizer. Received: {exchanging}")
         synchronizer = Synchronizer(
             named_parameters,
             algorithm,
@@ -119,6 +108,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: called inside ``center()``; or what an exchange raises.
         """
+        self.synchronizer.refuse_inside_center("step")
         loss, updated = None, self._unscale()
         if updated and closure is not None:
             loss = self.inner.step(self._prepared(closure))
@@ -130,7 +120,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does."""
-        self.inner.zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: which parameters take part is fixed at construction.
@@ -153,6 +143,22 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """
         return self.synchronizer.center()
 
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
         return {**self.inner.state_dict(), _STATE_KEY: self.synchronizer.state_dict()}
@@ -171,8 +177,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 f"`state_dict` must come from a {type(self).__name__}. Received one without {_STATE_KEY!r}: to "
                 "take over a plain optimizer's state, load it into that optimizer before it is wrapped"
             )
-        self.synchronizer.load_state_dict(state_dict[_STATE_KEY])
+        self.synchronizer.check_state_dict(state_dict[_STATE_KEY])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _STATE_KEY})
+        self.synchronizer.load_state_dict(state_dict[_STATE_KEY])
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} exchanging by {self.synchronizer.algorithm} at {self.synchronizer.schedule}"
@@ -200,11 +207,10 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             return False
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            inverse = 1.0 / float(scale)
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(inverse)
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if any(gradient.dtype == torch.float16 for gradient in gradients):
+                raise ValueError("Attempting to unscale FP16 gradients: GradScaler is for float32 parameters")
+            torch._foreach_mul_(gradients, 1.0 / float(scale))
         return True
 
 

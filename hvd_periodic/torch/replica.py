@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,16 @@ _ACCUMULATION = {
     torch.float16: torch.float32,
 }
 """The dtype of center and accumulators: a 16-bit center does not move under a small rate."""
+
+_INTEGERS = {
+    torch.bool: torch.uint8,
+    torch.uint8: torch.uint8,
+    torch.int8: torch.int8,
+    torch.int16: torch.int32,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+}
+"""The dtype in which integers travel; those that are not here, only at the start, as int64."""
 
 
 class _TensorStore(PackedStore[torch.Tensor]):
@@ -147,8 +156,6 @@ class TorchReplica:
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
-        self.buffer_tensors = [buffer for _, buffer in averaged]
-        self.integer_tensors = [buffer for _, buffer in counted]
         self._frozen = [(n, p) for n, p in ours if not p.requires_grad]
         self._center_optimizer: CenterOptimizer | None = None
         self._signatures = [_signature(parameter) for parameter in self.tensors]
@@ -156,11 +163,17 @@ class TorchReplica:
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         self.parameters: Store[torch.Tensor] = self._store(taking_part)
         self.buffers: Store[torch.Tensor] | None = self._store(averaged) if averaged else None
+        self.integers: Store[torch.Tensor] | None = self._store(counted) if counted else None
         self.constants: Store[torch.Tensor] | None = self._store(constants) if constants else None
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
-        stores = {"parameter": self.parameters, "buffer": self.buffers, "constant": self.constants}
+        stores = {
+            "parameter": self.parameters,
+            "buffer": self.buffers,
+            "integer buffer": self.integers,
+            "constant": self.constants,
+        }
         facts: dict[str, object] = {
             "optimizer": type(self.optimizer).__name__,
             "center optimizer": type(self.center_optimizer or self.optimizer).__name__,
@@ -174,13 +187,14 @@ class TorchReplica:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 facts[f"{role} {i}"] = f"{spec.name} {dtype}{list(tensor.shape)}"
                 facts[f"place of {spec.name}"] = spec.kind
-        return facts | {"number of integer buffers": len(self.integers())}
+        return facts
 
     def changes(self) -> str | None:
         """Return what has changed in the set of parameters since construction, or None."""
         for name, parameter, signature in zip(self.names, self.tensors, self._signatures, strict=True):
             if _signature(parameter) != signature:
-                return f"Parameter {name!r} was {signature} at construction and is {_signature(parameter)} now"
+                then, now = _describe(*signature), _describe(*_signature(parameter))
+                return f"Parameter {name!r} was {then} at construction and is {now} now"
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 return f"Parameter {name!r} was frozen at construction and is trainable now"
@@ -234,7 +248,9 @@ class TorchReplica:
         source = self.center_optimizer or self.optimizer
         if source is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        self._center_optimizer = CenterOptimizer(source, self.tensors, center.tensors(), gradient.tensors())
+        self._center_optimizer = CenterOptimizer(
+            source, self.optimizer, self.tensors, center.tensors(), gradient.tensors()
+        )
 
     def step_center(self) -> None:
         """Let the center optimizer step."""
@@ -247,24 +263,12 @@ class TorchReplica:
 
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's state dict."""
-        return None if self._center_optimizer is None else copy.deepcopy(self._center_optimizer.optimizer.state_dict())
+        return None if self._center_optimizer is None else self._center_optimizer.state_dict()
 
     def load_center_optimizer_state(self, state: Any) -> None:
         """Load a state dict into the center optimizer."""
         if self._center_optimizer is not None:
-            self._center_optimizer.optimizer.load_state_dict(state)
-
-    def integers(self) -> list[int]:
-        """Return the integer and boolean buffers, flattened."""
-        return [int(value) for buffer in self.integer_tensors for value in buffer.reshape(-1).tolist()]
-
-    def set_integers(self, values: list[int]) -> None:
-        """Set the integer and boolean buffers."""
-        start = 0
-        for buffer in self.integer_tensors:
-            stop = start + buffer.numel()
-            buffer.copy_(torch.tensor(values[start:stop], dtype=torch.int64).reshape(buffer.shape))
-            start = stop
+            self._center_optimizer.load_state_dict(state)
 
     def control(self, values: list[int]) -> torch.Tensor:
         """Return the values as int64 in host memory."""
@@ -309,8 +313,12 @@ def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _signature(parameter: torch.Tensor) -> str:
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} on {parameter.device}"
+def _signature(parameter: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return parameter.dtype, parameter.shape, parameter.device
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
 def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
@@ -319,7 +327,13 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
         raise ValueError(f"{name!r} is on the meta device and has no values: materialize the model first")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name!r} must be a dense tensor. Received: {tensor.layout}")
-    return _ACCUMULATION.get(tensor.dtype, torch.float32) if tensor.is_floating_point() else torch.int64
+    if tensor.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{name!r} is an expanded tensor, whose elements share memory: .clone() it")
+    if tensor.is_floating_point():
+        return _ACCUMULATION.get(tensor.dtype, torch.float32)
+    return _INTEGERS.get(tensor.dtype, torch.int64)
 
 
 def _split_buffers(
@@ -334,7 +348,7 @@ def _split_buffers(
         tensor = pair[1]
         if named.policy == "local" or tensor.numel() == 0 or tensor.is_complex() or tensor.is_meta:
             fixed.append(pair)
-        elif not tensor.is_floating_point():
+        elif tensor.dtype in _INTEGERS:
             counted.append(pair)
         elif tensor.dtype in _ACCUMULATION and bool(tensor.isfinite().all()):
             averaged.append(pair)

@@ -77,6 +77,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         name = communicator.unique_name()
 
         def build() -> None:
+            _check_optimizer(optimizer)
             if center not in PLACEMENTS:
                 raise ValueError(f"`center` must be one of {PLACEMENTS}. Received: center={center!r}")
             if center != "replicated":
@@ -107,6 +108,19 @@ def communicator_of(process_set: Any) -> Communicator:
     if isinstance(process_set, Communicator):
         return process_set
     return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Raise a TypeError unless this is None or a torch optimizer that exchanges nothing by itself."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
+    if hasattr(optimizer, "synchronizer"):
+        raise TypeError("`optimizer` must be a plain optimizer. Received: an optimizer that exchanges already")
+    if hasattr(optimizer, "skip_synchronize"):
+        raise TypeError(
+            "`optimizer` must be a plain optimizer. Received: an hvd.DistributedOptimizer, which averages gradients at "
+            "every step"
+        )
 
 
 def _restore(parts: tuple[Any, ...], *rest: Any) -> Synchronizer:

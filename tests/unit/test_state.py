@@ -163,15 +163,17 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 
 def test_a_state_of_another_model_is_refused() -> None:
     state = local_trainer(Averaging(), (2,), (3,)).synchronizer.state_dict()
-    with pytest.raises(ValueError, match=r"'center' of the parameters .*'p1' has shape \(3,\) there and \(3, 1\) here"):
+    with pytest.raises(
+        ValueError, match=r"'center' of the parameters .*'p1' is of shape \(3,\) there and of shape \(3, 1\) here"
+    ):
         local_trainer(Averaging(), (2,), (3, 1)).synchronizer.load_state_dict(state)
     renamed = copy.deepcopy(state)
     vectors = renamed["vectors"]["parameters"]["center"]
     vectors["q1"] = vectors.pop("p1")
-    with pytest.raises(ValueError, match=r"'p1' has shape None there and \(3,\) here"):
+    with pytest.raises(ValueError, match=r"'p1' is missing there and of shape \(3,\) here"):
         local_trainer(Averaging(), (2,), (3,)).synchronizer.load_state_dict(renamed)
     vectors["p1"] = vectors["q1"]
-    with pytest.raises(ValueError, match=r"'q1' has shape \(3,\) there and None here"):
+    with pytest.raises(ValueError, match=r"'q1' is of shape \(3,\) there and missing here"):
         local_trainer(Averaging(), (2,), (3,)).synchronizer.load_state_dict(renamed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "It lacks 2",
     ),
+    "center optimizer that holds the model": (
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center_optimizer=lambda groups: sgd(LINEAR), **LOCAL),
+        ValueError,
+        "It lacks 2 of 2 and has 2 others",
+    ),
+    "expanded buffer": (lambda: expanded(), ValueError, r"'mask' is an expanded tensor.*clone"),
     "no center optimizer": (
         lambda: hvdp.Synchronizer(LINEAR, hvdp.AGN(), 2, **LOCAL),
         ValueError,
@@ -173,6 +180,12 @@ def distributed() -> Any:
 
 def twice() -> Any:
     return hvdp.AGNOptimizer(hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, **LOCAL), LINEAR, **LOCAL)
+
+
+def expanded() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(1).expand(4))
+    return hvdp.ModelAverageOptimizer(sgd(model), model, **LOCAL)
 
 
 def frozen() -> Any:
@@ -261,6 +274,60 @@ def test_learning_rates_of_the_center_that_differ_are_noticed() -> None:
 
     for error in errors(work):
         assert "differ in lr of group 0 of the center optimizer: 0.1 on rank 0; 0.01 on rank 1" in error
+
+
+def test_no_optimizer_on_one_rank_is_an_error_on_all() -> None:
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Linear(1, 1)
+        hvdp.AGNOptimizer("sgd" if communicator.rank else sgd(model), model, process_set=communicator)
+
+    first, second = errors(work)
+    assert "Rank 1 failed" in first
+    assert "Received: str" in second
+
+
+def test_a_schedule_that_fails_later_on_one_rank_is_an_error_on_all() -> None:
+    def work(communicator: ThreadCommunicator) -> None:
+        def schedule(step: int) -> int:
+            if communicator.rank == 1 and failing:
+                raise KeyError(step)
+            return 2
+
+        failing = False
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvdp.ModelAverageOptimizer(sgd(model), model, schedule, process_set=communicator)
+        failing = True
+        for _ in range(2):
+            optimizer.step()
+
+    first, second = errors(work)
+    for error in (first, second):
+        assert "The schedule failed: KeyError: 2" in error
+
+
+def test_an_exchange_that_failed_on_one_rank_is_an_error_on_all_at_the_next() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no step")
+
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Linear(1, 1)
+        make = Failing if communicator.rank == 1 else torch.optim.SGD
+        optimizer = hvdp.AGNOptimizer(
+            sgd(model), model, 2, center_optimizer=lambda groups: make(groups, lr=0.1), process_set=communicator
+        )
+        for _ in range(2):
+            optimizer.step() if communicator.rank == 0 else _tolerate(optimizer.step)
+        for _ in range(2):
+            optimizer.step()
+
+    for error in errors(work):
+        assert "The exchange at step 2 failed: no step" in error
+
+
+def _tolerate(step: Callable[[], Any]) -> None:
+    with contextlib.suppress(RuntimeError):
+        step()
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {

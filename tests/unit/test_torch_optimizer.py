@@ -227,6 +227,66 @@ def test_resume_in_mid_period_continues_bit_for_bit(wrap: Wrap, algorithm: Any) 
         assert same(values(model), values(resumed_model))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["copied", "center_optimizer"])
+def test_resume_under_a_scheduler_follows_it(own: bool) -> None:
+    """The center of AGN keeps reading the rate that the scheduler sets, after a state was loaded as before."""
+
+    def make() -> tuple[Any, Any, Any]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([parameter], lr=1.0)
+        center = torch.optim.SGD([parameter], lr=1.0) if own else None
+        optimizer = hvdp.AGNOptimizer(
+            inner, [("w", parameter)], 2, center_optimizer=center, process_set=LocalCommunicator()
+        )
+        return parameter, optimizer, torch.optim.lr_scheduler.StepLR(center if own else optimizer, 2, gamma=0.5)
+
+    def train(parameter: Any, optimizer: Any, scheduler: Any, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            parameter.grad = torch.tensor([-1.0])
+            optimizer.step()
+            if own:
+                scheduler.optimizer._opt_called = True
+            scheduler.step()
+            seen.append(parameter.item())
+        return seen
+
+    parameter, optimizer, scheduler = make()
+    train(parameter, optimizer, scheduler, 3)
+    saved = copy.deepcopy((parameter.detach(), optimizer.state_dict(), scheduler.state_dict()))
+    expected = train(parameter, optimizer, scheduler, 6)
+    assert expected[-1] != expected[0]
+    parameter, optimizer, scheduler = make()
+    optimizer.load_state_dict(saved[1])
+    scheduler.load_state_dict(saved[2])
+    with torch.no_grad():
+        parameter.copy_(saved[0])
+    assert train(parameter, optimizer, scheduler, 6) == expected
+
+
+def test_a_state_that_cannot_be_loaded_changes_nothing(wrap: Wrap) -> None:
+    model = make_model()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, optimizer, batches(), 3)
+    saved = optimizer.state_dict()
+    train(model, optimizer, batches(), 2)
+    del saved["param_groups"][0]["params"][-1]
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.synchronizer.local_steps == 5
+
+
+def test_state_dict_hooks_run(wrap: Wrap) -> None:
+    model, calls = make_model(), []
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("save"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["save", "saved", "load", "loaded"]
+
+
 def test_plain_optimizer_state_is_refused(wrap: Wrap) -> None:
     model = make_model()
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -255,6 +315,17 @@ def test_grad_scaler_counts_an_overflow_on_one_rank_on_all() -> None:
         return counters.local_steps, counters.skipped_updates, parameter.tolist()
 
     assert run(2, work) == [(4, 0, [3.5, 3.5]), (4, 1, [3.5, 3.5])]
+
+
+def test_16_bit_gradients_are_not_unscaled() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    optimizer = hvdp.ModelAverageOptimizer(
+        torch.optim.SGD([parameter], lr=0.5), [("w", parameter)], process_set=LocalCommunicator()
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(-parameter.float().sum()).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.step(optimizer)
 
 
 def test_gradients_of_agn_are_unscaled() -> None:

@@ -101,7 +101,7 @@ def test_center_of_16_bit_parameters_moves_under_a_small_rate() -> None:
     for _ in range(500):
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    center = optimizer.synchronizer.center_tensors()[0][0]
+    center = optimizer.synchronizer.center_tensors()[0]
     assert center.dtype == torch.float32
     assert 1.3 < center.item() < 1.5
 
@@ -215,6 +215,21 @@ def test_center_state_dict_has_original_names_and_dtypes() -> None:
         model.scalar.fill_(99.0)
     optimizer.synchronizer.sync()
     assert torch.equal(exported["scalar"], kept), "an export is a copy"
+
+
+def test_export_goes_through_the_state_dict_of_the_model() -> None:
+    """A module may save another tensor than the one it holds."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    model._register_state_dict_hook(lambda module, state, prefix, meta: state.update(doubled=2 * module.weight))
+    optimizer = ALGORITHMS["easgd"](torch.optim.SGD(model.parameters(), lr=0.5), model, LocalCommunicator())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    exported = hvdp.center_state_dict(model, optimizer)
+    assert not torch.equal(exported["weight"], model.weight)
+    torch.testing.assert_close(exported["doubled"], 2 * exported["weight"])
+    with optimizer.center():
+        inside = hvdp.center_state_dict(model, optimizer)
+    assert torch.equal(inside["weight"], exported["weight"])
 
 
 def test_center_restores_after_an_exception_and_refuses_steps_inside() -> None:

@@ -1,0 +1,36 @@
+"""The largest value of all workers, for counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Maximum(Algorithm):
+    """Replace every replica, and the center, by the elementwise maximum of the replicas.
+
+        x_i ← max_j x_j ;  c ← the same
+
+    This is how integer buffers follow, such as the number of batches that a batch normalization has seen: they have no
+    mean of their own type, and a count should not fall behind.
+
+    Example:
+        >>> Maximum().reduction
+        'max'
+    """
+
+    reduction: ClassVar[str] = "max"
+
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return the replica itself."""
+        return space.copy(x, out=out)
+
+    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
+        """Take over the maximum."""
+        return total, {"center": space.copy(total, out=state["center"])}
