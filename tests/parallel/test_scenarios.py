@@ -118,8 +118,8 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
     fragments = {
         "period": "differ in schedule: Every(period=2) on rank 0",
         "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank ",
-        "shape": "weight torch.float32[3, 2]",
-        "dtype": "weight torch.float64[2, 2]",
+        "shape": "weight float32[3, 2]",
+        "dtype": "weight float64[2, 2]",
         "name": "x.weight",
         "root": "differ in root rank",
         "algorithm": "Averaging() on rank ",
