@@ -435,7 +435,7 @@ class Synchronizer(Generic[V]):
             RuntimeError: on all ranks, if the parameters of one have changed or ranks are at different steps.
             ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
         """
-        problem = self._problem()
+        problem = self._problem(leaving)
         step, last = self.counters.local_steps, self._last_exchange
         position = [0, 0] if leaving else [step + 1, _FAR - step]
         settings = self.replica.center_settings()
@@ -458,12 +458,14 @@ class Synchronizer(Generic[V]):
             )
         return _Meeting(training, step=total[5], pending=total[6], period=total[7])
 
-    def _problem(self) -> str | None:
+    def _problem(self, leaving: bool) -> str | None:
         """Return why this rank cannot exchange, or None."""
         try:
             next_exchange(self.schedule, self.counters.local_steps)
         except Exception as error:
             return f"The schedule failed: {type(error).__name__}: {error}"
+        if leaving and self.counters.local_steps == self.counters.rounds == 0 and self.distance() > 0:
+            return "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer"
         return self._failure or self.replica.changes()
 
     def _exchange_part(self, part: _Part[V], exchange: Exchange) -> None:

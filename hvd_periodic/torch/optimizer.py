@@ -26,8 +26,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: the local optimizer, over parameters of the model.
-        named_parameters: the model, or (name, parameter) pairs (a list or an iterator); buffers can follow a module
-            only. All parameters of ``optimizer`` that are trainable now take part.
+        named_parameters: the model or its ``named_parameters()``, or other (name, parameter) pairs, which carry no
+            buffers. All parameters of ``optimizer`` that are trainable now take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
         center_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
@@ -225,7 +225,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchanges without waiting for other ranks; not available yet.
-        buffers: ``"average"`` or ``"local"``; default: average those of a model.
+        buffers: ``"average"`` or ``"local"``; default: average.
         center: ``"replicated"``.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -290,7 +290,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         named_parameters: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        buffers: ``"average"`` or ``"local"``; default: average those of a model.
+        buffers: ``"average"`` or ``"local"``; default: average.
         center: ``"replicated"``.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -337,7 +337,7 @@ class AGNOptimizer(PeriodicOptimizer):
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own, and
             follows the hyper-parameters of the original.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        buffers: ``"average"`` or ``"local"``; default: average those of a model.
+        buffers: ``"average"`` or ``"local"``; default: average.
         center: ``"replicated"``.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.vector import VectorSpace
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
-"""A module, whose buffers can then follow too, or (name, parameter) pairs."""
+"""A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
 
 _ACCUMULATION = {
     torch.float64: torch.float64,
@@ -58,7 +59,7 @@ class NamedTensors:
 
     Attributes:
         parameters: all parameters, frozen ones too.
-        buffers: all buffers; empty if the model was given as pairs.
+        buffers: all buffers; empty if the model was given as pairs from elsewhere.
         policy: ``"average"`` or ``"local"`` buffers.
         module: where they come from, if that was given and while it lives.
     """
@@ -82,13 +83,14 @@ class NamedTensors:
         """
         if buffers not in (None, "average", "local"):
             raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+        model = _module_behind(model) or model
         if isinstance(model, torch.nn.Module):
             pairs: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
             if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
                 raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
             return cls(pairs, list(model.named_buffers()), buffers or "average", weakref.ref(model))
         if buffers == "average":
-            raise ValueError("`buffers='average'` needs the model: pass `model` in place of `model.named_parameters()`")
+            raise ValueError("`buffers='average'` needs the model: pass `model`, or `model.named_parameters()` itself")
         if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
             raise TypeError(
                 "`named_parameters` must be a torch.nn.Module or (name, parameter) pairs. "
@@ -307,6 +309,20 @@ class TorchReplica:
     def _empty(self, bucket: Bucket) -> torch.Tensor:
         dtype, device = self._kinds[bucket.kind]
         return torch.empty(bucket.size, dtype=dtype, device=device)
+
+
+def _module_behind(model: Model) -> torch.nn.Module | None:
+    """Return the module whose ``named_parameters()`` this is, if it is that call itself, with no arguments.
+
+    Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Taken as mere pairs, it would leave
+    the batch-norm statistics of every rank to themselves, without a word.
+    """
+    if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:
+        return None
+    arguments = {} if model.gi_frame is None else dict(model.gi_frame.f_locals)
+    module = arguments.pop("self", None)
+    plain = arguments == {"prefix": "", "recurse": True, "remove_duplicate": True}
+    return module if plain and isinstance(module, torch.nn.Module) else None
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:

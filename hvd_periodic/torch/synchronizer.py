@@ -34,7 +34,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         synchronizer.finalize()
 
     Args:
-        model: a module, or (name, parameter) pairs (a list or an iterator); buffers can follow a module only. All
+        model: a module or its ``named_parameters()``, or other (name, parameter) pairs, which carry no buffers. All
             parameters that are trainable now take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
@@ -44,7 +44,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
         buffers: ``"average"``: at every exchange real buffers (batch-norm statistics) become their mean over ranks,
             integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone. Default:
-            ``"average"`` if ``model`` is a module.
+            ``"average"`` unless ``model`` carries no buffers.
         center: where the center variables live; ``"replicated"``, on every rank, is the only placement so far.
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
         process_set: the Horovod process set that exchanges, default all ranks; or any

@@ -324,6 +324,7 @@ def test_finalize_audits() -> None:
     def work(communicator: Communicator) -> None:
         x = np.zeros(1)
         optimizer = easgd(communicator, {"x": x})
+        optimizer.step([np.ones(1)])
         state = optimizer.synchronizer.state_dict()
         state["vectors"]["parameters"]["center"]["x"] += 1.0
         if communicator.rank == 0:

@@ -94,9 +94,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Received: buffers='sum'",
     ),
     "buffers of pairs": (
-        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR.named_parameters(), buffers="average", **LOCAL),
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), NAMED, buffers="average", **LOCAL),
         ValueError,
-        "pass `model` in place of",
+        "pass `model`, or",
     ),
     "root": (
         lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, root_rank=1, **LOCAL),

@@ -194,6 +194,30 @@ def test_buffers(policy: str) -> None:
         assert results == [((1.0 + rank, 10 + rank, [True, rank == 2]), (101.0 + rank, 10 + rank)) for rank in range(3)]
 
 
+@pytest.mark.parametrize("how", ["module", "named_parameters", "list", "prefixed"])
+def test_buffers_follow_the_model_and_its_named_parameters(how: str) -> None:
+    """As scripts pass them to hvd.DistributedOptimizer; a list, or names of one's own, carry no buffers."""
+
+    def work(communicator: ThreadCommunicator) -> tuple[float, list[str]]:
+        model = Statistics(0)
+        given = {
+            "module": lambda: model,
+            "named_parameters": model.named_parameters,
+            "list": lambda: list(model.named_parameters()),
+            "prefixed": lambda: model.named_parameters("part"),
+        }[how]()
+        optimizer = hvdp.ModelAverageOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), given, 1, process_set=communicator
+        )
+        model.mean += communicator.rank
+        optimizer.step()
+        return model.mean[0].item(), optimizer.synchronizer.replica.names
+
+    expected = {"module": [1.0, 1.0, 1.0], "named_parameters": [1.0, 1.0, 1.0]}.get(how, [0.0, 1.0, 2.0])
+    names = ["part.weight"] if how == "prefixed" else ["weight"]
+    assert run(3, work) == [(value, names) for value in expected]
+
+
 def test_center_state_dict_has_original_names_and_dtypes() -> None:
     model = Awkward(0)
     optimizer = ALGORITHMS["easgd"](torch.optim.SGD(model.parameters(), lr=0.5), model, LocalCommunicator())
