@@ -87,7 +87,8 @@ class _Meeting:
         training: some rank is still training, and not here to finalize.
         step: local steps.
         pending: local steps since the last exchange.
-        period: local steps that the schedule planned between the last exchange and the next.
+        period: local steps that the schedule planned between the last exchange and the next; where some rank is still
+            training, for those that are.
     """
 
     training: bool
@@ -441,7 +442,8 @@ class Synchronizer(Generic[V]):
         settings = self.replica.center_settings()
         fingerprint = int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")
         values = [int(problem is not None), fingerprint, _FAR - fingerprint, *position]
-        values += [step, step - last, self._next_exchange - last]
+        planned = self._next_exchange - last
+        values += [step, step - last, 0 if leaving else planned, planned]
         self.counters.bytes_sent += 8 * len(values)
         total = self.communicator.allreduce(self.replica.control(values), f"{self.name}.control", op="max")().tolist()
         failed, largest, smallest, latest, earliest = total[0], total[1], _FAR - total[2], total[3] - 1, _FAR - total[4]
@@ -456,7 +458,7 @@ class Synchronizer(Generic[V]):
                 "sync() called on some ranks only, or a state restored without broadcast()? A rank that runs out of "
                 "data calls finalize()"
             )
-        return _Meeting(training, step=total[5], pending=total[6], period=total[7])
+        return _Meeting(training, step=total[5], pending=total[6], period=total[7] or total[8])
 
     def _problem(self, leaving: bool) -> str | None:
         """Return why this rank cannot exchange, or None."""

@@ -54,7 +54,12 @@ class CenterOptimizer:
                 self._groups.append(index)
                 groups.append({"params": members})
         _check_complete(groups, centers)
-        self.optimizer = self._copy(groups) if self._template is not None else self._make(source, groups)
+        if self._template is None:
+            self.optimizer = _make(source, groups)
+        else:
+            for index, group in zip(self._groups, groups, strict=True):
+                group.update(_hyperparameters(self._template.param_groups[index]))
+            self.optimizer = _copy(self._template, groups)
         _check_complete(self.optimizer.param_groups, centers)
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -94,27 +99,26 @@ class CenterOptimizer:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
                 group.update(_hyperparameters(self._template.param_groups[index]))
 
-    def _copy(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        template: Any = self._template
-        for index, group in zip(self._groups, groups, strict=True):
-            group.update(_hyperparameters(template.param_groups[index]))
-        try:
-            optimizer: torch.optim.Optimizer = type(template)(groups)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"{type(template).__name__} cannot be copied for the center ({error}). Pass "
-                "`center_optimizer=lambda groups: ...` that constructs one"
-            ) from error
-        return optimizer
 
-    def _make(self, source: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = source(groups) if callable(source) else source
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(
-                "`center_optimizer` must be a torch optimizer to copy, or a function from parameter groups to a torch "
-                f"optimizer. Received: {type(made).__name__}"
-            )
-        return made
+def _copy(template: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    construct: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(template)
+    try:
+        return construct(groups)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{type(template).__name__} cannot be copied for the center ({error}). Pass "
+            "`center_optimizer=lambda groups: ...` that constructs one"
+        ) from error
+
+
+def _make(source: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    made = source(groups) if callable(source) else source
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "`center_optimizer` must be a torch optimizer to copy, or a function from parameter groups to a torch "
+            f"optimizer. Received: {type(made).__name__}"
+        )
+    return made
 
 
 def _check_complete(groups: Sequence[dict[str, Any]], centers: Sequence[torch.Tensor]) -> None:
