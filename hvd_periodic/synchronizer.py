@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
@@ -15,16 +14,13 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
-from hvd_periodic.layout import Bucket
+from hvd_periodic.part import Part
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
 from hvd_periodic.store import Store
 from hvd_periodic.version import __version__
 
 V = TypeVar("V")
-
-IN_FLIGHT = 2
-"""Buckets under way at once: one travels while the next is computed."""
 
 _FAR = 2**62
 """Above every step count; ``_FAR − step`` turns a maximum over ranks into a minimum."""
@@ -59,24 +55,6 @@ class Counters:
     skipped_updates: int = 0
     bytes_sent: int = 0
     exchange_seconds: float = 0.0
-
-
-@dataclass
-class _Part(Generic[V]):
-    """Tensors that are exchanged together: the parameters, or the buffers."""
-
-    name: str
-    values: Store[V]
-    algorithm: Algorithm
-    state: dict[str, Store[V]]
-
-    def read_state(self, bucket: Bucket) -> dict[str, V]:
-        return {key: store.read(bucket) for key, store in self.state.items()}
-
-    def write_state(self, bucket: Bucket, old: dict[str, V], new: dict[str, V]) -> None:
-        for key, value in new.items():
-            if value is not old.get(key):
-                self.state[key].write(bucket, value)
 
 
 @dataclass(frozen=True)
@@ -139,11 +117,11 @@ class Synchronizer(Generic[V]):
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
-        self._parts = [self._part("parameters", replica.parameters, algorithm)]
+        self._parts = [Part("parameters", replica.parameters, algorithm, replica)]
         if replica.buffers is not None:
-            self._parts.append(self._part("buffers", replica.buffers, Averaging()))
+            self._parts.append(Part("buffers", replica.buffers, Averaging(), replica))
         if replica.integers is not None:
-            self._parts.append(self._part("integers", replica.integers, Maximum()))
+            self._parts.append(Part("integers", replica.integers, Maximum(), replica))
         if algorithm.optimizes_center:
             replica.bind_center(self._parts[0].state["center"], self._parts[0].state["gradient"])
 
@@ -363,20 +341,8 @@ class Synchronizer(Generic[V]):
             raise ValueError(
                 f"The state was saved by {state['algorithm']}, this optimizer runs {type(self.algorithm).__name__}"
             )
-        vectors = state["vectors"]
         for part in self._parts:
-            saved = vectors.get(part.name, {})
-            names = {spec.name: spec.shape for spec in part.values.layout.specs}
-            for key in part.state:
-                found = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
-                if found != names:
-                    differing = sorted(
-                        name for name in names.keys() | found.keys() if names.get(name) != found.get(name)
-                    )
-                    raise ValueError(
-                        f"The saved {key!r} of the {part.name} is of another model: {differing[0]!r} is "
-                        f"{_shape(found, differing[0])} there and {_shape(names, differing[0])} here"
-                    )
+            part.check_state(state["vectors"].get(part.name, {}))
 
     def _facts(self) -> dict[str, object]:
         """Return what all ranks must agree on."""
@@ -394,17 +360,6 @@ class Synchronizer(Generic[V]):
             **self.replica.center_settings(),
         }
 
-    def _part(self, name: str, values: Store[V], algorithm: Algorithm) -> _Part[V]:
-        """Return a part whose state is that of the start of training."""
-        state: dict[str, Store[V]] = {}
-        for bucket in values.layout.buckets:
-            x = values.read(bucket, out=self.replica.scratch(bucket, 0))
-            for key, value in algorithm.init(self.replica.space, x).items():
-                if key not in state:
-                    state[key] = self.replica.new_store(values.layout)
-                state[key].write(bucket, value)
-        return _Part(name, values, algorithm, state)
-
     def _run_exchange(self, leaving: bool) -> bool:
         """Exchange; return whether some rank is still training."""
         started = time.perf_counter()
@@ -413,7 +368,7 @@ class Synchronizer(Generic[V]):
             exchange = Exchange(self.communicator.size, meeting.period, self._gradients)
             try:
                 for part in self._parts:
-                    self._exchange_part(part, exchange)
+                    self.counters.bytes_sent += part.exchange(self.communicator, exchange, self.name)
             except Exception as error:
                 self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"
                 raise
@@ -470,43 +425,6 @@ class Synchronizer(Generic[V]):
             return "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer"
         return self._failure or self.replica.changes()
 
-    def _exchange_part(self, part: _Part[V], exchange: Exchange) -> None:
-        """Exchange all buckets, one travelling while the next is computed."""
-        algorithm, space = part.algorithm, self.replica.space
-        in_flight: deque[tuple[Bucket, V, dict[str, V], Callable[[], V]]] = deque()
-
-        def finish() -> None:
-            bucket, x, state, wait = in_flight.popleft()
-            total = wait()
-            if algorithm.optimizes_center:
-                part.write_state(bucket, state, {"gradient": total})
-            else:
-                self._update(part, bucket, x, state, total, exchange)
-
-        for bucket in part.values.layout.buckets:
-            if len(in_flight) == IN_FLIGHT:
-                finish()
-            slot = 2 * (bucket.index % IN_FLIGHT)
-            x = part.values.read(bucket, out=self.replica.scratch(bucket, slot))
-            state = part.read_state(bucket)
-            message = algorithm.message(space, x, state, exchange, out=self.replica.scratch(bucket, slot + 1))
-            name = f"{self.name}.{part.name}.{bucket.index}"
-            in_flight.append((bucket, x, state, self.communicator.allreduce(message, name, algorithm.reduction)))
-            self.counters.bytes_sent += bucket.nbytes
-        while in_flight:
-            finish()
-        if algorithm.optimizes_center:
-            self.replica.step_center()
-            for bucket in part.values.layout.buckets:
-                x = part.values.read(bucket, out=self.replica.scratch(bucket, 0))
-                state = part.read_state(bucket)
-                self._update(part, bucket, x, state, state["gradient"], exchange)
-
-    def _update(self, part: _Part[V], bucket: Bucket, x: V, state: dict[str, V], total: V, exchange: Exchange) -> None:
-        replica, new_state = part.algorithm.update(self.replica.space, x, state, total, exchange)
-        part.values.write(bucket, replica)
-        part.write_state(bucket, state, new_state)
-
     def _progress(self) -> dict[str, Any]:
         return {
             "counters": asdict(self.counters),
@@ -528,10 +446,6 @@ class Synchronizer(Generic[V]):
                 f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
                 "Leave the block first"
             )
-
-
-def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
-    return f"of shape {shapes[name]}" if name in shapes else "missing"
 
 
 def _copy(source: Store[V], target: Store[V]) -> None:

@@ -1,4 +1,4 @@
-"""What setup.sh asks about a Python environment; standard library only.
+"""Answers about a Python environment, for setup.sh; standard library only.
 
 `environment.py COMMAND ARGUMENT...`, run by the Python of the environment in question:
 

@@ -22,6 +22,7 @@ LEVELS = [
     {"vector", "layout", "store", "arguments", "named", "version"},
     {"algorithms", "schedules", "comm"},
     {"consistency", "replica"},
+    {"part"},
     {"synchronizer"},
 ]
 """Rooms of the core, lowest first; each imports itself and lower ones. What is not listed is a front end, above all."""
