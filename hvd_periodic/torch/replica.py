@@ -232,18 +232,27 @@ class TorchReplica:
 
     @torch.no_grad()
     def local(self, algorithm: Algorithm, state: dict[str, Store[torch.Tensor]]) -> int:
-        """Run the local rule on all parameters with a gradient, in few kernels; gradients change in place."""
-        present = [i for i, parameter in enumerate(self.tensors) if parameter.grad is not None]
-        if not present:
-            return 0
-        parameters = [self.tensors[i] for i in present]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        vectors = {}
-        for key, store in state.items():
-            views = store.tensors()
-            vectors[key] = [views[i] for i in present]
-        algorithm.local(TensorListSpace(), parameters, gradients, vectors)
-        return 1
+        """Run the local rule on all parameters with a gradient, in few kernels; gradients change in place.
+
+        Parameters are taken in chunks of about a bucket, so that temporary tensors stay small and their memory is used
+        again.
+        """
+        views = {key: store.tensors() for key, store in state.items()}
+        chunks: list[list[int]] = []
+        filled = self.bucket_bytes
+        for i, parameter in enumerate(self.tensors):
+            if parameter.grad is not None:
+                if filled >= self.bucket_bytes:
+                    chunks.append([])
+                    filled = 0
+                chunks[-1].append(i)
+                filled += parameter.numel() * parameter.element_size()
+        for chunk in chunks:
+            parameters = [self.tensors[i] for i in chunk]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            vectors = {key: [tensors[i] for i in chunk] for key, tensors in views.items()}
+            algorithm.local(TensorListSpace(), parameters, gradients, vectors)
+        return int(bool(chunks))
 
     def bind_center(self, center: Store[torch.Tensor], gradient: Store[torch.Tensor]) -> None:
         """Make the center optimizer."""

@@ -14,3 +14,10 @@ def test_exchange() -> None:
     rows = [line.split() for line in output.splitlines() if "Optimizer" in line or "allreduce" in line]
     assert len(rows) == 5
     assert all(float(row[-1]) > 0 for row in rows)
+
+
+def test_local_step() -> None:
+    output = start("python", 1, ["-m", "tests.benchmarks.local_step", "--small", "--repetitions", "2"], 60)
+    rows = [line.split() for line in output.splitlines() if "Optimizer" in line or "SGD" in line]
+    assert len(rows) == 5
+    assert all(float(row[-1]) > 0 for row in rows)
