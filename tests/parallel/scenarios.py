@@ -194,6 +194,13 @@ def disagreements() -> Any:
 
 
 @scenario
+def distributed_optimizer_inside() -> Any:
+    model = torch.nn.Linear(2, 2)
+    inner = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    return attempt(lambda: hvdp.AGNOptimizer(inner, model))
+
+
+@scenario
 def changes_after_construction() -> Any:
     parameter, optimizer = scalar(OPTIMIZERS["average"], 1.0)
 

@@ -133,6 +133,12 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
         assert all(f"Rank {last} failed" in report[case] for report in found[:last])
 
 
+def test_a_distributed_optimizer_inside_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for error in column(ranks, "distributed_optimizer_inside"):
+        assert error.startswith("TypeError")
+        assert "hvd.DistributedOptimizer, which averages gradients at every step" in error
+
+
 def test_a_change_on_one_rank_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert all("Parameters of the optimizer were added" in e for e in column(ranks, "changes_after_construction"))
 

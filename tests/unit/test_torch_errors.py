@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "root_rank.*Received: 1",
     ),
     "no optimizer": (lambda: hvdp.AGNOptimizer(LINEAR, LINEAR, **LOCAL), TypeError, "Received: Linear"),
-    "distributed optimizer": (lambda: distributed(), TypeError, "hvd.DistributedOptimizer, which averages"),
     "wrapped twice": (lambda: twice(), TypeError, "an optimizer that exchanges already"),
     "LBFGS on the center": (
         lambda: hvdp.AGNOptimizer(torch.optim.LBFGS(LINEAR.parameters()), LINEAR, **LOCAL),
@@ -166,16 +165,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "pass `center_optimizer`",
     ),
 }
-
-
-def distributed() -> Any:
-    hvd = pytest.importorskip("horovod.torch")
-    hvd.init()
-    try:
-        wrapped = hvd.DistributedOptimizer(sgd(LINEAR), LINEAR.named_parameters())
-        return hvdp.AGNOptimizer(wrapped, LINEAR, **LOCAL)
-    finally:
-        hvd.shutdown()
 
 
 def twice() -> Any:
