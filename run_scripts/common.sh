@@ -26,6 +26,24 @@ use_current_env() {
   export HVD_PERIODIC_USE_CURRENT_ENV=1
 }
 
+# For quickstart.sh and test.sh: $1 is the script, the rest its arguments. Carries out --help and --use-current-env, which
+# come first, and sets ARGUMENTS to what follows.
+take_options() {
+  local script=$1
+  shift
+  case ${1:-} in
+    -h | --help)
+      usage_of "$script"
+      exit 0
+      ;;
+    --use-current-env)
+      use_current_env
+      shift
+      ;;
+  esac
+  ARGUMENTS=("$@")
+}
+
 # Puts the programs of the environment to use first on PATH: the project's, or the active one.
 activate() {
   if [[ -n $USE_CURRENT_ENV ]]; then

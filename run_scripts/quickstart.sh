@@ -10,23 +10,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 ALGORITHMS=(allreduce easgd average agn)
 
-case ${1:-} in
-  -h | --help)
-    usage_of "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
-  --use-current-env)
-    use_current_env
-    shift
-    ;;
-esac
+take_options "${BASH_SOURCE[0]}" "$@"
 
 bash "$SCRIPTS/setup.sh"
 cd "$PROJECT_ROOT"
 ranks=${HVD_PERIODIC_NP:-2}
 for algorithm in "${ALGORITHMS[@]}"; do
   say "== torch_digits.py --algorithm $algorithm on $ranks ranks"
-  bash "$SCRIPTS/local_horovodrun.sh" "$ranks" examples/torch_digits.py --algorithm "$algorithm" --output results "$@"
+  bash "$SCRIPTS/local_horovodrun.sh" "$ranks" examples/torch_digits.py --algorithm "$algorithm" --output results "${ARGUMENTS[@]}"
 done
 say '== the four side by side'
 activate

@@ -45,16 +45,7 @@ EOF
 }
 
 main() {
-  case ${1:-} in
-    -h | --help)
-      usage_of "${BASH_SOURCE[0]}"
-      exit 0
-      ;;
-    --use-current-env)
-      use_current_env
-      shift
-      ;;
-  esac
+  take_options "${BASH_SOURCE[0]}" "$@"
   bash "$SCRIPTS/setup.sh"
   activate
   set_state
@@ -63,7 +54,7 @@ main() {
   export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 
   cd "$PROJECT_ROOT"
-  python3 -m pytest "$@"
+  python3 -m pytest "${ARGUMENTS[@]}"
 
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT

@@ -401,6 +401,38 @@ def test_repr_tells_how_it_exchanges(wrap: Wrap) -> None:
     assert "lr: 0.1" in text
 
 
+def test_center_optimizer_has_the_groups_of_the_local_one() -> None:
+    """Gradient −1 on both, rates 0.1 and 0.3, one of them frozen in between in its own group."""
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(1)) for name in ("slow", "frozen", "fast")})
+    model["frozen"].requires_grad_(False)
+    groups = [
+        {"params": [model["slow"]], "lr": 0.1},
+        {"params": [model["frozen"]], "lr": 9.0},
+        {"params": [model["fast"]], "lr": 0.3},
+    ]
+    for center_optimizer in (None, lambda given: torch.optim.SGD([{**g, "lr": 0.1} for g in given])):
+        optimizer = hvdp.AGNOptimizer(
+            torch.optim.SGD(groups), model, 2, center_optimizer=center_optimizer, process_set=LocalCommunicator()
+        )
+        with torch.no_grad():
+            for parameter in model.values():
+                parameter.zero_()
+        optimizer.synchronizer.broadcast()
+        optimizer.synchronizer.load_state_dict(_with_center_at_zero(optimizer.synchronizer.state_dict()))
+        for _ in range(4):
+            for parameter in (model["slow"], model["fast"]):
+                parameter.grad = torch.tensor([-1.0])
+            optimizer.step()
+        fast = 0.6 if center_optimizer is None else 0.2
+        assert [model[name].item() for name in ("slow", "frozen", "fast")] == pytest.approx([0.2, 0.0, fast])
+
+
+def _with_center_at_zero(state: dict[str, Any]) -> dict[str, Any]:
+    for tensor in state["vectors"]["parameters"]["center"].values():
+        tensor.zero_()
+    return state
+
+
 def test_center_optimizer_of_another_class_has_its_own_state() -> None:
     """Adam's first step is its learning rate, whatever the local optimizer did before."""
     parameter = torch.nn.Parameter(torch.zeros(1))
