@@ -115,7 +115,7 @@ class NumpyReplica:
                 return f"Parameter {name!r} changed from {signature} to {(array.shape, array.dtype)} after construction"
         return None
 
-    def new_store(self, layout: Layout) -> Store[Array]:
+    def new_store(self, layout: Layout, name: str) -> Store[Array]:
         """Return zeros."""
         return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
 

@@ -40,7 +40,7 @@ class Part(Generic[V]):
         for bucket in values.layout.buckets:
             for key, value in algorithm.init(replica.space, self._read(bucket, slot=0)).items():
                 if key not in self.state:
-                    self.state[key] = replica.new_store(values.layout)
+                    self.state[key] = replica.new_store(values.layout, f"{name}.{key}")
                 self.state[key].write(bucket, value)
 
     def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str) -> int:

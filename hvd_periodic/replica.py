@@ -35,8 +35,8 @@ class Replica(Protocol, Generic[V]):
     def changes(self) -> str | None:
         """Return what has changed in the set of parameters since construction, or None."""
 
-    def new_store(self, layout: Layout) -> Store[V]:
-        """Return a store of zeros for a vector of the algorithm's state."""
+    def new_store(self, layout: Layout, name: str) -> Store[V]:
+        """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 
     def scratch(self, bucket: Bucket, slot: int) -> V | None:
         """Return a reusable buffer for the bucket, one per slot; None if this front end allocates as it goes."""
@@ -60,7 +60,7 @@ class Replica(Protocol, Generic[V]):
         """Restore what ``center_optimizer_state`` returned."""
 
     def control(self, values: list[int]) -> Any:
-        """Return a 64-bit integer vector that the communicator takes; readable through ``.tolist()``."""
+        """Return a 64-bit integer vector in host memory that the communicator takes."""
 
     def to_bytes(self, value: V) -> bytes:
         """Return the raw memory of a flat vector, for audits."""

@@ -6,8 +6,10 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange
@@ -17,7 +19,6 @@ from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
 from hvd_periodic.part import Part
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
-from hvd_periodic.store import Store
 from hvd_periodic.version import __version__
 
 V = TypeVar("V")
@@ -26,27 +27,21 @@ _FAR = 2**62
 """Above every step count; ``_FAR − step`` turns a maximum over ranks into a minimum."""
 
 _STATE_VERSION = 1
-_STATE_KEYS = {
-    "algorithm",
-    "schedule",
-    "counters",
-    "last_exchange",
-    "next_exchange",
-    "gradients",
-    "center_optimizer",
-    "vectors",
-}
+_STATE_KEYS = {"algorithm", "schedule", "counters", "center_optimizer", "vectors"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Counters:
-    """What a synchronizer has done so far.
+    """What a synchronizer has done so far, and where it stands in its schedule.
 
     Attributes:
         local_steps: iterations, whether or not the update ran.
         rounds: exchanges.
         skipped_updates: iterations whose update did not run (overflow under mixed precision).
         bytes_sent: bytes that this rank handed to collectives in exchanges.
+        last_exchange: local steps at the last exchange.
+        next_exchange: local steps at which the next exchange is due.
+        gradients: gradients accumulated on this rank since the last exchange, for algorithms that use them.
         exchange_seconds: wall time spent in exchanges, waiting for other ranks included.
     """
 
@@ -54,16 +49,19 @@ class Counters:
     rounds: int = 0
     skipped_updates: int = 0
     bytes_sent: int = 0
+    last_exchange: int = 0
+    next_exchange: int = 0
+    gradients: int = 0
     exchange_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class Meeting:
     """What ranks learn of each other before an exchange: maxima over ranks.
 
     Attributes:
         training: some rank is still training, and not here to finalize.
-        step: local steps.
+        step: local steps at which this rank goes on.
         pending: local steps since the last exchange.
         period: local steps that the schedule planned between the last exchange and the next; where some rank is still
             training, for those that are.
@@ -89,9 +87,6 @@ class Synchronizer(Generic[V]):
         root: the rank, within the communicator, whose values all start from.
         name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
             to draw equally often.
-
-    Attributes:
-        counters: steps, rounds, bytes and seconds so far.
     """
 
     def __init__(
@@ -109,11 +104,8 @@ class Synchronizer(Generic[V]):
         self.schedule = schedule
         self.communicator = communicator
         self.root = root
-        self.counters = Counters()
         self.name = communicator.unique_name() if name is None else name
-        self._last_exchange = 0
-        self._next_exchange = next_exchange(schedule, 0)
-        self._gradients = 0
+        self.counters = Counters(next_exchange=next_exchange(schedule, 0))
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
@@ -124,6 +116,20 @@ class Synchronizer(Generic[V]):
             self._parts.append(Part("integers", replica.integers, Maximum(), replica))
         if algorithm.optimizes_center:
             replica.bind_center(self._parts[0].state["center"], self._parts[0].state["gradient"])
+
+    @property
+    def counters(self) -> Counters:
+        """Steps, rounds, bytes and seconds so far."""
+        return self._counters
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def _count(self, **increments: float) -> None:
+        """Add to counters, by name."""
+        now = self.counters
+        self.counters = replace(now, **{name: getattr(now, name) + more for name, more in increments.items()})
 
     @property
     def local_steps(self) -> int:
@@ -155,7 +161,7 @@ class Synchronizer(Generic[V]):
         self.refuse_inside_center("step")
         self._prepared = True
         if self.algorithm.uses_gradients:
-            self._gradients += self.replica.local(self.algorithm, self._parts[0].state)
+            self._count(gradients=self.replica.local(self.algorithm, self._parts[0].state))
 
     def step(self, updated: bool = True) -> bool:
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
@@ -171,6 +177,15 @@ class Synchronizer(Generic[V]):
             RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed and was not
                 shown; or as :meth:`sync`.
         """
+        self.begin_step(updated)
+        self._count(local_steps=1, skipped_updates=not updated)
+        if self.counters.local_steps < self.counters.next_exchange:
+            return False
+        self.sync()
+        return True
+
+    def begin_step(self, updated: bool) -> None:
+        """Raise what :meth:`step` raises before it counts."""
         self.refuse_inside_center("step")
         if updated and self.algorithm.uses_gradients and not self._prepared:
             raise RuntimeError(
@@ -178,12 +193,6 @@ class Synchronizer(Generic[V]):
                 "local update, then step()"
             )
         self._prepared = False
-        self.counters.local_steps += 1
-        self.counters.skipped_updates += not updated
-        if self.counters.local_steps < self._next_exchange:
-            return False
-        self.sync()
-        return True
 
     def sync(self) -> None:
         """Exchange now, on all ranks, whatever the schedule says.
@@ -245,10 +254,10 @@ class Synchronizer(Generic[V]):
                 store.write(bucket, self.communicator.broadcast(value, f"{self.name}.broadcast.{call}", root))
                 call += 1
         is_root = self.communicator.rank == root
-        progress = (self._progress(), replica.center_optimizer_state()) if is_root else None
-        position, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
+        progress = (self.counters, replica.center_optimizer_state()) if is_root else None
+        counters, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
         if not is_root:
-            self._set_progress(position)
+            self.counters = counters
             replica.load_center_optimizer_state(optimizer_state)
 
     @contextmanager
@@ -261,20 +270,17 @@ class Synchronizer(Generic[V]):
             RuntimeError: blocks are nested.
         """
         self.refuse_inside_center("center")
-        held = []
-        for part in self._parts:
-            local = self.replica.new_store(part.values.layout)
-            for bucket in part.values.layout.buckets:
-                part.values.read(bucket, out=local.read(bucket))
-            held.append((part.values, local))
+        held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in self._parts]
         self._inside_center = True
         try:
             for part in self._parts:
-                _copy(part.state["center"], part.values)
+                for bucket in part.values.layout.buckets:
+                    part.values.write(bucket, part.state["center"].read(bucket))
             yield
         finally:
-            for values, local in held:
-                _copy(local, values)
+            for part, vectors in zip(self._parts, held, strict=True):
+                for bucket, vector in zip(part.values.layout.buckets, vectors, strict=True):
+                    part.values.write(bucket, vector)
             self._inside_center = False
 
     @property
@@ -305,7 +311,7 @@ class Synchronizer(Generic[V]):
             "version": _STATE_VERSION,
             "algorithm": type(self.algorithm).__name__,
             "schedule": repr(self.schedule),
-            **self._progress(),
+            "counters": asdict(self.counters),
             "center_optimizer": self.replica.center_optimizer_state(),
             "vectors": {
                 part.name: {key: self.replica.save(store) for key, store in part.state.items()} for part in self._parts
@@ -327,7 +333,7 @@ class Synchronizer(Generic[V]):
             for key, store in part.state.items():
                 self.replica.load(store, state["vectors"][part.name][key])
         self.replica.load_center_optimizer_state(state["center_optimizer"])
-        self._set_progress(state)
+        self.counters = Counters(**state["counters"])
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise; change nothing."""
@@ -363,81 +369,79 @@ class Synchronizer(Generic[V]):
     def _run_exchange(self, leaving: bool) -> bool:
         """Exchange; return whether some rank is still training."""
         started = time.perf_counter()
-        meeting = self._meet(leaving)
+        values = self.announce(self.counters, leaving)
+        control = self.replica.control(values)
+        total = self.communicator.allreduce(control, f"{self.name}.control", op="max")()
+        meeting = self.conclude(self.counters, np.asarray(total).tolist(), leaving)
+        self._count(bytes_sent=8 * len(values))
         if meeting.training or meeting.pending:
-            exchange = Exchange(self.communicator.size, meeting.period, self._gradients)
+            exchange = Exchange(self.communicator.size, meeting.period, max(self.counters.gradients, 1))
             try:
                 for part in self._parts:
-                    self.counters.bytes_sent += part.exchange(self.communicator, exchange, self.name)
+                    self._count(bytes_sent=part.exchange(self.communicator, exchange, self.name))
             except Exception as error:
                 self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"
                 raise
-            self.counters.rounds += 1
-            self._gradients = 0
-        if not meeting.training:
-            self.counters.local_steps = meeting.step
-        self._last_exchange = self.counters.local_steps
-        self._next_exchange = next_exchange(self.schedule, self.counters.local_steps)
-        self.counters.exchange_seconds += time.perf_counter() - started
+            self._count(rounds=1)
+        self.counters = replace(
+            self.counters,
+            local_steps=meeting.step,
+            last_exchange=meeting.step,
+            next_exchange=next_exchange(self.schedule, meeting.step),
+            gradients=0,
+        )
+        self._count(exchange_seconds=time.perf_counter() - started)
         return meeting.training
 
-    def _meet(self, leaving: bool) -> _Meeting:
-        """Let all ranks learn, before any data travels, whether all is well and what this exchange is.
+    def announce(self, counters: Counters, leaving: bool) -> list[int]:
+        """Return what this rank tells the others before any data travels; their maximum over ranks is concluded from.
 
-        One maximum over ranks carries it all. A rank that is leaving sends zeros for its position, which no maximum of
-        others can notice.
+        A rank that is leaving sends zeros for its position, which no maximum of others can notice.
+        """
+        step, last = counters.local_steps, counters.last_exchange
+        position = [0, 0] if leaving else [step + 1, _FAR - step]
+        fingerprint = self._fingerprint()
+        planned = counters.next_exchange - last
+        values = [int(self._problem(counters, leaving) is not None), fingerprint, _FAR - fingerprint, *position]
+        return [*values, step, step - last, 0 if leaving else planned, planned]
+
+    def conclude(self, counters: Counters, total: list[int], leaving: bool) -> Meeting:
+        """Return what this exchange is, given the maximum over ranks of what they announced.
 
         Raises:
             RuntimeError: on all ranks, if the parameters of one have changed or ranks are at different steps.
             ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
         """
-        problem = self._problem(leaving)
-        step, last = self.counters.local_steps, self._last_exchange
-        position = [0, 0] if leaving else [step + 1, _FAR - step]
-        settings = self.replica.center_settings()
-        fingerprint = int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")
-        values = [int(problem is not None), fingerprint, _FAR - fingerprint, *position]
-        planned = self._next_exchange - last
-        values += [step, step - last, 0 if leaving else planned, planned]
-        self.counters.bytes_sent += 8 * len(values)
-        total = self.communicator.allreduce(self.replica.control(values), f"{self.name}.control", op="max")().tolist()
         failed, largest, smallest, latest, earliest = total[0], total[1], _FAR - total[2], total[3] - 1, _FAR - total[4]
         if failed:
+            problem = self._problem(counters, leaving)
             raise_on_all(self.communicator, self.name, None if problem is None else RuntimeError(problem))
         if largest != smallest:
-            agree(self.communicator, self.name, settings)
+            agree(self.communicator, self.name, self.replica.center_settings())
         training = latest >= 0
         if training and latest != earliest:
             raise RuntimeError(
-                f"Ranks exchange at different local steps, from {earliest} to {latest}; this rank is at {step}. Was "
-                "sync() called on some ranks only, or a state restored without broadcast()? A rank that runs out of "
-                "data calls finalize()"
+                f"Ranks exchange at different local steps, from {earliest} to {latest}; this rank is at "
+                f"{counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
+                "broadcast()? A rank that runs out of data calls finalize()"
             )
-        return _Meeting(training, step=total[5], pending=total[6], period=total[7] or total[8])
+        step = counters.local_steps if training else total[5]
+        return Meeting(training, step, pending=total[6], period=total[7] or total[8])
 
-    def _problem(self, leaving: bool) -> str | None:
+    def _fingerprint(self) -> int:
+        """Return a number that is the same where the hyper-parameters of the center optimizer are."""
+        settings = self.replica.center_settings()
+        return int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")
+
+    def _problem(self, counters: Counters, leaving: bool) -> str | None:
         """Return why this rank cannot exchange, or None."""
         try:
-            next_exchange(self.schedule, self.counters.local_steps)
+            next_exchange(self.schedule, counters.local_steps)
         except Exception as error:
             return f"The schedule failed: {type(error).__name__}: {error}"
-        if leaving and self.counters.local_steps == self.counters.rounds == 0 and self.distance() > 0:
+        if leaving and counters.local_steps == counters.rounds == 0 and self.distance() > 0:
             return "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer"
         return self._failure or self.replica.changes()
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "counters": asdict(self.counters),
-            "last_exchange": self._last_exchange,
-            "next_exchange": self._next_exchange,
-            "gradients": self._gradients,
-        }
-
-    def _set_progress(self, progress: dict[str, Any]) -> None:
-        self.counters = Counters(**progress["counters"])
-        self._last_exchange = progress["last_exchange"]
-        self._next_exchange = progress["next_exchange"]
-        self._gradients = progress["gradients"]
 
     def refuse_inside_center(self, method: str) -> None:
         """Raise a RuntimeError inside ``center()``, in the name of a method that makes no sense there."""
@@ -446,8 +450,3 @@ class Synchronizer(Generic[V]):
                 f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
                 "Leave the block first"
             )
-
-
-def _copy(source: Store[V], target: Store[V]) -> None:
-    for bucket in target.layout.buckets:
-        target.write(bucket, source.read(bucket))

@@ -62,7 +62,7 @@ class AGN(Algorithm):
     def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
         """Return the normalized accumulated gradient, in place of the accumulator."""
         workers = exchange.size if self.op == "average" else 1
-        return space.scale(1.0 / (max(exchange.gradients, 1) * workers), state["gradient"])
+        return space.scale(1.0 / (exchange.gradients * workers), state["gradient"])
 
     def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Pull the center, which its optimizer has already moved, and start to accumulate anew."""

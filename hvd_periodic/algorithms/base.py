@@ -21,12 +21,15 @@ class Exchange:
     Attributes:
         size: number of workers n.
         period: local steps that the schedule planned for this exchange (τ); at least 1.
-        gradients: gradients that this worker accumulated since the last exchange.
+        gradients: gradients that this worker accumulated since the last exchange; at least 1, where there were none as
+            well.
+
+    In a compiled graph, period and gradients are scalars of it.
     """
 
     size: int
-    period: int
-    gradients: int = 0
+    period: float
+    gradients: float = 1
 
 
 class Algorithm(ABC):

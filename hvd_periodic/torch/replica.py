@@ -214,7 +214,7 @@ class TorchReplica:
                 return f"{min(changed)!r} was added to the model, removed or replaced after construction"
         return None
 
-    def new_store(self, layout: Layout) -> Store[torch.Tensor]:
+    def new_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
         """Return zeros on the devices of the tensors."""
 
         def zeros(kind: str, size: int) -> torch.Tensor:

@@ -325,7 +325,7 @@ def restore_on_root_only() -> Any:
     optimizer.synchronizer.audit()
 
     if hvd.rank() == 0:
-        optimizer.load_state_dict({**saved, "hvd_periodic": {**saved["hvd_periodic"], "next_exchange": 3}})
+        optimizer.load_state_dict(saved)
         optimizer.synchronizer.replica.load(
             optimizer.synchronizer._parts[0].state["center"], {"w": torch.tensor([77.0], dtype=torch.float64)}
         )

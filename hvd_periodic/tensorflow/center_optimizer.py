@@ -1,0 +1,85 @@
+"""The Keras optimizer that moves the center, with a state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
+    "use_ema": False,
+    "gradient_accumulation_steps": None,
+    "loss_scale_factor": None,
+}
+"""Settings that a copy does not take over: it steps once per exchange, on gradients of full scale."""
+
+
+class CenterOptimizer:
+    """A Keras optimizer over the center variables.
+
+    A copy of the local optimizer takes over its class and hyper-parameters, and its current learning rate before every
+    step: a schedule follows the local steps. It shares no state with the original.
+
+    Args:
+        local: the local optimizer, copied if no other is given.
+        optimizer: another optimizer, not yet built.
+
+    Attributes:
+        optimizer: the one that moves the center.
+
+    Raises:
+        TypeError: ``optimizer`` is not a Keras optimizer.
+        ValueError: ``optimizer`` is the local one or has been used already.
+    """
+
+    def __init__(self, local: Any, optimizer: Any = None) -> None:
+        self._followed = None
+        if optimizer is None:
+            plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
+            self._followed = plain
+            config = {**plain.get_config(), "learning_rate": 0.0, "name": f"center_{plain.name}"}
+            config.update({key: value for key, value in _OF_LOCAL_STEPS_ONLY.items() if key in config})
+            optimizer = type(plain).from_config(config)
+        elif not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(f"`center_optimizer` must be a Keras optimizer. Received: {type(optimizer).__name__}")
+        elif optimizer is local or optimizer.built:
+            raise ValueError("`center_optimizer` must be an optimizer of its own that has not been used yet")
+        self.optimizer: Any = optimizer
+
+    def bind(
+        self,
+        parameters: Sequence[tf.Variable],
+        centers: Sequence[tf.Variable],
+        gradients: Sequence[tf.Variable],
+    ) -> None:
+        """Build the optimizer over the centers; ``gradients`` will hold what it is to apply."""
+        self._centers, self._gradients = list(centers), list(gradients)
+        if self._followed is not None and self._followed.weight_decay is not None:
+            pairs = zip(parameters, centers, strict=True)
+            spared = [center for parameter, center in pairs if not self._followed._use_weight_decay(parameter)]
+            self.optimizer.exclude_from_weight_decay(var_list=spared)
+        self.optimizer.build(self._centers)
+
+    def step(self) -> None:
+        """Move the centers by their gradients."""
+        if self._followed is not None:
+            self.optimizer.learning_rate = self._followed.learning_rate
+        self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
+
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters of the next step, by readable name."""
+        config = self.optimizer.get_config()
+        rate = (self._followed or self.optimizer).learning_rate
+        config["learning_rate"] = float(keras.ops.convert_to_numpy(rate))
+        return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}
+
+    def state(self) -> list[Any]:
+        """Return copies of the optimizer's variables, as numpy arrays."""
+        return [variable.numpy() for variable in self.optimizer.variables]
+
+    def load_state(self, state: list[Any]) -> None:
+        """Assign what :meth:`state` returned."""
+        for variable, value in zip(self.optimizer.variables, state, strict=True):
+            variable.assign(value)

@@ -1,0 +1,63 @@
+"""Horovod's collectives on TensorFlow tensors, in a graph or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import HorovodCommunicator
+
+
+class TensorFlowCommunicator(HorovodCommunicator):
+    """The ranks of a Horovod process set, exchanging TensorFlow tensors.
+
+    ``allreduce`` and ``broadcast`` are operations of the graph that is being built, if one is. ``allgather_object`` is
+    done at once, also while a graph is built, and without eager execution in a session of its own.
+
+    Args:
+        process_set: the ranks that exchange. Default: all.
+
+    Raises:
+        RuntimeError, ValueError: as :class:`HorovodCommunicator`.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        super().__init__("horovod.tensorflow", process_set, tf.convert_to_tensor)
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        """Reduce; the result is a new tensor."""
+        operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
+        total = self._hvd.allreduce(
+            buffer, op=operation, name=name, process_set=self.process_set, ignore_name_scope=True
+        )
+        return lambda: total
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        """Broadcast; Horovod names the root by its global rank."""
+        return self._hvd.broadcast(
+            buffer,
+            root_rank=self.process_set.ranks[root],
+            name=name,
+            process_set=self.process_set,
+            ignore_name_scope=True,
+        )
+
+    def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                return super()._allgather(array, name)
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            gathered = self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set)
+            return np.asarray(session.run(gathered))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorFlowCommunicator, (None if self.process_set.process_set_id == 0 else self.process_set,)
+
+
+def communicator_of(process_set: Any) -> Communicator:
+    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
+    return process_set if isinstance(process_set, Communicator) else TensorFlowCommunicator(process_set)

@@ -1,0 +1,130 @@
+"""A synchronizer whose steps and exchanges can be part of a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic import synchronizer
+from hvd_periodic.algorithms import Exchange
+from hvd_periodic.schedules import next_exchange
+from hvd_periodic.synchronizer import Counters
+
+NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
+"""``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
+
+_INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
+
+
+class VariableSynchronizer(synchronizer.Synchronizer[Any]):
+    """The synchronizer of the core with its counters in variables.
+
+    Outside of graphs it is the one of the core. In a graph, :meth:`step` is a ``tf.cond`` on those variables; the data
+    of an exchange stays in the graph, and what ranks tell each other before, some integers, is judged in Python.
+
+    Args:
+        new_variable: makes the variables of the counters.
+        arguments: those of :class:`hvd_periodic.Synchronizer`.
+    """
+
+    def __init__(self, new_variable: NewVariable, *arguments: Any) -> None:
+        self._new_variable = new_variable
+        self._counter_variables: dict[str, tf.Variable] = {}
+        super().__init__(*arguments)
+
+    @property
+    def counters(self) -> Counters:
+        """Steps, rounds, bytes and seconds so far; outside of graphs."""
+        with tf.init_scope():
+            return Counters(**{name: variable.numpy().item() for name, variable in self._counter_variables.items()})
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        for field, value in zip(fields(Counters), astuple(counters), strict=True):
+            if field.name in self._counter_variables:
+                self._counter_variables[field.name].assign(value)
+            else:
+                dtype = tf.int64 if field.name in _INTEGERS else tf.float64
+                self._counter_variables[field.name] = self._new_variable(field.name, (), dtype, value)
+
+    def _count(self, **increments: Any) -> None:
+        for name, more in increments.items():
+            variable = self._counter_variables[name]
+            variable.assign_add(tf.cast(more, variable.dtype))
+
+    @tf.autograph.experimental.do_not_convert
+    def step(self, updated: Any = True) -> Any:
+        """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
+
+        Args:
+            updated: whether the local update ran; a bool or a boolean scalar.
+
+        Returns:
+            Whether an exchange took place: a bool; in a graph, a boolean scalar.
+
+        Raises:
+            RuntimeError: as the synchronizer of the core; in a graph, a ``tf.errors.OpError`` that cites it.
+        """
+        self.begin_step(updated is not False)
+        self._count(local_steps=1, skipped_updates=tf.logical_not(updated))
+        due = self._counter_variables["local_steps"] >= self._counter_variables["next_exchange"]
+        if not tf.executing_eagerly():
+            return tf.cond(due, lambda: self._run_exchange(leaving=False), lambda: tf.constant(False))
+        if due:
+            self.sync()
+        return bool(due)
+
+    def _run_exchange(self, leaving: bool) -> Any:
+        if tf.executing_eagerly():
+            return super()._run_exchange(leaving)
+        started = tf.timestamp()
+        before = tf.stack([self._counter_variables[name] for name in _INTEGERS])
+        announced = on_host(self._announce_in_graph, [before])
+        with tf.device("CPU:0"):
+            total = self.communicator.allreduce(announced, f"{self.name}.control", op="max")()
+        plan = on_host(self._conclude_in_graph, [before, total])
+        with tf.control_dependencies([plan]):
+            gradients = tf.maximum(self._counter_variables["gradients"], 1)
+            exchange: Any = Exchange(
+                self.communicator.size, tf.cast(plan[0], tf.float64), tf.cast(gradients, tf.float64)
+            )
+            sent = sum(part.exchange(self.communicator, exchange, self.name) for part in self._parts)
+        local_steps = self._counter_variables["local_steps"]
+        self._count(rounds=1, bytes_sent=sent + 8 * plan[2])
+        self._counter_variables["last_exchange"].assign(local_steps)
+        self._counter_variables["next_exchange"].assign(plan[1])
+        self._counter_variables["gradients"].assign(0)
+        with tf.control_dependencies(_operations_so_far()):
+            self._count(exchange_seconds=tf.timestamp() - started)
+        return tf.constant(True)
+
+    def _announce_in_graph(self, before: list[int]) -> list[int]:
+        return self.announce(self._counters(before), leaving=False)
+
+    def _conclude_in_graph(self, before: list[int], total: list[int]) -> list[int]:
+        """Return the period of this exchange, the step of the next, and how many integers were sent."""
+        counters = self._counters(before)
+        meeting = self.conclude(counters, total, leaving=False)
+        return [meeting.period, next_exchange(self.schedule, counters.local_steps), len(total)]
+
+    def _counters(self, values: list[int]) -> Counters:
+        return Counters(**dict(zip(_INTEGERS, values, strict=True)))
+
+
+def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
+    """Return what a Python function makes of integer vectors, when the graph runs: for decisions, never for data."""
+
+    def call(*tensors: tf.Tensor) -> tf.Tensor:
+        return tf.constant(function(*(tensor.numpy().tolist() for tensor in tensors)), dtype=tf.int64)
+
+    with tf.device("CPU:0"):
+        result = tf.py_function(call, inputs, tf.int64)
+    result.set_shape([None])
+    return result
+
+
+def _operations_so_far() -> list[tf.Operation]:
+    return list(tf.compat.v1.get_default_graph().get_operations())

@@ -1,0 +1,175 @@
+"""The variables of one rank as a replica."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
+from hvd_periodic.store import Store
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
+from hvd_periodic.tensorflow.graph import NewVariable
+from hvd_periodic.tensorflow.space import TensorSpace
+from hvd_periodic.tensorflow.store import VariableStore, layout_of
+from hvd_periodic.vector import VectorSpace
+
+Named = Sequence[tuple[str, tf.Variable]]
+
+
+@dataclass(frozen=True)
+class NamedVariables:
+    """The variables of a model by name, in the roles that they have in exchanges.
+
+    Attributes:
+        parameters: what the algorithm acts on.
+        averaged: real statistics, averaged at every exchange.
+        counted: integers, of which the largest wins at every exchange.
+        constants: what is broadcast at the start only.
+    """
+
+    parameters: Named
+    averaged: Named = field(default_factory=list)
+    counted: Named = field(default_factory=list)
+    constants: Named = field(default_factory=list)
+
+
+class VariableReplica:
+    """Variables of one rank, which stay where they are.
+
+    Args:
+        named: the variables by role.
+        new_variable: makes the variables of the algorithm's state.
+        center_optimizer: for algorithms that optimize the center.
+        bucket_bytes: upper bound of what one collective carries.
+
+    Attributes:
+        gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
+
+    Raises:
+        TypeError: a parameter that cannot be averaged.
+        ValueError: no parameters.
+    """
+
+    def __init__(
+        self,
+        named: NamedVariables,
+        new_variable: NewVariable,
+        center_optimizer: CenterOptimizer | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        for name, variable in named.parameters:
+            if variable.dtype not in (tf.float64, tf.float32, tf.bfloat16, tf.float16):
+                raise TypeError(
+                    f"Variable {name!r} must be float64, float32, bfloat16 or float16. Received: {variable.dtype.name}"
+                )
+            if not variable.shape.is_fully_defined():
+                raise ValueError(f"Variable {name!r} must have a fixed shape. Received: {variable.shape}")
+        if not any(math.prod(variable.shape) for _, variable in named.parameters):
+            raise ValueError(
+                "At least one trainable variable with elements has to take part. Received: "
+                f"{len(named.parameters)} variables, none of them with elements"
+            )
+        self.named = named
+        self.bucket_bytes = bucket_bytes
+        self.gradients: list[Any] = [None] * len(named.parameters)
+        self.space: VectorSpace[Any] = TensorSpace()
+        self._new_variable = new_variable
+        self._center_optimizer = center_optimizer
+        self.parameters: Store[Any] = self._store(named.parameters)
+        self.buffers: Store[Any] | None = self._store(named.averaged) if named.averaged else None
+        self.integers: Store[Any] | None = self._store(named.counted) if named.counted else None
+        self.constants: Store[Any] | None = self._store(named.constants) if named.constants else None
+
+    def facts(self) -> dict[str, object]:
+        """Return shapes and dtypes by role; not paths, which Keras numbers by what else a process has built."""
+        facts: dict[str, object] = {"bucket_bytes": self.bucket_bytes}
+        if self._center_optimizer is not None:
+            facts["center optimizer"] = type(self._center_optimizer.optimizer).__name__
+        roles = {
+            "parameter": self.named.parameters,
+            "buffer": self.named.averaged,
+            "integer buffer": self.named.counted,
+            "constant": self.named.constants,
+        }
+        for role, pairs in roles.items():
+            facts[f"number of {role}s"] = len(pairs)
+            for i, (name, variable) in enumerate(pairs):
+                last = name.rpartition("/")[2]
+                facts[f"{role} {i}"] = f"{last} {variable.dtype.name}{variable.shape.as_list()}"
+        return facts
+
+    def changes(self) -> str | None:
+        """Return None: variables keep dtype and shape, and the optimizer refuses unknown ones."""
+        return None
+
+    def new_store(self, layout: Layout, name: str) -> Store[Any]:
+        """Return variables of zeros, one per variable of the layout."""
+        return VariableStore(
+            layout,
+            [self._new_variable(f"{spec.name}/{name}", spec.shape, tf.as_dtype(spec.kind), 0) for spec in layout.specs],
+        )
+
+    def scratch(self, bucket: Bucket, slot: int) -> None:
+        """TensorFlow allocates as it goes."""
+        return
+
+    def local(self, algorithm: Algorithm, state: dict[str, Store[Any]]) -> int:
+        """Run the local rule on one variable at a time; the state changes in place."""
+        vectors = {key: store.tensors() for key, store in state.items()}
+        present = 0
+        for i, (_, variable) in enumerate(self.named.parameters):
+            if self.gradients[i] is not None:
+                present = 1
+                of_variable = {key: variables[i] for key, variables in vectors.items()}
+                self.gradients[i], _ = algorithm.local(self.space, variable, self.gradients[i], of_variable)
+        return present
+
+    def bind_center(self, center: Store[Any], gradient: Store[Any]) -> None:
+        """Give the center optimizer its variables."""
+        if self._center_optimizer is None:
+            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        self._center_optimizer.bind([v for _, v in self.named.parameters], center.tensors(), gradient.tensors())
+
+    def step_center(self) -> None:
+        """Let the center optimizer step."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.step()
+
+    def center_settings(self) -> dict[str, object]:
+        """Return the hyper-parameters of the center optimizer."""
+        return {} if self._center_optimizer is None else self._center_optimizer.settings()
+
+    def center_optimizer_state(self) -> Any:
+        """Return a copy of the center optimizer's state."""
+        return None if self._center_optimizer is None else self._center_optimizer.state()
+
+    def load_center_optimizer_state(self, state: Any) -> None:
+        """Load what :meth:`center_optimizer_state` returned."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.load_state(state)
+
+    def control(self, values: list[int]) -> tf.Tensor:
+        """Return the values as int64 in host memory."""
+        with tf.device("CPU:0"):
+            return tf.constant(values, dtype=tf.int64)
+
+    def to_bytes(self, value: Any) -> bytes:
+        """Return the raw memory."""
+        return bytes(value.numpy().tobytes())
+
+    def save(self, store: Store[Any]) -> dict[str, Any]:
+        """Return copies by name, as numpy arrays."""
+        return {spec.name: v.numpy() for spec, v in zip(store.layout.specs, store.tensors(), strict=True)}
+
+    def load(self, store: Store[Any], tensors: dict[str, Any]) -> None:
+        """Copy by name."""
+        for spec, variable in zip(store.layout.specs, store.tensors(), strict=True):
+            variable.assign(tensors[spec.name])
+
+    def _store(self, named: Named) -> Store[Any]:
+        return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])

@@ -1,0 +1,58 @@
+"""The verbs on TensorFlow tensors and variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.vector import VectorSpace
+
+
+class TensorSpace(VectorSpace[Any]):
+    """Flat tensors, in a graph or not; scalars take the dtype of the vectors.
+
+    A ``tf.Variable`` that a verb may overwrite is updated in place, and sparsely where what is added to it is sparse.
+    """
+
+    def sub(self, x: Any, y: Any, out: Any = None) -> Any:
+        """Return ``x - y`` in the dtype of ``y``."""
+        return tf.cast(x, y.dtype) - y
+
+    def axpy(self, a: Any, x: Any, y: Any) -> Any:
+        """Return ``a x + y``; ``x`` or ``y`` may be ``tf.IndexedSlices``."""
+        x = scaled(a, tf.cast(x, y.dtype))
+        if isinstance(y, tf.Variable):
+            if isinstance(x, tf.IndexedSlices):
+                y.scatter_add(x)
+            else:
+                y.assign_add(x)
+            return y
+        return tf.convert_to_tensor(y) + x
+
+    def scale(self, a: Any, x: Any) -> Any:
+        """Return ``a x``."""
+        return scaled(a, x)
+
+    def lerp(self, x: Any, y: Any, weight: Any) -> Any:
+        """Return ``x + weight (y - x)``."""
+        return x + tf.cast(weight, x.dtype) * (y - x)
+
+    def copy(self, x: Any, out: Any = None) -> Any:
+        """Return the tensor, which nothing can change."""
+        return tf.identity(x)
+
+    def zeros_like(self, x: Any, out: Any = None) -> Any:
+        """Return zeros."""
+        return tf.zeros_like(x)
+
+    def dot(self, x: Any, y: Any) -> Any:
+        """Return the inner product, as a scalar tensor."""
+        return tf.reduce_sum(x * y)
+
+
+def scaled(a: Any, x: Any) -> Any:
+    """Return ``a x``, sparse where ``x`` is."""
+    if isinstance(x, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(a, x.values), x.indices, x.dense_shape)
+    return tf.cast(a, x.dtype) * x

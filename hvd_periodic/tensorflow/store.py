@@ -1,0 +1,67 @@
+"""Variables as a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.store import Store
+
+
+class VariableStore(Store[Any]):
+    """Variables under one layout: reading packs them, writing unpacks; in a graph or not.
+
+    A variable is assigned as a whole, when the last of its buckets has been written: buckets are written in order.
+
+    Args:
+        layout: the variables, arenas and buckets; the kind of an arena is its dtype.
+        variables: the variables, in the order of the layout.
+    """
+
+    def __init__(self, layout: Layout, variables: Sequence[tf.Variable]) -> None:
+        self.layout = layout
+        self._variables = list(variables)
+        self._pieces: dict[int, list[tf.Tensor]] = {}
+
+    def read(self, bucket: Bucket, out: Any = None) -> Any:
+        """Return the values of a bucket as one new tensor."""
+        parts = []
+        for piece in bucket.pieces:
+            flat = tf.reshape(self._variables[piece.tensor], [-1])
+            parts.append(tf.cast(flat[piece.start : piece.stop], bucket.kind))
+        return tf.concat(parts, axis=0)
+
+    def write(self, bucket: Bucket, value: Any) -> None:
+        """Assign what a bucket completes."""
+        for piece in bucket.pieces:
+            variable, spec = self._variables[piece.tensor], self.layout.specs[piece.tensor]
+            pieces = self._pieces.setdefault(piece.tensor, [])
+            pieces.append(value[piece.offset : piece.offset + piece.stop - piece.start])
+            if piece.stop == spec.size:
+                whole = tf.reshape(tf.concat(self._pieces.pop(piece.tensor), axis=0), spec.shape)
+                variable.assign(tf.cast(whole, variable.dtype))
+
+    def tensors(self) -> list[tf.Variable]:
+        """Return the variables."""
+        return list(self._variables)
+
+
+def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:
+    """Return the layout of variables in the dtype in which they are accumulated."""
+    from hvd_periodic.layout import TensorSpec
+
+    specs = []
+    for name, variable in named:
+        dtype = accumulation_dtype(variable.dtype)
+        specs.append(TensorSpec(name, tuple(variable.shape), dtype.name, dtype.size))
+    return Layout(specs, bucket_bytes)
+
+
+def accumulation_dtype(dtype: tf.DType) -> tf.DType:
+    """Return the dtype of center and accumulators: a 16-bit center does not move under a small rate."""
+    if dtype in (tf.float16, tf.bfloat16):
+        return tf.float32
+    return tf.int32 if dtype.is_integer and dtype.size < 4 else tf.int64 if dtype.is_bool else dtype
