@@ -23,12 +23,12 @@ class Part(Generic[V]):
 
     Args:
         name: names the part in collectives and in saved states.
-        values: the tensors of this rank.
+        values: the tensors of this rank, with at least one element.
         algorithm: what an exchange makes of them.
         replica: lends working buffers, and the center optimizer.
 
     Attributes:
-        state: the vectors of the algorithm's state, by name; those of the start of training, to begin with.
+        state: the vectors of the algorithm's state, by name; zeros until :meth:`reset`.
     """
 
     def __init__(self, name: str, values: Store[V], algorithm: Algorithm, replica: Replica[V]) -> None:
@@ -37,11 +37,13 @@ class Part(Generic[V]):
         self.state: dict[str, Store[V]] = {}
         self._algorithm = algorithm
         self._replica = replica
-        for bucket in values.layout.buckets:
-            for key, value in algorithm.init(replica.space, self._read(bucket, slot=0)).items():
-                if key not in self.state:
-                    self.state[key] = replica.new_store(values.layout, f"{name}.{key}")
-                self.state[key].write(bucket, value)
+        for key in algorithm.init(replica.space, self._read(values.layout.buckets[0], slot=0)):
+            self.state[key] = replica.new_store(values.layout, f"{name}.{key}")
+
+    def reset(self) -> None:
+        """Set the state to that of the start of training."""
+        for bucket in self.values.layout.buckets:
+            self._write_state(bucket, {}, self._algorithm.init(self._replica.space, self._read(bucket, slot=0)))
 
     def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str) -> int:
         """Exchange all buckets, one travelling while the next is computed; return the bytes sent.

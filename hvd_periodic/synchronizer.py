@@ -116,6 +116,12 @@ class Synchronizer(Generic[V]):
             self._parts.append(Part("integers", replica.integers, Maximum(), replica))
         if algorithm.optimizes_center:
             replica.bind_center(self._parts[0].state["center"], self._parts[0].state["gradient"])
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set the state of the algorithm to that of the start of training."""
+        for part in self._parts:
+            part.reset()
 
     @property
     def counters(self) -> Counters:

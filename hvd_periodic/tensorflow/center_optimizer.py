@@ -48,6 +48,11 @@ class CenterOptimizer:
             raise ValueError("`center_optimizer` must be an optimizer of its own that has not been used yet")
         self.optimizer: Any = optimizer
 
+    @property
+    def copied(self) -> bool:
+        """Whether this is a copy of the local optimizer."""
+        return self._followed is not None
+
     def bind(
         self,
         parameters: Sequence[tf.Variable],

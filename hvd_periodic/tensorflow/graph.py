@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.consistency import agree, build_on_all
 from hvd_periodic.schedules import next_exchange
 from hvd_periodic.synchronizer import Counters
 
@@ -30,10 +31,28 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         arguments: those of :class:`hvd_periodic.Synchronizer`.
     """
 
+    replica: Any
+
     def __init__(self, new_variable: NewVariable, *arguments: Any) -> None:
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         super().__init__(*arguments)
+
+    def start(self) -> None:
+        """Check that all ranks are about to do the same, then give all the root's values.
+
+        Where all ranks come from a checkpoint of the same step, they go on as they are.
+
+        Raises:
+            ValueError: ranks differ; raised on all of them.
+            RuntimeError: ranks come from a checkpoint, and their centers differ; on all of them.
+        """
+        agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
+        steps = set(self.communicator.allgather_object(self.counters.local_steps, f"{self.name}.steps"))
+        if len(steps) > 1 or steps == {0}:
+            self.broadcast()
+        else:
+            self.audit()
 
     @property
     def counters(self) -> Counters:
@@ -50,10 +69,40 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self._counter_variables[field.name] = self._new_variable(field.name, (), dtype, value)
 
+    def _reset(self) -> None:
+        """Set the state of the algorithm, unless a checkpoint has just given its values to the new variables."""
+        with tf.init_scope():
+            if tf.executing_eagerly() and self.counters.local_steps == 0:
+                super()._reset()
+
     def _count(self, **increments: Any) -> None:
         for name, more in increments.items():
             variable = self._counter_variables[name]
             variable.assign_add(tf.cast(more, variable.dtype))
+
+    @tf.autograph.experimental.do_not_convert
+    def prepare_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Show the local gradients to the algorithm, and apply what it returns; call it before every local update.
+
+        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing. Gradients may be
+        ``tf.IndexedSlices``; the elastic term is dense.
+
+        Args:
+            gradients: one per parameter, in their order; None for no gradient.
+
+        Raises:
+            RuntimeError: called inside ``center()``.
+            ValueError: another number of gradients than of parameters.
+        """
+        shown = list(gradients)
+        if len(shown) != len(self.replica.parameters.layout.specs):
+            raise ValueError(
+                f"{len(self.replica.parameters.layout.specs)} parameters take as many gradients. Received: {len(shown)}"
+            )
+        self.replica.gradients = shown
+        super().prepare_gradients()
+        self.replica.gradients = [None] * len(shown)
+        return shown
 
     @tf.autograph.experimental.do_not_convert
     def step(self, updated: Any = True) -> Any:
@@ -102,15 +151,15 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         return tf.constant(True)
 
     def _announce_in_graph(self, before: list[int]) -> list[int]:
-        return self.announce(self._counters(before), leaving=False)
+        return self.announce(self._from_integers(before), leaving=False)
 
     def _conclude_in_graph(self, before: list[int], total: list[int]) -> list[int]:
         """Return the period of this exchange, the step of the next, and how many integers were sent."""
-        counters = self._counters(before)
+        counters = self._from_integers(before)
         meeting = self.conclude(counters, total, leaving=False)
         return [meeting.period, next_exchange(self.schedule, counters.local_steps), len(total)]
 
-    def _counters(self, values: list[int]) -> Counters:
+    def _from_integers(self, values: list[int]) -> Counters:
         return Counters(**dict(zip(_INTEGERS, values, strict=True)))
 
 

@@ -109,10 +109,11 @@ class VariableReplica:
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return variables of zeros, one per variable of the layout."""
-        return VariableStore(
-            layout,
-            [self._new_variable(f"{spec.name}/{name}", spec.shape, tf.as_dtype(spec.kind), 0) for spec in layout.specs],
-        )
+        variables = [
+            self._new_variable(f"{name}.{i}", spec.shape, tf.as_dtype(spec.kind), 0)
+            for i, spec in enumerate(layout.specs)
+        ]
+        return VariableStore(layout, variables)
 
     def scratch(self, bucket: Bucket, slot: int) -> None:
         """TensorFlow allocates as it goes."""

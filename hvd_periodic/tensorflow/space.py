@@ -36,7 +36,7 @@ class TensorSpace(VectorSpace[Any]):
 
     def lerp(self, x: Any, y: Any, weight: Any) -> Any:
         """Return ``x + weight (y - x)``."""
-        return x + tf.cast(weight, x.dtype) * (y - x)
+        return x + in_dtype(weight, x.dtype) * (y - x)
 
     def copy(self, x: Any, out: Any = None) -> Any:
         """Return the tensor, which nothing can change."""
@@ -55,4 +55,9 @@ def scaled(a: Any, x: Any) -> Any:
     """Return ``a x``, sparse where ``x`` is."""
     if isinstance(x, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(a, x.values), x.indices, x.dense_shape)
-    return tf.cast(a, x.dtype) * x
+    return in_dtype(a, x.dtype) * x
+
+
+def in_dtype(a: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return a scalar in a dtype; a Python float is rounded once, not to float32 on the way."""
+    return tf.constant(a, dtype) if isinstance(a, (int, float)) else tf.cast(a, dtype)

@@ -1,0 +1,44 @@
+"""Periodic exchange for TensorFlow and Keras 3 models trained with Horovod.
+
+Example::
+
+    import horovod.tensorflow as hvd
+    import hvd_periodic.tensorflow as hvdp
+
+    hvd.init()
+    optimizer = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), model, communication_period=10)
+    model.compile(optimizer, loss="sparse_categorical_crossentropy")
+
+For graphs of TensorFlow 1 there is ``hvd_periodic.tensorflow.contrib_opt``.
+"""
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "hvd_periodic.tensorflow works with Keras on TensorFlow: set the environment variable KERAS_BACKEND=tensorflow "
+        f"before keras is imported. Received: KERAS_BACKEND={keras.backend.backend()}"
+    )
+
+from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.schedules import Every, PostLocal
+from hvd_periodic.tensorflow.optimizer import (
+    AGNOptimizer,
+    ElasticAverageOptimizer,
+    ModelAverageOptimizer,
+    PeriodicOptimizer,
+)
+from hvd_periodic.tensorflow.synchronizer import Synchronizer
+
+__all__ = [
+    "AGN",
+    "EASGD",
+    "AGNOptimizer",
+    "Averaging",
+    "ElasticAverageOptimizer",
+    "Every",
+    "ModelAverageOptimizer",
+    "PeriodicOptimizer",
+    "PostLocal",
+    "Synchronizer",
+]

@@ -1,0 +1,36 @@
+"""Algorithms and schedules as plain values, for the configuration of a saved optimizer."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from hvd_periodic import algorithms, schedules
+from hvd_periodic.schedules import Every
+
+_HOMES: tuple[ModuleType, ...] = (algorithms, schedules)
+
+
+def encode(value: Any) -> Any:
+    """Return an algorithm or schedule as JSON-like values; a constant period as an int.
+
+    Those of this package need no further ado; others are left to ``keras.saving.serialize_keras_object``, so that a
+    function has to be registered with ``keras.saving.register_keras_serializable``.
+    """
+    if isinstance(value, Every):
+        return value.period
+    if any(getattr(home, type(value).__name__, None) is type(value) for home in _HOMES):
+        return {"hvd_periodic": type(value).__name__, "arguments": vars(value)}
+    return keras.saving.serialize_keras_object(value)
+
+
+def decode(value: Any) -> Any:
+    """Return what :func:`encode` was given."""
+    if not isinstance(value, dict):
+        return value
+    if "hvd_periodic" not in value:
+        return keras.saving.deserialize_keras_object(value)
+    home = next(home for home in _HOMES if hasattr(home, value["hvd_periodic"]))
+    return getattr(home, value["hvd_periodic"])(**value["arguments"])

@@ -1,0 +1,93 @@
+"""Which variables of a Keras model take part in exchanges, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.tensorflow.replica import NamedVariables
+
+AnyVariable = Any
+"""A ``keras.Variable`` or a ``tf.Variable``."""
+
+
+def native(variable: AnyVariable) -> tf.Variable:
+    """Return the TensorFlow variable behind a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def check_policy(buffers: str | None, model: object, loaded: bool = False) -> None:
+    """Raise unless ``buffers`` is a policy that is possible, and ``model`` a Keras model or None.
+
+    An optimizer that was loaded may be given its model later.
+
+    Raises:
+        TypeError: something else in place of the model.
+        ValueError: an unknown policy, or averaging without a model.
+    """
+    if buffers not in (None, "average", "local"):
+        raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+    if model is not None and not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: {type(model).__name__}")
+    if buffers == "average" and model is None and not loaded:
+        raise ValueError("`buffers='average'` needs the model, which knows its statistics: pass `model`")
+
+
+def named_variables(
+    parameters: Iterable[AnyVariable], model: keras.Model | None = None, buffers: str | None = None
+) -> NamedVariables:
+    """Return variables by role.
+
+    Args:
+        parameters: what is trained.
+        model: where they come from. Its statistics (batch normalization) follow according to ``buffers``; its frozen
+            weights are broadcast at the start. Seeds and metrics stay local.
+        buffers: ``"average"``: real statistics become their mean over ranks at every exchange, integer ones their
+            maximum; ``"local"``: they are broadcast at the start. Default: average, where a model is given.
+    """
+    trained = list(parameters)
+    names: set[str] = set()
+    roles: dict[str, list[tuple[str, tf.Variable]]] = {"averaged": [], "counted": [], "constants": []}
+    held = {id(native(variable)) for variable in trained}
+    statistics = set() if model is None or buffers == "local" else _statistics(model)
+    for weight in [] if model is None else model.weights:
+        variable = native(weight)
+        if id(variable) not in held:
+            role = _role(variable) if id(variable) in statistics else "constants"
+            if variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool:
+                roles[role].append((_unique(weight, names), variable))
+    return NamedVariables([(_unique(variable, names), native(variable)) for variable in trained], **roles)
+
+
+def _statistics(model: keras.Model) -> set[int]:
+    """Return the variables that no gradient ever moves, as opposed to weights that are frozen now."""
+    return {
+        id(native(variable))
+        for layer in (*model._flatten_layers(),)
+        for variable in getattr(layer, "_non_trainable_variables", ())
+    }
+
+
+def _role(variable: tf.Variable) -> str:
+    """Return what happens to a statistic; one with infinities is a constant, since its differences would be NaN."""
+    if not math.prod(variable.shape):
+        return "constants"
+    if not variable.dtype.is_floating:
+        return "counted"
+    return "averaged" if np.isfinite(tf.cast(variable, tf.float64).numpy()).all() else "constants"
+
+
+def _unique(variable: AnyVariable, names: set[str]) -> str:
+    """Return the variable's path, with a number where another variable has the same."""
+    path = str(getattr(variable, "path", variable.name)).partition(":")[0]
+    name, number = path, 1
+    while name in names:
+        number += 1
+        name = f"{path}_{number}"
+    names.add(name)
+    return name

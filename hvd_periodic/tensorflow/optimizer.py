@@ -1,0 +1,593 @@
+"""Keras optimizers whose ranks exchange now and then."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.consistency import build_on_all, raise_on_all
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
+from hvd_periodic.tensorflow.communicator import communicator_of
+from hvd_periodic.tensorflow.config import decode, encode
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.model import check_policy, named_variables, native
+from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.saved import SavedVariables
+from hvd_periodic.tensorflow.space import scaled
+from hvd_periodic.tensorflow.synchronizer import check_placement
+
+_PACKAGE = "hvd_periodic"
+
+
+class _Later(LocalCommunicator):
+    """Stands in for the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class PeriodicOptimizer(keras.optimizers.Optimizer):
+    """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
+
+    It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
+    ``tf.function``, where counters are variables and an exchange is a branch of the graph. Learning rate, iterations
+    and loss scale are those of the wrapped one.
+
+    Args:
+        optimizer: the local optimizer.
+        model: the model, for its batch-norm statistics and frozen weights; without it, ranks exchange the variables
+            that the optimizer is built on, and nothing else.
+        algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
+        period: local steps between exchanges, or a schedule.
+        center_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
+            ``optimizer``, with its learning rate at the time of the exchange.
+        argument: what the caller calls ``period``, for its error messages.
+        buffers, center, root_rank, process_set: as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
+        name: of the optimizer.
+
+    Attributes:
+        inner_optimizer: the wrapped optimizer.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
+        RuntimeError: Horovod is not initialized.
+    """
+
+    _constructed = False
+    _saved_process_set: list[int] | None = None
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        model: keras.Model | None,
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        *,
+        center_optimizer: keras.optimizers.Optimizer | None = None,
+        argument: str = "period",
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(learning_rate=0.0, name=name)
+        loaded = isinstance(process_set, _Later)
+        communicator = communicator_of(process_set)
+        prefix = communicator.unique_name()
+
+        def check() -> tuple[Algorithm, Schedule, CenterOptimizer | None]:
+            _check_optimizer(optimizer)
+            check_policy(buffers, model, loaded)
+            check_placement(center)
+            made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            if not loaded:
+                communicator.rank_of(root_rank)
+                made.check(communicator.size)
+            moved = CenterOptimizer(optimizer, center_optimizer) if made.optimizes_center else None
+            return made, as_schedule(period, argument), moved
+
+        self._algorithm, self._schedule, self._center = build_on_all(communicator, prefix, check)
+        self._communicator, self._prefix = communicator, prefix
+        self._process_set = None if loaded else process_set
+        self._loaded = loaded
+        self._root_rank = root_rank
+        self._buffers = buffers
+        self._model: weakref.ref[keras.Model] | None = None
+        self._saved = SavedVariables()
+        self._synchronizer: VariableSynchronizer | None = None
+        self._started = False
+        self.inner_optimizer = optimizer
+        if self._center is not None:
+            self._track_trackable(self._center.optimizer, "center_optimizer")
+        self._constructed = True
+        if model is not None:
+            self.attach(model)
+            if model.built and model.trainable_variables:
+                self.build(model.trainable_variables)
+
+    @property
+    def synchronizer(self) -> VariableSynchronizer:
+        """Counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
+
+        Raises:
+            RuntimeError: the optimizer is not built yet; or was loaded, and neither attached nor used yet.
+        """
+        if self._synchronizer is None:
+            what = "was loaded" if self._loaded else "is not built yet, so that there is no center"
+            then = "optimizer.attach()" if self._loaded else "optimizer.build(model.trainable_variables) on all ranks"
+            raise RuntimeError(f"{type(self).__name__} {what}: call {then}, or train")
+        return self._synchronizer
+
+    def center(self) -> AbstractContextManager[None]:
+        """Hold the center in the model inside a ``with`` block; the local values return after it, even on an exception.
+
+        Raises:
+            RuntimeError: the optimizer is not built yet; blocks are nested.
+
+        Example::
+
+            with optimizer.center():
+                model.evaluate(images, labels)
+        """
+        if self._loaded and self.built:
+            self._construct()
+        return self.synchronizer.center()
+
+    def attach(self, model: keras.Model | None = None, process_set: Any = None) -> None:
+        """Give the optimizer of a loaded model what no file holds; before its first use. Nothing is communicated.
+
+        Args:
+            model: the model, if one was given at construction, so that its statistics go on to be averaged.
+            process_set: the ranks that exchange, if not all do.
+
+        Raises:
+            RuntimeError: the optimizer is in use.
+            ValueError: the saved state is not that of this model.
+        """
+        if self._synchronizer is not None:
+            raise RuntimeError("attach() has to come before the first use of the optimizer")
+        if model is not None:
+            check_policy(self._buffers, model)
+            self._model = weakref.ref(model)
+        if process_set is not None:
+            self._process_set = process_set
+        if self._loaded and self.built:
+            self._construct()
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create all state for these variables and, on all ranks together, start from the root's values.
+
+        The optimizer of a loaded model starts at its first step instead, from where it was saved.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: variables that cannot be exchanged, or ranks that disagree.
+        """
+        if self.built:
+            return
+        with tf.init_scope():
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(list(variables))
+            super().build(list(variables))
+            if not self._loaded:
+                self._start()
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Take one local step, and exchange if one is due.
+
+        Where a ``LossScaleOptimizer`` inside skips the update, on this rank alone, the iteration counts all the same.
+
+        Args:
+            grads: gradients, as tensors or ``tf.IndexedSlices``; None for no gradient.
+            trainable_variables: what they are gradients of. Default: what the optimizer was built on.
+
+        Raises:
+            RuntimeError: called inside ``center()``; or what an exchange raises, in a ``tf.function`` as a
+                ``tf.errors.OpError``.
+            ValueError: unknown variables, or XLA compilation.
+        """
+        gradients = list(grads)
+        if not gradients:
+            return
+        if not self.built and trainable_variables is None:
+            raise ValueError("The optimizer is not built: call optimizer.build(model.trainable_variables) first")
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        _refuse_xla()
+        if not self._started:
+            self._start_late(variables)
+        self.synchronizer.refuse_inside_center("step")
+        self._check_variables_are_known(variables)
+        gradients, updated = self._prepare(gradients, variables)
+        self.inner_optimizer.apply(gradients, variables)
+        self.synchronizer.step(updated)
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Take one local step on (gradient, variable) pairs; return the iterations of the wrapped optimizer."""
+        super().apply_gradients(grads_and_vars)
+        return self.iterations
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss as the wrapped optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the wrapped optimizer set the final values, such as its moving averages."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    @property
+    def variables(self) -> list[Any]:
+        """All variables: of the exchanges, of the wrapped optimizer, and of the center optimizer."""
+        center = [] if self._center is None else self._center.optimizer.variables
+        return self._variables + self.inner_optimizer.variables + center
+
+    @property
+    def learning_rate(self) -> Any:
+        """Learning rate of the wrapped optimizer."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """Iterations of the wrapped optimizer; those of exchanges are ``synchronizer.local_steps``."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """None: the wrapped optimizer scales."""
+        return
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if self._constructed:
+            raise ValueError(
+                f"{type(self).__name__} must not be inside a LossScaleOptimizer, under which a rank whose gradients "
+                "overflow would not count the step: the LossScaleOptimizer goes inside, "
+                f"{type(self).__name__}(keras.optimizers.LossScaleOptimizer(optimizer), ...), and model.compile(..., "
+                "auto_scale_loss=False) keeps Keras from adding another"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor as plain values; those that are objects of this process are not
+        among them: model and process set, see :meth:`attach`.
+        """
+        return self._common_config() | {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Return the optimizer of a loaded model; it communicates from its first step on."""
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            arguments = {key: decode(value) for key, value in config.items() if key != "process_set"}
+        made = cls(**arguments, model=None, process_set=_Later())
+        made._saved_process_set = config.get("process_set")
+        return made
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
+        for name, value in self._saved.values().items():
+            store[name] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take over what :meth:`save_own_variables` wrote, now or when the variables are there."""
+        self._saved.load({name: store[name] for name in store.keys()})  # noqa: SIM118
+
+    def _common_config(self) -> dict[str, Any]:
+        ranks = None
+        if self._process_set is not None and not isinstance(self._process_set, Communicator):
+            ranks = list(self._process_set.ranks)
+        moved = self._center.optimizer if self._center is not None and not self._center.copied else None
+        return {
+            "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "buffers": self._buffers,
+            "root_rank": self._root_rank,
+            "process_set": self._saved_process_set if self._loaded and ranks is None else ranks,
+            "name": self.name,
+        } | ({} if moved is None else {"center_optimizer": keras.saving.serialize_keras_object(moved)})
+
+    def _start_late(self, variables: list[Any]) -> None:
+        """Start at the first step, of which the gradients are there already if it is an eager one."""
+        unbuilt = tf.executing_eagerly() and not self.built
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
+            before = [native(variable).numpy() for variable in variables] if unbuilt else []
+            self.build(variables)
+            self._start()
+            moved = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
+            failure = ValueError(
+                "The variables of the ranks differed at the first step, and its gradients were taken before all got "
+                "the root's values: call optimizer.build(model.trainable_variables) on all ranks before training"
+            )
+            if unbuilt:
+                raise_on_all(self._communicator, self._prefix, failure if moved else None)
+
+    def _start(self) -> None:
+        """Communicate for the first time."""
+        if self._started:
+            return
+        if self._loaded:
+            self._communicator = communicator_of(self._process_set)
+            self._prefix = self._communicator.unique_name()
+
+        def check() -> None:
+            if tf.distribute.has_strategy():
+                raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
+            self._algorithm.check(self._communicator.size)
+            self._refuse_other_ranks()
+            self._construct()
+
+        build_on_all(self._communicator, self._prefix, check)
+        synchronizer = self.synchronizer
+        synchronizer.communicator, synchronizer.name = self._communicator, self._prefix
+        synchronizer.root = self._communicator.rank_of(self._root_rank)
+        synchronizer.start()
+        self._started = True
+
+    def _refuse_other_ranks(self) -> None:
+        if self._saved_process_set is not None and self._process_set is None:
+            raise ValueError(
+                f"This optimizer was trained on the process set of ranks {self._saved_process_set}: after loading, "
+                "call optimizer.attach(process_set=...)"
+            )
+
+    def _construct(self) -> None:
+        """Make the variables of the exchanges, and give them what was saved."""
+        if self._synchronizer is not None:
+            return
+        model = None if self._model is None else self._model()
+        named = named_variables(self._trainable_variables, model, self._buffers)
+        replica = VariableReplica(named, self._new_variable, self._center)
+        self._synchronizer = VariableSynchronizer(
+            self._new_variable, replica, self._algorithm, self._schedule, self._communicator, 0, self._prefix
+        )
+        if self._center is not None:
+            for i, variable in enumerate(self._center.optimizer.variables):
+                self._saved.variables[f"center_optimizer.{i}"] = variable
+        self._saved.settle()
+
+    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        initializer = keras.initializers.Constant(initial_value)
+        variable = self.add_variable(shape=tuple(shape), dtype=dtype.name, initializer=initializer, name=name)
+        self._saved.variables[name] = variable
+        return native(variable)
+
+    def _prepare(self, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], Any]:
+        """Return the gradients for the local update, and whether that will run."""
+        inner, updated = self.inner_optimizer, True
+        scale = inner.loss_scale_factor
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            updated, scale = inner.check_finite(gradients), native(inner.dynamic_scale)
+            if tf.executing_eagerly():
+                updated = bool(updated)
+        if not self._algorithm.uses_gradients or updated is False:
+            return gradients, updated
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        position = [self._get_variable_index(variables[i]) for i in present]
+
+        def show() -> list[Any]:
+            shown: list[Any] = [None] * len(self._trainable_variables)
+            for i, index in zip(present, position, strict=True):
+                shown[index] = gradients[i] if scale is None else scaled(1.0 / scale, gradients[i])
+            shown = self.synchronizer.prepare_gradients(shown)
+            return [shown[index] if scale is None else scaled(scale, shown[index]) for index in position]
+
+        prepared = show() if updated is True else tf.cond(updated, show, lambda: [gradients[i] for i in present])
+        for i, gradient in zip(present, prepared, strict=True):
+            gradients[i] = gradient
+        return gradients, updated
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class ElasticAverageOptimizer(PeriodicOptimizer):
+    """Elastic averaging: replicas and center pull each other; see :class:`hvd_periodic.EASGD` for the equations.
+
+    Args:
+        optimizer: the local optimizer, any Keras optimizer. With momentum this is EAMSGD; its state stays local.
+        model: the model, so that its batch-norm statistics are averaged; or None.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
+        beta: α = β/n instead, without division by τ.
+        rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
+        asynchronous: exchanges without waiting for other ranks; not available yet.
+        buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
+        center: ``"replicated"``.
+        root_rank: the rank, in Horovod's numbering, whose values all start from.
+        process_set: the ranks that exchange; default: all.
+        name: of the optimizer.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+
+    Example:
+        >>> import keras
+        >>> from hvd_periodic import LocalCommunicator
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> local = keras.optimizers.SGD(0.1)
+        >>> optimizer = ElasticAverageOptimizer(local, model, 2, moving_rate=0.25, process_set=LocalCommunicator())
+        >>> model.compile(optimizer, loss="mse")
+        >>> history = model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=1, verbose=0)
+        >>> optimizer.synchronizer.rounds
+        2
+
+    References:
+        Zhang, Choromanska, LeCun: Deep Learning with Elastic Averaging SGD. arXiv 1412.6651 (2015).
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        model: keras.Model | None = None,
+        communication_period: int | Schedule = 10,
+        moving_rate: float | None = None,
+        beta: float | None = None,
+        rho: float = 0.0,
+        asynchronous: bool = False,
+        *,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
+        name: str | None = None,
+    ) -> None:
+        def algorithm() -> EASGD:
+            if asynchronous:
+                raise ValueError("`asynchronous=True` is not available yet: use asynchronous=False, the default")
+            return EASGD(moving_rate, beta, rho)
+
+        super().__init__(
+            optimizer,
+            model,
+            algorithm,
+            communication_period,
+            argument="communication_period",
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
+            name=name,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor as plain values."""
+        return self._common_config() | {"communication_period": encode(self._schedule), **vars(self._algorithm)}
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class ModelAverageOptimizer(PeriodicOptimizer):
+    """Model averaging (local SGD): replicas are replaced by their mean; see :class:`hvd_periodic.Averaging`.
+
+    Args:
+        optimizer: the local optimizer, any Keras optimizer; its state stays local.
+        model: the model, so that its batch-norm statistics are averaged; or None.
+        interval_steps: local steps between exchanges (τ), or a schedule.
+        buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
+        center: ``"replicated"``.
+        root_rank: the rank, in Horovod's numbering, whose values all start from.
+        process_set: the ranks that exchange; default: all.
+        name: of the optimizer.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+
+    References:
+        Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        model: keras.Model | None = None,
+        interval_steps: int | Schedule = 100,
+        *,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            model,
+            Averaging,
+            interval_steps,
+            argument="interval_steps",
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
+            name=name,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor as plain values."""
+        return self._common_config() | {"interval_steps": encode(self._schedule)}
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class AGNOptimizer(PeriodicOptimizer):
+    """Accumulated gradient normalization: the center takes one step per period; see :class:`hvd_periodic.AGN`.
+
+    Args:
+        optimizer: the local optimizer, any Keras optimizer; its state stays local.
+        model: the model, so that its batch-norm statistics are averaged; or None.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        center_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
+            its own, whose learning rate is that of ``optimizer`` at the time of the exchange.
+        op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
+        buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
+        center: ``"replicated"``.
+        root_rank: the rank, in Horovod's numbering, whose values all start from.
+        process_set: the ranks that exchange; default: all.
+        name: of the optimizer.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+
+    References:
+        Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        model: keras.Model | None = None,
+        communication_period: int | Schedule = 10,
+        center_optimizer: keras.optimizers.Optimizer | None = None,
+        op: str = "sum",
+        *,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            model,
+            lambda: AGN(op),
+            communication_period,
+            center_optimizer=center_optimizer,
+            argument="communication_period",
+            buffers=buffers,
+            center=center,
+            root_rank=root_rank,
+            process_set=process_set,
+            name=name,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor as plain values."""
+        return self._common_config() | {"communication_period": encode(self._schedule), **vars(self._algorithm)}
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Raise a TypeError unless this is a Keras optimizer that exchanges nothing by itself."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}")
+    if isinstance(optimizer, PeriodicOptimizer):
+        raise TypeError("`optimizer` must be a plain optimizer. Received: an optimizer that exchanges already")
+    if hasattr(optimizer, "_allreduce_grads"):
+        raise TypeError(
+            "`optimizer` must be a plain optimizer. Received: an hvd.DistributedOptimizer, which averages gradients at "
+            "every step"
+        )
+
+
+def _refuse_xla() -> None:
+    """Raise where XLA compiles: it knows no Horovod collectives."""
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "
+            "model.compile(), or to the tf.function that applies the gradients"
+        )

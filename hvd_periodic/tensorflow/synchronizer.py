@@ -1,0 +1,114 @@
+"""The explicit synchronizer of TensorFlow variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.consistency import build_on_all
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
+from hvd_periodic.tensorflow.communicator import communicator_of
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.model import check_policy, named_variables
+from hvd_periodic.tensorflow.replica import VariableReplica
+
+PLACEMENTS = ("replicated", "root", "sharded")
+
+
+class Synchronizer(VariableSynchronizer):
+    """Exchanges variables by any algorithm and schedule, around any training loop.
+
+    The optimizers of this package drive one; it also works alone, eagerly and inside a ``tf.function``::
+
+        synchronizer = Synchronizer(model, EASGD(beta=0.9), period=10)
+
+        @tf.function
+        def train_step(images, labels):
+            with tf.GradientTape() as tape:
+                loss = loss_function(labels, model(images, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            gradients = synchronizer.prepare_gradients(gradients)   # needed for AGN, and for EASGD with rho > 0
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            synchronizer.step()                                     # once per iteration, on all ranks
+
+        for images, labels in batches:
+            train_step(images, labels)
+        synchronizer.finalize()
+
+    ``tf.train.Checkpoint(model=model, optimizer=optimizer, exchange=synchronizer.variables)`` saves what it takes to go
+    on exactly.
+
+    Args:
+        model: a built Keras model, of which all trainable variables take part; or variables.
+        algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
+        period: local steps between exchanges, or a schedule.
+        center_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
+        buffers: ``"average"``: at every exchange real statistics of the model (batch normalization) become their mean
+            over ranks, integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone.
+            Default: ``"average"``, where a model is given.
+        center: where the center variables live; ``"replicated"``, on every rank, is the only placement so far.
+        root_rank: the rank, in Horovod's global numbering, whose values all start from.
+        process_set: the Horovod process set that exchanges, default all ranks; or any
+            :class:`~hvd_periodic.Communicator`.
+
+    Attributes:
+        variables: counters, center and the rest of the state, for checkpoints.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
+            one whose argument was refused gets its own error, the others a RuntimeError that cites it.
+        RuntimeError: Horovod is not initialized.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model | Iterable[Any],
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        *,
+        center_optimizer: keras.optimizers.Optimizer | None = None,
+        buffers: str | None = None,
+        center: str = "replicated",
+        root_rank: int = 0,
+        process_set: Any = None,
+    ) -> None:
+        communicator = communicator_of(process_set)
+        name = communicator.unique_name()
+        self.variables: list[tf.Variable] = []
+
+        def build() -> None:
+            owner = model if isinstance(model, keras.Model) else None
+            check_policy(buffers, owner)
+            check_placement(center)
+            if owner is not None and not owner.built:
+                raise ValueError("The model is not built: give it an input shape, or call it once")
+            trained = model if owner is None else owner.trainable_variables
+            moved = None if center_optimizer is None else CenterOptimizer(None, center_optimizer)
+            replica = VariableReplica(named_variables(trained, owner, buffers), self._make_variable, moved)
+            made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            root = communicator.rank_of(root_rank)
+            super(Synchronizer, self).__init__(
+                self._make_variable, replica, made, as_schedule(period, "period"), communicator, root, name
+            )
+            self.variables += [] if moved is None else [variable.value for variable in moved.optimizer.variables]
+
+        build_on_all(communicator, name, build)
+        self.start()
+
+    def _make_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
+        self.variables.append(tf.Variable(value, trainable=False, name=name.replace("/", "_")))
+        return self.variables[-1]
+
+
+def check_placement(center: str) -> None:
+    """Raise a ValueError unless the center can live there."""
+    if center not in PLACEMENTS:
+        raise ValueError(f"`center` must be one of {PLACEMENTS}. Received: center={center!r}")
+    if center != "replicated":
+        raise ValueError(f"`center={center!r}` is not available yet: use center='replicated', the default")
