@@ -27,8 +27,8 @@ TITLES = {
 }
 
 
-def parse_arguments(description: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags; they are the same for every framework."""
+def parse_arguments(description: str, loops: tuple[str, ...] = ()) -> argparse.Namespace:
+    """Return the flags; they are the same for every framework, but for the kinds of training loops that it has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="easgd", help="how the workers exchange")
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges")
@@ -44,7 +44,9 @@ def parse_arguments(description: str, argv: list[str] | None = None) -> argparse
     parser.add_argument("--output", type=Path, default=Path("results"), help="folder for the record and the plot")
     parser.add_argument("--compare", type=Path, metavar="FOLDER", help="train nothing; show the runs in FOLDER")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    return parser.parse_args(argv)
+    if loops:
+        parser.add_argument("--loop", choices=loops, default=loops[0], help="who writes the training loop")
+    return parser.parse_args()
 
 
 @dataclass

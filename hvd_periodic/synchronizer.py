@@ -300,13 +300,16 @@ class Synchronizer(Generic[V]):
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
+        return float(self._distance())
+
+    def _distance(self) -> Any:
         part, replica = self._parts[0], self.replica
-        total = 0.0
+        total: Any = 0.0
         for bucket in part.values.layout.buckets:
             x = part.values.read(bucket, out=replica.scratch(bucket, 0))
             d = replica.space.sub(x, part.state["center"].read(bucket), out=replica.scratch(bucket, 1))
             total += replica.space.dot(d, d)
-        return float(total**0.5)
+        return total**0.5
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training needs to continue exactly, except the parameters and the local optimizer.

@@ -22,6 +22,7 @@ if keras.backend.backend() != "tensorflow":
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.schedules import Every, PostLocal
+from hvd_periodic.tensorflow import callbacks
 from hvd_periodic.tensorflow.optimizer import (
     AGNOptimizer,
     ElasticAverageOptimizer,
@@ -41,4 +42,5 @@ __all__ = [
     "PeriodicOptimizer",
     "PostLocal",
     "Synchronizer",
+    "callbacks",
 ]

@@ -37,6 +37,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         super().__init__(*arguments)
+        self._compiled_distance = tf.function(self._distance, autograph=False)
 
     def start(self) -> None:
         """Check that all ranks are about to do the same, then give all the root's values.
@@ -68,6 +69,20 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             else:
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self._counter_variables[field.name] = self._new_variable(field.name, (), dtype, value)
+
+    @property
+    def local_steps(self) -> int:
+        """Iterations so far; outside of graphs."""
+        return int(self._counter_variables["local_steps"].numpy())
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far; outside of graphs."""
+        return int(self._counter_variables["rounds"].numpy())
+
+    def distance(self) -> float:
+        """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
+        return float(self._compiled_distance())
 
     def _reset(self) -> None:
         """Set the state of the algorithm, unless a checkpoint has just given its values to the new variables."""

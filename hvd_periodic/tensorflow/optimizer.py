@@ -127,6 +127,11 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             raise RuntimeError(f"{type(self).__name__} {what}: call {then}, or train")
         return self._synchronizer
 
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root, which saves for all."""
+        return self.synchronizer.communicator.rank == self.synchronizer.root
+
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the model inside a ``with`` block; the local values return after it, even on an exception.
 
@@ -178,7 +183,38 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
                 self.inner_optimizer.build(list(variables))
             super().build(list(variables))
             if not self._loaded:
-                self._start()
+                self.start()
+
+    def start(self) -> None:
+        """Let all ranks agree and start from the root's values, or go on from where they were saved, if not yet done.
+
+        Building a new optimizer does this, and the first step of one that was loaded. All ranks have to call it.
+
+        Raises:
+            RuntimeError: the optimizer is not built.
+            ValueError: ranks disagree; on all of them.
+        """
+        if self._started:
+            return
+        if not self.built:
+            raise RuntimeError("The optimizer is not built: call optimizer.build(model.trainable_variables)")
+        if self._loaded:
+            self._communicator = communicator_of(self._process_set)
+            self._prefix = self._communicator.unique_name()
+
+        def check() -> None:
+            if tf.distribute.has_strategy():
+                raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
+            self._algorithm.check(self._communicator.size)
+            self._refuse_other_ranks()
+            self._construct()
+
+        build_on_all(self._communicator, self._prefix, check)
+        synchronizer = self.synchronizer
+        synchronizer.communicator, synchronizer.name = self._communicator, self._prefix
+        synchronizer.root = self._communicator.rank_of(self._root_rank)
+        synchronizer.start()
+        self._started = True
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -303,7 +339,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
             before = [native(variable).numpy() for variable in variables] if unbuilt else []
             self.build(variables)
-            self._start()
+            self.start()
             moved = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
             failure = ValueError(
                 "The variables of the ranks differed at the first step, and its gradients were taken before all got "
@@ -311,28 +347,6 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             )
             if unbuilt:
                 raise_on_all(self._communicator, self._prefix, failure if moved else None)
-
-    def _start(self) -> None:
-        """Communicate for the first time."""
-        if self._started:
-            return
-        if self._loaded:
-            self._communicator = communicator_of(self._process_set)
-            self._prefix = self._communicator.unique_name()
-
-        def check() -> None:
-            if tf.distribute.has_strategy():
-                raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
-            self._algorithm.check(self._communicator.size)
-            self._refuse_other_ranks()
-            self._construct()
-
-        build_on_all(self._communicator, self._prefix, check)
-        synchronizer = self.synchronizer
-        synchronizer.communicator, synchronizer.name = self._communicator, self._prefix
-        synchronizer.root = self._communicator.rank_of(self._root_rank)
-        synchronizer.start()
-        self._started = True
 
     def _refuse_other_ranks(self) -> None:
         if self._saved_process_set is not None and self._process_set is None:
@@ -410,7 +424,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
 
     Example:
-        >>> import keras
+        >>> import keras, numpy as np
         >>> from hvd_periodic import LocalCommunicator
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> local = keras.optimizers.SGD(0.1)

@@ -23,7 +23,7 @@ class SavedVariables:
         """Return copies of all values; those that wait, if the variables are not there."""
         if not self.variables:
             return dict(self._waiting)
-        return {name: np.array(variable) for name, variable in self.variables.items()}
+        return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Take over values now, or at :meth:`settle` if the variables are not there."""

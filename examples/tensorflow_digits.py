@@ -1,0 +1,197 @@
+"""Train a Keras classifier of handwritten digits on several Horovod workers that exchange every few steps.
+
+horovodrun -np 2 python examples/tensorflow_digits.py --algorithm easgd --period 10 --loop fit
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import digits
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tqdm import tqdm
+
+import hvd_periodic.tensorflow as hvdp
+
+
+def build_model() -> keras.Model:
+    """Return a small convolutional network with batch normalization."""
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(16, 3, padding="same"),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.ReLU(),
+            keras.layers.Conv2D(32, 3, padding="same"),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.ReLU(),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+class EveryStep(keras.optimizers.SGD):
+    """The baseline: SGD on gradients that are averaged at every step."""
+
+    def __init__(self, model: keras.Model, **options: Any) -> None:
+        super().__init__(**options)
+        hvd.broadcast_variables([weight.value for weight in model.weights], root_rank=0)
+        self.build(model.trainable_variables)
+        self.bytes_per_step = 4 * model.count_params()
+        self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        with tf.control_dependencies(grads):
+            started = tf.timestamp()
+        totals = hvd.grouped_allreduce(grads, op=hvd.Sum)
+        with tf.control_dependencies(totals):
+            self.seconds.assign_add(tf.timestamp() - started)
+        super().apply([total / hvd.size() for total in totals], trainable_variables)
+
+
+def make_optimizer(args: digits.argparse.Namespace, model: keras.Model) -> keras.optimizers.Optimizer:
+    """Return the optimizer for an algorithm."""
+    options = {"learning_rate": args.learning_rate, "momentum": args.momentum}
+    if args.algorithm == "allreduce":
+        return EveryStep(model, **options)
+    optimizer = keras.optimizers.SGD(**options)
+    if args.algorithm == "easgd":
+        return hvdp.ElasticAverageOptimizer(
+            optimizer, model, args.period, moving_rate=args.moving_rate, beta=args.beta, rho=args.rho
+        )
+    if args.algorithm == "average":
+        return hvdp.ModelAverageOptimizer(optimizer, model, args.period)
+    return hvdp.AGNOptimizer(optimizer, model, args.period, op=args.op)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Collects loss, distance to the center and exchanges, step by step, from either loop."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, progress: tqdm) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.distances: list[float] = []
+        self.exchange_steps: list[int] = []
+        self.optimizer, self.progress = optimizer, progress
+        self.rounds = self.before = 0
+
+    def step(self, loss: float) -> None:
+        """Record one step."""
+        self.losses.append(loss)
+        rounds, distance = len(self.losses), 0.0
+        if isinstance(self.optimizer, hvdp.PeriodicOptimizer):
+            rounds, distance = self.optimizer.synchronizer.rounds, self.optimizer.synchronizer.distance()
+        self.distances.append(distance)
+        if rounds > self.rounds:
+            self.exchange_steps.append(len(self.losses))
+        self.rounds = rounds
+        self.progress.update()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Record one step of ``model.fit``, which tells the mean of the losses since the start of the epoch."""
+        total = logs["loss"] * (batch + 1)
+        self.step(total - (self.before if batch else 0.0))
+        self.before = total
+
+
+def train_by_tape(model: keras.Model, optimizer: Any, data: tf.data.Dataset, epochs: int, recorder: Recorder) -> None:
+    """Train in a loop of our own."""
+    loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function
+    def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_function(labels, model(images, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    for _ in range(epochs):
+        for images, labels in data:
+            recorder.step(float(train_step(images, labels)))
+
+
+def accuracy(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> float:
+    """Return the fraction of images that the model recognizes."""
+    return float((model.predict(images, batch_size=512, verbose=0).argmax(axis=1) == labels).mean())
+
+
+def train(args: digits.argparse.Namespace) -> digits.Run:
+    """Train this worker's replica; return the record of all workers."""
+    hvd.init()
+    keras.utils.set_random_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
+    shard, test = digits.load(hvd.rank(), hvd.size())
+    images, test_images = np.moveaxis(shard.images, 1, -1), np.moveaxis(test.images, 1, -1)
+    data = tf.data.Dataset.from_tensor_slices((images, shard.labels))
+    data = data.shuffle(len(images), seed=args.seed + hvd.rank()).batch(args.batch_size, drop_remainder=True)
+    model = build_model()
+    optimizer = make_optimizer(args, model)
+    model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+
+    steps = args.epochs * len(data)
+    hidden = args.no_progress or hvd.rank() > 0
+    started = time.perf_counter()
+    with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
+        recorder = Recorder(optimizer, progress)
+        if args.loop == "fit":
+            model.fit(data, epochs=args.epochs, shuffle=False, verbose=0, callbacks=[recorder])
+        else:
+            train_by_tape(model, optimizer, data, args.epochs, recorder)
+    seconds = time.perf_counter() - started
+
+    periodic = isinstance(optimizer, hvdp.PeriodicOptimizer)
+    if periodic:
+        optimizer.synchronizer.finalize()
+        counters = optimizer.synchronizer.counters
+        exchanges, bytes_sent, exchange_seconds = counters.rounds, counters.bytes_sent, counters.exchange_seconds
+    else:
+        exchanges, bytes_sent = steps, steps * optimizer.bytes_per_step
+        exchange_seconds = float(optimizer.seconds)
+    worker_accuracy = accuracy(model, test_images, test.labels)
+    with optimizer.center() if periodic else nullcontext():
+        center_accuracy = accuracy(model, test_images, test.labels)
+    workers = hvd.allgather_object((worker_accuracy, recorder.losses, recorder.distances), name="record")
+    return digits.Run(
+        algorithm=args.algorithm,
+        framework=f"tensorflow, {args.loop}",
+        workers=hvd.size(),
+        period=args.period if periodic else 1,
+        steps=steps,
+        worker_accuracy=[worker[0] for worker in workers],
+        center_accuracy=center_accuracy,
+        exchanges=exchanges,
+        bytes_sent=bytes_sent,
+        exchange_seconds=exchange_seconds,
+        seconds=seconds,
+        losses=[worker[1] for worker in workers],
+        distances=[worker[2] for worker in workers],
+        exchange_steps=recorder.exchange_steps,
+    )
+
+
+def main() -> None:
+    """Train and report, or compare earlier runs."""
+    args = digits.parse_arguments(__doc__.splitlines()[0], loops=("fit", "tape"))
+    if args.compare:
+        digits.compare(args.compare)
+        return
+    run = train(args)
+    if hvd.rank() == 0:
+        digits.show([run])
+        run.save(args.output)
+        print(f"Record and plot: {args.output / args.algorithm}.json, .png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Callbacks for ``model.fit`` with a periodic optimizer.
+
+They add to ``logs``, so they come before callbacks that read those, such as ``keras.callbacks.TensorBoard``::
+
+    callbacks = [
+        hvdp.callbacks.EvaluateCenter((images, labels)),
+        hvdp.callbacks.ReportExchanges(),
+        hvdp.callbacks.SaveBestCenter("best.keras"),
+        keras.callbacks.TensorBoard(f"logs/{hvd.rank()}"),
+        hvdp.callbacks.FinalizeAtEnd(),
+    ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import keras
+
+from hvd_periodic.arguments import require_int
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+
+
+def _optimizer_of(callback: keras.callbacks.Callback) -> PeriodicOptimizer:
+    optimizer = callback.model.optimizer
+    if not isinstance(optimizer, PeriodicOptimizer):
+        raise TypeError(
+            f"{type(callback).__name__} needs a model that is compiled with an optimizer of hvd_periodic.tensorflow. "
+            f"Received: {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+class BroadcastAtStart(keras.callbacks.Callback):
+    """Give all ranks the root's variables, center and counters when training begins.
+
+    A new optimizer does this by itself. The callback is for what was loaded since then on the root alone. Where every
+    rank has loaded a state of its own, it would replace those. All ranks have to use it.
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast."""
+        optimizer = _optimizer_of(self)
+        optimizer.start()
+        optimizer.synchronizer.broadcast()
+
+
+class FinalizeAtEnd(keras.callbacks.Callback):
+    """Run ``synchronizer.finalize()`` when training ends, so that all ranks end with the same center.
+
+    Ranks that have fewer batches than others take part in exchanges until all are done. All ranks have to use it.
+    """
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Finalize."""
+        _optimizer_of(self).synchronizer.finalize()
+
+
+class EvaluateCenter(keras.callbacks.Callback):
+    """Evaluate the center at the end of every epoch; metrics appear in ``logs`` as ``val_center_loss`` and so on.
+
+    Nothing is communicated: the center is the same on all ranks, so that one rank may evaluate for all. With metrics
+    that drive decisions, such as those of ``EarlyStopping``, let all ranks evaluate the same data.
+
+    Args:
+        validation_data: ``(inputs, targets)``, ``(inputs, targets, sample_weights)``, or what else ``model.evaluate``
+            takes as its first argument.
+        batch_size: samples per batch, where the data are arrays.
+        every: epochs between evaluations, 1 or more.
+
+    Raises:
+        TypeError: the model's optimizer is not a periodic one.
+    """
+
+    def __init__(self, validation_data: Any, batch_size: int | None = None, every: int = 1) -> None:
+        super().__init__()
+        arrays = isinstance(validation_data, (tuple, list))
+        names = ("x", "y", "sample_weight")
+        self._data = dict(zip(names, validation_data, strict=False)) if arrays else {"x": validation_data}
+        self._batch_size = batch_size
+        self._every = require_int(every, "`EvaluateCenter(every=...)`", minimum=1)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Evaluate, and add to the logs."""
+        if (epoch + 1) % self._every:
+            return
+        with _optimizer_of(self).center():
+            metrics = self.model.evaluate(**self._data, batch_size=self._batch_size, verbose=0, return_dict=True)
+        if logs is not None:
+            logs.update({f"val_center_{name}": value for name, value in metrics.items()})
+
+
+class SaveBestCenter(keras.callbacks.ModelCheckpoint):
+    """Save the model with the values of the center, when it is the best so far; on the root rank only.
+
+    Args:
+        filepath: as in ``keras.callbacks.ModelCheckpoint``; ``.weights.h5`` with ``save_weights_only=True``.
+        monitor: what decides; metrics of the center come from :class:`EvaluateCenter`.
+        mode: ``"min"`` or ``"max"`` of it is best. Default: the minimum of a loss, the maximum of an accuracy.
+        save_best_only: False: save after every epoch.
+        options: others of ``keras.callbacks.ModelCheckpoint``.
+
+    Raises:
+        TypeError: the model's optimizer is not a periodic one.
+        ValueError: ``mode`` is needed.
+    """
+
+    def __init__(
+        self,
+        filepath: Any,
+        monitor: str = "val_center_loss",
+        mode: str = "auto",
+        save_best_only: bool = True,
+        **options: Any,
+    ) -> None:
+        if mode == "auto":
+            mode = "min" if monitor.endswith("loss") else "max" if "acc" in monitor else mode
+        if mode not in ("min", "max"):
+            raise ValueError(
+                f"`SaveBestCenter(mode=...)` must be 'min' or 'max' for monitor={monitor!r}. Received: mode={mode!r}"
+            )
+        super().__init__(filepath, monitor=monitor, mode=mode, save_best_only=save_best_only, **options)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save the center, if ``save_freq`` is a number of batches."""
+        if self.save_freq != "epoch":
+            with self._center_on_root() as saving:
+                if saving:
+                    super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save the center."""
+        with self._center_on_root() as saving:
+            if saving:
+                super().on_epoch_end(epoch, logs)
+
+    @contextmanager
+    def _center_on_root(self) -> Iterator[bool]:
+        optimizer = _optimizer_of(self)
+        with optimizer.center() if optimizer.is_root else nullcontext():
+            yield optimizer.is_root
+
+
+class ReportExchanges(keras.callbacks.Callback):
+    """Add the state of the exchanges to ``logs`` at the end of every epoch, for TensorBoard and the history.
+
+    The entries are ``rounds``, ``center_distance`` (‖x − c‖₂ on this rank), ``skipped_updates``, ``bytes_sent`` and
+    ``exchange_seconds``, since the start of training. Nothing is communicated.
+
+    Raises:
+        TypeError: the model's optimizer is not a periodic one.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add to the logs."""
+        synchronizer = _optimizer_of(self).synchronizer
+        counters = synchronizer.counters
+        if logs is not None:
+            logs["rounds"] = counters.rounds
+            logs["center_distance"] = synchronizer.distance()
+            logs["skipped_updates"] = counters.skipped_updates
+            logs["bytes_sent"] = counters.bytes_sent
+            logs["exchange_seconds"] = counters.exchange_seconds

@@ -1,0 +1,159 @@
+"""Callbacks of the Keras front end, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow")
+keras = pytest.importorskip("keras")
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+IMAGES = np.random.default_rng(0).standard_normal((24, 3)).astype("float32")
+TARGETS = IMAGES.sum(axis=1, keepdims=True)
+
+
+def make_model() -> Any:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = hvdp.ElasticAverageOptimizer(
+        keras.optimizers.SGD(0.05), model, 5, moving_rate=0.3, process_set=LocalCommunicator()
+    )
+    model.compile(optimizer, loss="mse", metrics=["mae"])
+    return model
+
+
+@pytest.fixture
+def model() -> Any:
+    return make_model()
+
+
+def fit(model: Any, *callbacks: Any, epochs: int = 3) -> dict[str, list[float]]:
+    history = model.fit(IMAGES, TARGETS, batch_size=6, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    return dict(history.history)
+
+
+def test_metrics_of_the_center_appear_in_the_logs(model: Any) -> None:
+    seen: list[tuple[float, float]] = []
+
+    class Check(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with model.optimizer.center():
+                error = model.predict(IMAGES, verbose=0) - TARGETS
+            seen.append((float((error**2).mean()), float(abs(error).mean())))
+
+    history = fit(model, hvdp.callbacks.EvaluateCenter((IMAGES, TARGETS), batch_size=24), Check())
+    assert history["val_center_loss"] == pytest.approx([loss for loss, _ in seen], rel=1e-4)
+    assert history["val_center_mae"] == pytest.approx([error for _, error in seen], rel=1e-4)
+    assert len(set(history["val_center_loss"])) == 3
+    assert history["val_center_loss"] != history["loss"]
+
+
+def test_evaluation_leaves_the_training_as_it_is(model: Any) -> None:
+    other = make_model()
+    for trained, callbacks in ((model, [hvdp.callbacks.EvaluateCenter((IMAGES, TARGETS))]), (other, [])):
+        trained.fit(IMAGES, TARGETS, batch_size=6, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+    assert all((a == b).all() for a, b in zip(model.get_weights(), other.get_weights(), strict=True))
+
+
+def test_evaluation_every_other_epoch(model: Any) -> None:
+    history = fit(model, hvdp.callbacks.EvaluateCenter((IMAGES, TARGETS), every=2), epochs=5)
+    assert len(history["val_center_loss"]) == 2
+
+
+def test_a_dataset_does_for_validation(model: Any) -> None:
+    tf = pytest.importorskip("tensorflow")
+    data = tf.data.Dataset.from_tensor_slices((IMAGES, TARGETS)).batch(24)
+    assert len(fit(model, hvdp.callbacks.EvaluateCenter(data))["val_center_loss"]) == 3
+
+
+def test_the_best_center_is_saved(model: Any, tmp_path: Path) -> None:
+    centers: list[Any] = []
+
+    class Record(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with model.optimizer.center():
+                centers.append(model.get_weights())
+            logs["val_center_loss"] = [2.0, 1.0, 3.0][epoch]
+
+    file = tmp_path / "best.keras"
+    fit(model, Record(), hvdp.callbacks.SaveBestCenter(file))
+    saved = keras.models.load_model(file).get_weights()
+    assert all((a == b).all() for a, b in zip(saved, centers[1], strict=True))
+    assert not (saved[0] == model.get_weights()[0]).all()
+
+
+def test_every_center_can_be_saved_too(model: Any, tmp_path: Path) -> None:
+    save = hvdp.callbacks.SaveBestCenter(tmp_path / "{epoch}.weights.h5", save_best_only=False, save_weights_only=True)
+    fit(model, save)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{i}.weights.h5" for i in (1, 2, 3)]
+    by_batch = hvdp.callbacks.SaveBestCenter(
+        tmp_path / "batch{batch}.weights.h5", save_best_only=False, save_weights_only=True, save_freq=4
+    )
+    fit(model, by_batch, epochs=1)
+    with model.optimizer.center():
+        center = model.get_weights()
+    model.load_weights(tmp_path / "batch4.weights.h5")
+    assert (model.get_weights()[0] == center[0]).all()
+
+
+def test_what_is_best_has_to_be_known() -> None:
+    assert hvdp.callbacks.SaveBestCenter("x.keras", monitor="val_center_accuracy").mode == "max"
+    with pytest.raises(ValueError, match="must be 'min' or 'max' for monitor='val_center_mae'"):
+        hvdp.callbacks.SaveBestCenter("x.keras", monitor="val_center_mae")
+
+
+def test_exchanges_are_reported(model: Any) -> None:
+    history = fit(model, hvdp.callbacks.ReportExchanges())
+    assert history["rounds"] == [0, 1, 2]
+    assert history["skipped_updates"] == [0, 0, 0]
+    assert history["bytes_sent"] == [0, 16 + 72, 2 * (16 + 72)]
+    assert history["center_distance"][-1] == pytest.approx(model.optimizer.synchronizer.distance())
+    assert history["exchange_seconds"][2] > history["exchange_seconds"][0] == 0
+
+
+def test_tensorboard_shows_the_center_and_the_exchanges(model: Any, tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    fit(
+        model,
+        hvdp.callbacks.EvaluateCenter((IMAGES, TARGETS)),
+        hvdp.callbacks.ReportExchanges(),
+        keras.callbacks.TensorBoard(str(tmp_path)),
+    )
+    found = {}
+    for folder in ("train", "validation"):
+        events = event_accumulator.EventAccumulator(str(tmp_path / folder), size_guidance={"tensors": 0})
+        events.Reload()
+        found.update({tag: len(events.Tensors(tag)) for tag in events.Tags()["tensors"]})
+    for tag in ("epoch_rounds", "epoch_center_distance", "epoch_center_loss"):
+        assert found.get(tag) == 3, found
+
+
+def test_finalize_at_the_end(model: Any) -> None:
+    fit(model, hvdp.callbacks.FinalizeAtEnd(), epochs=2)
+    counters = model.optimizer.synchronizer.counters
+    assert (counters.local_steps, counters.rounds, counters.last_exchange) == (8, 2, 8)
+
+
+def test_broadcast_at_the_start_of_a_loaded_model(model: Any, tmp_path: Path) -> None:
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.optimizer.attach(loaded, process_set=LocalCommunicator())
+    fit(loaded, hvdp.callbacks.BroadcastAtStart(), epochs=1)
+    assert loaded.optimizer.synchronizer.local_steps == 16
+
+
+@pytest.mark.parametrize("name", ["BroadcastAtStart", "FinalizeAtEnd", "ReportExchanges"])
+def test_another_optimizer_is_refused(name: str) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss="mse")
+    with pytest.raises(TypeError, match=f"{name} needs a model that is compiled with an optimizer of hvd_periodic"):
+        fit(model, getattr(hvdp.callbacks, name)())
