@@ -280,12 +280,13 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         return self.inner_optimizer.iterations
 
     @property
-    def loss_scale_factor(self) -> None:
-        """None: the wrapped optimizer scales."""
-        return
+    def loss_scale_factor(self) -> float:
+        """1: the wrapped optimizer scales."""
+        return 1.0
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, factor: float | None) -> None:
+        # A LossScaleOptimizer sets it to None when it is wrapped around this one.
         if self._constructed:
             raise ValueError(
                 f"{type(self).__name__} must not be inside a LossScaleOptimizer, under which a rank whose gradients "

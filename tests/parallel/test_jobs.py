@@ -47,6 +47,22 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
         assert picture.startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("loop", "algorithm"), [("fit", "easgd"), ("fit", "allreduce"), ("tape", "average")])
+def test_accuracies_in_tensorflow_agree_with_those_in_torch(
+    loop: str, algorithm: str, results: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("horovod.tensorflow")
+    command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop]
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120)
+    run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
+    assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.02)
+    for key in ("steps", "exchanges", "exchange_steps", "workers", "period"):
+        assert run[key] == other[key], key
+    assert len(run["losses"][0]) == run["steps"]
+    assert run["losses"][0] != run["losses"][1], "shards differ"
+    assert (tmp_path / f"{algorithm}.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_comparison(results: Path) -> None:
     output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60)
     for word in ("allreduce", "easgd", "average", "agn", "accuracy of the center", "seconds in exchanges"):
