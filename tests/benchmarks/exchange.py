@@ -1,6 +1,6 @@
 """What an exchange costs, as a multiple of one flat Horovod allreduce of the same bytes in the same run.
 
-    mpirun -np 2 python -m tests.benchmarks.exchange
+    mpirun -np 2 python -m tests.benchmarks.exchange --framework torch
 
 The model has the sizes of ResNet-50: 25.6 million float32 parameters in 161 tensors. Each figure is the median of
 alternating repetitions, taken on the slowest rank.
@@ -9,15 +9,10 @@ alternating repetitions, taken on the slowest rank.
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
-from collections.abc import Callable
+from math import prod
 from statistics import median
-from typing import Any
-
-import horovod.torch as hvd
-import torch
-
-import hvd_periodic.torch as hvdp
 
 
 def resnet_50_shapes() -> list[tuple[int, ...]]:
@@ -34,59 +29,33 @@ def resnet_50_shapes() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def exchanges(shapes: list[tuple[int, ...]], device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return what is measured, by name; the first is the unit."""
-    torch.manual_seed(hvd.rank())
-    count = sum(torch.Size(shape).numel() for shape in shapes)
-    flat = torch.randn(count, device=device)
-    measured: dict[str, Callable[[], Any]] = {
-        "flat allreduce": lambda: hvd.allreduce_(flat, op=hvd.Sum, name="flat"),
-    }
-    tensors = [torch.randn(shape, device=device) for shape in shapes]
-
-    def grouped() -> None:
-        hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped")
-
-    measured["grouped allreduce of the parameters"] = grouped
-    optimizers: dict[str, Callable[..., hvdp.PeriodicOptimizer]] = {
-        "ModelAverageOptimizer": hvdp.ModelAverageOptimizer,
-        "ElasticAverageOptimizer": hvdp.ElasticAverageOptimizer,
-        "AGNOptimizer": hvdp.AGNOptimizer,
-    }
-    for name, wrap in optimizers.items():
-        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-        measured[name] = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000).synchronizer.sync
-    return measured
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help="default: torch")
     parser.add_argument("--repetitions", type=int, default=15, help="of each exchange (default: 15)")
     parser.add_argument("--small", action="store_true", help="a model of 3 tensors, to see that this runs")
     arguments = parser.parse_args()
+    framework = importlib.import_module(f"tests.benchmarks.exchange_{arguments.framework}")
+    hvd = framework.hvd
     hvd.init()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", hvd.local_rank())
     shapes = [(300, 20), (20,), ()] if arguments.small else resnet_50_shapes()
-    measured = exchanges(shapes, device)
+    measured = framework.exchanges(shapes)
     seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(arguments.repetitions + 2):
         for name, exchange in measured.items():
-            hvd.barrier()
+            framework.slowest(0.0)  # a barrier
             started = time.perf_counter()
             exchange()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            slowest = hvd.allreduce(torch.tensor(time.perf_counter() - started), op=hvd.Max, name="slowest")
-            seconds[name].append(float(slowest))
+            framework.wait()
+            seconds[name].append(framework.slowest(time.perf_counter() - started))
     if hvd.rank() == 0:
         medians = {name: median(values[2:]) for name, values in seconds.items()}
         unit = medians["flat allreduce"]
-        count = sum(torch.Size(shape).numel() for shape in shapes)
-        print(f"{hvd.size()} ranks, {count / 1e6:.1f} million parameters in {len(shapes)} tensors, {device.type}")
+        count = sum(prod(shape) for shape in shapes)
+        print(
+            f"{hvd.size()} ranks, {count / 1e6:.1f} million parameters in {len(shapes)} tensors, {arguments.framework}"
+        )
         print(f"{'exchange':38} {'ms':>8} {'ratio':>6}")
         for name, value in medians.items():
             print(f"{name:38} {1e3 * value:8.1f} {value / unit:6.2f}")
