@@ -109,18 +109,18 @@ class Synchronizer(Generic[V]):
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
-        self._parts = [Part("parameters", replica.parameters, algorithm, replica)]
+        self.parts = [Part("parameters", replica.parameters, algorithm, replica)]
         if replica.buffers is not None:
-            self._parts.append(Part("buffers", replica.buffers, Averaging(), replica))
+            self.parts.append(Part("buffers", replica.buffers, Averaging(), replica))
         if replica.integers is not None:
-            self._parts.append(Part("integers", replica.integers, Maximum(), replica))
+            self.parts.append(Part("integers", replica.integers, Maximum(), replica))
         if algorithm.optimizes_center:
-            replica.bind_center(self._parts[0].state["center"], self._parts[0].state["gradient"])
+            replica.bind_center(self.parts[0].state["center"], self.parts[0].state["gradient"])
         self._reset()
 
     def _reset(self) -> None:
         """Set the state of the algorithm to that of the start of training."""
-        for part in self._parts:
+        for part in self.parts:
             part.reset()
 
     @property
@@ -153,8 +153,16 @@ class Synchronizer(Generic[V]):
         Raises:
             ValueError: ranks differ; raised on all of them.
         """
-        agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
+        self.check_agreement()
         self.broadcast()
+
+    def check_agreement(self) -> None:
+        """Check that all ranks are about to do the same.
+
+        Raises:
+            ValueError: ranks differ; raised on all of them.
+        """
+        agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
 
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
@@ -167,7 +175,7 @@ class Synchronizer(Generic[V]):
         self.refuse_inside_center("step")
         self._prepared = True
         if self.algorithm.uses_gradients:
-            self._count(gradients=self.replica.local(self.algorithm, self._parts[0].state))
+            self._count(gradients=self.replica.local(self.algorithm, self.parts[0].state))
 
     def step(self, updated: bool = True) -> bool:
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
@@ -235,7 +243,7 @@ class Synchronizer(Generic[V]):
             self.name,
             (
                 self.replica.to_bytes(part.state["center"].read(bucket))
-                for part in self._parts
+                for part in self.parts
                 for bucket in part.values.layout.buckets
             ),
         )
@@ -251,7 +259,7 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("broadcast")
         replica, root, call = self.replica, self.root, 0
-        stores = [store for part in self._parts for store in (part.values, *part.state.values())]
+        stores = [store for part in self.parts for store in (part.values, *part.state.values())]
         if replica.constants is not None:
             stores.append(replica.constants)
         for store in stores:
@@ -276,15 +284,15 @@ class Synchronizer(Generic[V]):
             RuntimeError: blocks are nested.
         """
         self.refuse_inside_center("center")
-        held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in self._parts]
+        held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in self.parts]
         self._inside_center = True
         try:
-            for part in self._parts:
+            for part in self.parts:
                 for bucket in part.values.layout.buckets:
                     part.values.write(bucket, part.state["center"].read(bucket))
             yield
         finally:
-            for part, vectors in zip(self._parts, held, strict=True):
+            for part, vectors in zip(self.parts, held, strict=True):
                 for bucket, vector in zip(part.values.layout.buckets, vectors, strict=True):
                     part.values.write(bucket, vector)
             self._inside_center = False
@@ -296,14 +304,14 @@ class Synchronizer(Generic[V]):
 
     def center_tensors(self) -> list[Any]:
         """Return the center of the parameters: views, in their order and in the dtype that the center has."""
-        return self._parts[0].state["center"].tensors()
+        return self.parts[0].state["center"].tensors()
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
         return float(self._distance())
 
     def _distance(self) -> Any:
-        part, replica = self._parts[0], self.replica
+        part, replica = self.parts[0], self.replica
         total: Any = 0.0
         for bucket in part.values.layout.buckets:
             x = part.values.read(bucket, out=replica.scratch(bucket, 0))
@@ -323,7 +331,7 @@ class Synchronizer(Generic[V]):
             "counters": asdict(self.counters),
             "center_optimizer": self.replica.center_optimizer_state(),
             "vectors": {
-                part.name: {key: self.replica.save(store) for key, store in part.state.items()} for part in self._parts
+                part.name: {key: self.replica.save(store) for key, store in part.state.items()} for part in self.parts
             },
         }
 
@@ -338,7 +346,7 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("load_state_dict")
         self.check_state_dict(state)
-        for part in self._parts:
+        for part in self.parts:
             for key, store in part.state.items():
                 self.replica.load(store, state["vectors"][part.name][key])
         self.replica.load_center_optimizer_state(state["center_optimizer"])
@@ -356,7 +364,7 @@ class Synchronizer(Generic[V]):
             raise ValueError(
                 f"The state was saved by {state['algorithm']}, this optimizer runs {type(self.algorithm).__name__}"
             )
-        for part in self._parts:
+        for part in self.parts:
             part.check_state(state["vectors"].get(part.name, {}))
 
     def _facts(self) -> dict[str, object]:
@@ -386,7 +394,7 @@ class Synchronizer(Generic[V]):
         if meeting.training or meeting.pending:
             exchange = Exchange(self.communicator.size, meeting.period, max(self.counters.gradients, 1))
             try:
-                for part in self._parts:
+                for part in self.parts:
                     self._count(bytes_sent=part.exchange(self.communicator, exchange, self.name))
             except Exception as error:
                 self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"

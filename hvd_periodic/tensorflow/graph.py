@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
-from hvd_periodic.consistency import agree, build_on_all
 from hvd_periodic.schedules import next_exchange
 from hvd_periodic.synchronizer import Counters
 
@@ -48,7 +47,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             ValueError: ranks differ; raised on all of them.
             RuntimeError: ranks come from a checkpoint, and their centers differ; on all of them.
         """
-        agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
+        self.check_agreement()
         steps = set(self.communicator.allgather_object(self.counters.local_steps, f"{self.name}.steps"))
         if len(steps) > 1 or steps == {0}:
             self.broadcast()
@@ -133,13 +132,17 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             RuntimeError: as the synchronizer of the core; in a graph, a ``tf.errors.OpError`` that cites it.
         """
         self.begin_step(updated is not False)
-        self._count(local_steps=1, skipped_updates=tf.logical_not(updated))
-        due = self._counter_variables["local_steps"] >= self._counter_variables["next_exchange"]
+        due = self.count(updated)
         if not tf.executing_eagerly():
             return tf.cond(due, lambda: self._run_exchange(leaving=False), lambda: tf.constant(False))
         if due:
             self.sync()
         return bool(due)
+
+    def count(self, updated: Any = True) -> Any:
+        """Count one iteration; return whether an exchange is due then, as a boolean scalar."""
+        self._count(local_steps=1, skipped_updates=tf.logical_not(updated))
+        return self._counter_variables["local_steps"] >= self._counter_variables["next_exchange"]
 
     def _run_exchange(self, leaving: bool) -> Any:
         if tf.executing_eagerly():
@@ -155,7 +158,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             exchange: Any = Exchange(
                 self.communicator.size, tf.cast(plan[0], tf.float64), tf.cast(gradients, tf.float64)
             )
-            sent = sum(part.exchange(self.communicator, exchange, self.name) for part in self._parts)
+            sent = sum(part.exchange(self.communicator, exchange, self.name) for part in self.parts)
         local_steps = self._counter_variables["local_steps"]
         self._count(rounds=1, bytes_sent=sent + 8 * plan[2])
         self._counter_variables["last_exchange"].assign(local_steps)

@@ -63,7 +63,7 @@ class VariableReplica:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         for name, variable in named.parameters:
-            if variable.dtype not in (tf.float64, tf.float32, tf.bfloat16, tf.float16):
+            if variable.dtype.base_dtype not in (tf.float64, tf.float32, tf.bfloat16, tf.float16):
                 raise TypeError(
                     f"Variable {name!r} must be float64, float32, bfloat16 or float16. Received: {variable.dtype.name}"
                 )
@@ -100,7 +100,7 @@ class VariableReplica:
             facts[f"number of {role}s"] = len(pairs)
             for i, (name, variable) in enumerate(pairs):
                 last = name.rpartition("/")[2]
-                facts[f"{role} {i}"] = f"{last} {variable.dtype.name}{variable.shape.as_list()}"
+                facts[f"{role} {i}"] = f"{last} {variable.dtype.base_dtype.name}{variable.shape.as_list()}"
         return facts
 
     def changes(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.layout import Bucket, Layout, TensorSpec
 from hvd_periodic.store import Store
 
 
@@ -23,7 +23,7 @@ class VariableStore(Store[Any]):
 
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable]) -> None:
         self.layout = layout
-        self._variables = list(variables)
+        self._variables: list[Any] = list(variables)
         self._pieces: dict[int, list[tf.Tensor]] = {}
 
     def read(self, bucket: Bucket, out: Any = None) -> Any:
@@ -37,25 +37,27 @@ class VariableStore(Store[Any]):
     def write(self, bucket: Bucket, value: Any) -> None:
         """Assign what a bucket completes."""
         for piece in bucket.pieces:
-            variable, spec = self._variables[piece.tensor], self.layout.specs[piece.tensor]
+            spec = self.layout.specs[piece.tensor]
             pieces = self._pieces.setdefault(piece.tensor, [])
             pieces.append(value[piece.offset : piece.offset + piece.stop - piece.start])
             if piece.stop == spec.size:
                 whole = tf.reshape(tf.concat(self._pieces.pop(piece.tensor), axis=0), spec.shape)
-                variable.assign(tf.cast(whole, variable.dtype))
+                self._assign(piece.tensor, whole)
 
-    def tensors(self) -> list[tf.Variable]:
+    def tensors(self) -> list[Any]:
         """Return the variables."""
         return list(self._variables)
+
+    def _assign(self, index: int, value: tf.Tensor) -> None:
+        variable = self._variables[index]
+        variable.assign(tf.cast(value, variable.dtype))
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:
     """Return the layout of variables in the dtype in which they are accumulated."""
-    from hvd_periodic.layout import TensorSpec
-
     specs = []
     for name, variable in named:
-        dtype = accumulation_dtype(variable.dtype)
+        dtype = accumulation_dtype(variable.dtype.base_dtype)
         specs.append(TensorSpec(name, tuple(variable.shape), dtype.name, dtype.size))
     return Layout(specs, bucket_bytes)
 

@@ -1,0 +1,129 @@
+"""Custom getters: they create, beside every trainable variable, what the optimizer needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from hvd_periodic.tensorflow.contrib_opt.devices import ignore_jobs
+from hvd_periodic.tensorflow.store import accumulation_dtype
+
+GLOBAL_VARIABLE_NAME = "global_center_variable"
+LOCAL_VARIABLE_NAME = "local_center_variable"
+GRAD_VARIABLE_NAME = "grad_variable"
+
+_COLLECTIONS = tf.compat.v1.GraphKeys
+
+
+class CustomGetter:
+    """Creates trainable variables as local replicas ``w``, and their center variables ``global_center_variable/w``.
+
+    Pass it as ``custom_getter`` to the ``tf.compat.v1.variable_scope`` of the model, and to the optimizer.
+
+    Args:
+        worker_device: accepted and ignored; every rank trains in its own process.
+
+    Raises:
+        TypeError: ``worker_device`` is not a string.
+    """
+
+    companion: ClassVar[str | None] = None
+    """Name of the second variable that the algorithm keeps per trainable variable, in LOCAL_VARIABLES."""
+
+    def __init__(self, worker_device: str) -> None:
+        if not isinstance(worker_device, str):
+            raise TypeError(f"`worker_device` must be a string. Received: {worker_device!r}")
+        ignore_jobs(worker_device)
+        self._paused = False
+        self.centers: dict[Any, tf.Variable] = {}
+        self.companions: dict[Any, tf.Variable] = {}
+        self.statistics: list[Any] = []
+
+    def __call__(
+        self, getter: Callable[..., Any], name: str, trainable: bool, collections: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the local replica, or what else was asked for."""
+        if self._paused or not trainable:
+            variable = getter(name, *args, trainable=trainable, collections=collections, **kwargs)
+            if not self._paused and _is_statistic(variable) and not any(variable is old for old in self.statistics):
+                self.statistics.append(variable)
+            return variable
+        kept = [key for key in collections or [] if key != _COLLECTIONS.GLOBAL_VARIABLES]
+        local = getter(name, *args, trainable=True, collections=[*kept, _COLLECTIONS.LOCAL_VARIABLES], **kwargs)
+        for part in parts(local):
+            if part.ref() not in self.centers:
+                self._accompany(part)
+        return local
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave alone what optimizers create inside."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _accompany(self, local: Any) -> None:
+        dtype = accumulation_dtype(local.dtype.base_dtype)
+        start = tf.cast(local.initial_value, dtype)
+
+        def create(prefix: str, initial: Any, collection: str) -> tf.Variable:
+            variable = tf.compat.v1.Variable(
+                initial,
+                trainable=False,
+                collections=[collection],
+                name=f"{prefix}/{local.op.name}",
+                dtype=dtype,
+                use_resource=True,
+            )
+            if local._save_slice_info is not None:
+                variable._set_save_slice_info(local._save_slice_info)
+            return variable
+
+        with tf.device(None), tf.compat.v1.name_scope(None):
+            self.centers[local.ref()] = create(GLOBAL_VARIABLE_NAME, start, _COLLECTIONS.GLOBAL_VARIABLES)
+            if self.companion is not None:
+                first = tf.zeros_like(start) if self.companion == GRAD_VARIABLE_NAME else start
+                self.companions[local.ref()] = create(self.companion, first, _COLLECTIONS.LOCAL_VARIABLES)
+
+
+class ElasticAverageCustomGetter(CustomGetter):
+    """Creates ``w``, its center ``global_center_variable/w`` and, as it was last read, ``local_center_variable/w``.
+
+    Args:
+        worker_device: accepted and ignored.
+    """
+
+    companion = LOCAL_VARIABLE_NAME
+
+
+class ModelAverageCustomGetter(CustomGetter):
+    """Creates ``w`` and its center ``global_center_variable/w``.
+
+    Args:
+        worker_device: accepted and ignored.
+    """
+
+
+class AGNCustomGetter(CustomGetter):
+    """Creates ``w``, its center ``global_center_variable/w`` and the accumulator of its gradients ``grad_variable/w``.
+
+    Args:
+        worker_device: accepted and ignored.
+    """
+
+    companion = GRAD_VARIABLE_NAME
+
+
+def parts(variable: Any) -> list[Any]:
+    """Return the parts of a partitioned variable, or the variable alone."""
+    return list(variable) if hasattr(variable, "_get_variable_list") else [variable]
+
+
+def _is_statistic(variable: Any) -> bool:
+    """Return whether a variable that is not trained holds real numbers, as moving averages do."""
+    return not hasattr(variable, "_get_variable_list") and bool(variable.dtype.base_dtype.is_floating)

@@ -1,0 +1,601 @@
+"""Optimizers of TensorFlow 1 graphs whose ranks exchange now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.algorithms.easgd import BETA
+from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.consistency import build_on_all
+from hvd_periodic.schedules import Every
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.devices import place_locally
+from hvd_periodic.tensorflow.contrib_opt.getters import (
+    AGNCustomGetter,
+    CustomGetter,
+    ElasticAverageCustomGetter,
+    ModelAverageCustomGetter,
+    parts,
+)
+from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
+from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphReplica
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.replica import NamedVariables
+from hvd_periodic.tensorflow.space import TensorSpace
+
+Pairs = list[tuple[Any, Any]]
+"""(gradient, variable) pairs."""
+
+_ROOT = 0
+
+
+class _GraphOptimizer(tf.compat.v1.train.Optimizer):
+    """What the three optimizers have in common.
+
+    Args:
+        opt: the local optimizer.
+        num_worker: number of ranks; must be Horovod's.
+        getter: the custom getter that created the variables.
+        getter_class: the class that the getter has to be of.
+        algorithm: makes the algorithm, or raises.
+        period: local steps between exchanges, by the name of its argument.
+        buffers: ``"average"`` or ``"local"``.
+        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        name: of the optimizer.
+    """
+
+    BETA = BETA
+
+    def __init__(
+        self,
+        opt: Any,
+        num_worker: int,
+        getter: CustomGetter,
+        getter_class: type[CustomGetter],
+        algorithm: Callable[[], Algorithm],
+        period: tuple[str, int],
+        buffers: str,
+        use_locking: bool,
+        name: str,
+    ) -> None:
+        super().__init__(use_locking, name)
+        self._communicator = TensorFlowCommunicator()
+        prefix = self._communicator.unique_name()
+
+        def check() -> Algorithm:
+            cls = type(self).__name__
+            if not isinstance(opt, tf.compat.v1.train.Optimizer):
+                raise TypeError(
+                    f"`{cls}` wraps a tf.compat.v1.train.Optimizer; for Keras optimizers there is "
+                    f"hvd_periodic.tensorflow.{cls}. Received: {type(opt).__name__}"
+                )
+            if not isinstance(getter, getter_class):
+                raise TypeError(f"`{cls}` needs a {getter_class.__name__}. Received: {type(getter).__name__}")
+            if require_int(num_worker, "`num_worker`", minimum=1) != self._communicator.size:
+                raise ValueError(
+                    f"`num_worker` must be the number of Horovod ranks, {self._communicator.size}: pass hvd.size(). "
+                    f"Received: num_worker={num_worker!r}"
+                )
+            if buffers not in ("average", "local"):
+                raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+            require_int(period[1], f"`{cls}({period[0]}=...)`", minimum=1)
+            made = algorithm()
+            made.check(self._communicator.size)
+            return made
+
+        self._algorithm = build_on_all(self._communicator, prefix, check)
+        self._schedule = Every(period[1])
+        self._opt: Any = opt
+        self._getter = getter
+        self._buffers = buffers
+        self._global_step: Any = None
+        self._center_optimizer: CenterOptimizer | None = None
+        self._buffer_centers: list[tuple[tf.Variable, Any]] = []
+        self._initializations = 0
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
+        """Return the (gradient, variable) pairs of the wrapped optimizer, whose arguments these are."""
+        return list(self._opt.compute_gradients(*args, **kwargs))
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> tf.Operation:
+        """Return the operation that takes one local step and, every period, exchanges.
+
+        Args:
+            grads_and_vars: pairs as :meth:`compute_gradients` returns them.
+            global_step: incremented by one at every exchange.
+            name: of the operation.
+
+        Raises:
+            TypeError: pairs that are none.
+            ValueError: no pairs, no gradients, a variable that was not created through the getter, or ranks that
+                disagree; on all ranks.
+        """
+        communicator = self._communicator
+        prefix = communicator.unique_name()
+
+        def construct() -> tuple[Pairs, VariableSynchronizer]:
+            pairs = self._checked(grads_and_vars)
+            self._require_global_step(global_step)
+            return pairs, self._synchronizer([v for g, v in pairs if g is not None], prefix)
+
+        pairs, synchronizer = build_on_all(communicator, prefix, construct)
+        synchronizer.check_agreement()
+        self._global_step = global_step
+        with tf.compat.v1.name_scope(name or self._name), self._getter.paused():
+            waited = [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
+            self._keep_slots_local([v for _, v in pairs])
+            operation = self._count_and_exchange(synchronizer, waited, global_step)
+        place_locally(operation.graph)
+        return operation
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """Return a slot of the wrapped optimizer."""
+        return self._opt.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the slots of the wrapped optimizer."""
+        return list(self._opt.get_slot_names())
+
+    def variables(self) -> list[Any]:
+        """Return the variables of the wrapped optimizer and of the one that moves the center."""
+        center = [] if self._center_optimizer is None else self._center_optimizer.optimizer.variables()
+        return [*self._opt.variables(), *center]
+
+    def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver", **kwargs: Any) -> Any:
+        """Return a ``tf.compat.v1.train.Saver`` that saves the centers under the names of the trainable variables.
+
+        Args:
+            var_list: variables, or a dict by name. Default: all trainable variables.
+            name: of the saver.
+            kwargs: for ``Saver``.
+
+        Raises:
+            RuntimeError: no variable was created through the getter.
+        """
+        if not self._getter.centers:
+            raise RuntimeError(
+                f"No variable was created through the {type(self._getter).__name__}: create the model first, in a "
+                "variable_scope with the getter as its custom_getter"
+            )
+        chosen = tf.compat.v1.trainable_variables() if var_list is None else var_list
+        saved: dict[str, Any] = {}
+        for key, variable in chosen.items() if isinstance(chosen, dict) else ((None, v) for v in chosen):
+            for part in parts(variable):
+                center = self._getter.centers.get(part.ref(), part)
+                slices = part._save_slice_info
+                if slices is None:
+                    saved[key or part.op.name] = center
+                else:
+                    saved.setdefault(key or slices.full_name, []).append(center)
+        place_locally(tf.compat.v1.get_default_graph())
+        return tf.compat.v1.train.Saver(saved, name=name, **kwargs)
+
+    def _initialize(self) -> tf.Operation:
+        """Give all ranks the root's centers and global step, then let everything local start from the center."""
+        getter, self._initializations = self._getter, self._initializations + 1
+        shared = [*getter.centers.values(), *getter.statistics]
+        if self._center_optimizer is not None:
+            shared += self._center_optimizer.optimizer.variables()
+        if self._global_step is not None:
+            shared.append(self._global_step)
+        name = f"{self._name}.initialize.{self._initializations}"
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            received = [
+                variable.assign(self._communicator.broadcast(variable.read_value(), f"{name}.{i}", _ROOT))
+                for i, variable in enumerate(shared)
+            ]
+            with tf.control_dependencies(received):
+                assigned = [center.assign(statistic.read_value()) for center, statistic in self._buffer_centers]
+                for reference, center in getter.centers.items():
+                    local, value = reference.deref(), center.read_value()
+                    assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))
+                    if reference in getter.companions:
+                        assigned.append(getter.companions[reference].assign(self._first_companion(value)))
+            operation = tf.group(*assigned, name=name)
+        place_locally(operation.graph)
+        return operation
+
+    def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
+        """Return what the second variable per trainable variable starts from."""
+        return center
+
+    def _require_global_step(self, global_step: Any) -> None:
+        """Raise a ValueError if the algorithm needs one and there is none."""
+
+    def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
+        """Return what has to have happened with the gradients before an exchange."""
+        return []
+
+    def _before_exchange(self) -> None:
+        """Build what else happens at an exchange, first."""
+
+    def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
+        """Return the variables of the algorithm's state by name."""
+        return {"parameters.center": [self._getter.centers[reference] for reference in references]}
+
+    def _checked(self, grads_and_vars: Any) -> Pairs:
+        pairs = list(grads_and_vars)
+        if not pairs:
+            raise ValueError("`grads_and_vars` is empty: there are no variables to train")
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and hasattr(pair[1], "assign")):
+                raise TypeError(
+                    f"`grads_and_vars` must hold (gradient, variable) pairs. Received: {type(pair).__name__}, {pair!r}"
+                )
+        if all(gradient is None for gradient, _ in pairs):
+            raise ValueError(f"There is no gradient for any variable: {[v.name for _, v in pairs]}")
+        for _, variable in pairs:
+            self._reference(variable)
+        return pairs
+
+    def _reference(self, variable: Any) -> Any:
+        """Return the key of a variable in the getter's dicts."""
+        if variable.ref() not in self._getter.centers:
+            raise ValueError(
+                f"Variable {variable.op.name!r} was not created through the {type(self._getter).__name__} and has no "
+                "center: create it by tf.compat.v1.get_variable in a variable_scope with the getter as its "
+                "custom_getter, or leave it out of var_list"
+            )
+        return variable.ref()
+
+    def _synchronizer(self, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
+        references = [self._reference(variable) for variable in variables]
+        named = NamedVariables(
+            [(variable.op.name, variable) for variable in variables],
+            averaged=[(v.op.name, v) for v in self._getter.statistics] if self._buffers == "average" else [],
+        )
+        if self._algorithm.optimizes_center:
+            self._center_optimizer = CenterOptimizer(self._opt)
+        replica = GraphReplica(named, self._vectors(references), self._new_variable, self._center_optimizer)
+        synchronizer = VariableSynchronizer(
+            self._new_variable, replica, self._algorithm, self._schedule, self._communicator, _ROOT, prefix
+        )
+        for part in synchronizer.parts[1:]:
+            pairs = zip(part.state["center"].tensors(), part.values.tensors(), strict=True)
+            self._buffer_centers += pairs
+        return synchronizer
+
+    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            return tf.compat.v1.Variable(
+                tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
+                trainable=False,
+                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                name="local_step" if name == "local_steps" else f"{self._name}/{name}",
+                use_resource=True,
+            )
+
+    def _keep_slots_local(self, variables: Sequence[Any]) -> None:
+        """Move what the wrapped optimizer keeps of the local replicas from the global to the local variables."""
+        keys = tf.compat.v1.GraphKeys
+        graph = tf.compat.v1.get_default_graph()
+        own = {variable.ref() for variable in self._opt.variables()}
+        everywhere = graph.get_collection_ref(keys.GLOBAL_VARIABLES)
+        moved = [variable for variable in everywhere if variable.ref() in own]
+        everywhere[:] = [variable for variable in everywhere if variable.ref() not in own]
+        for variable in moved:
+            graph.add_to_collection(keys.LOCAL_VARIABLES, variable)
+
+    def _count_and_exchange(
+        self, synchronizer: VariableSynchronizer, waited: Sequence[Any], global_step: Any
+    ) -> tf.Operation:
+        """Count a local step after ``waited``; exchange if it is the period's last.
+
+        What changes variables of our own runs in functions, where control dependencies are automatic. The user's
+        variables may be reference variables, which functions cannot assign: they go in and come out as values.
+        """
+        stores: list[Any] = [part.values for part in synchronizer.parts]
+        variables = [variable for store in stores for variable in store.tensors()]
+        sizes = [len(store.layout.specs) for store in stores]
+
+        def run(*values: tf.Tensor) -> list[tf.Tensor]:
+            first = 0
+            for store, size in zip(stores, sizes, strict=True):
+                store.load(values[first : first + size])
+                first += size
+            self._before_exchange()
+            synchronizer.sync()
+            return [value for store in stores for value in store.tensors()]
+
+        function = tf.function(run, autograph=False)
+
+        def exchange() -> tf.Tensor:
+            values = function(*(variable.read_value() for variable in variables))
+            assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+            if global_step is not None:
+                assigned.append(global_step.assign_add(tf.ones([], global_step.dtype.base_dtype)))
+            with tf.control_dependencies([tf.group(*assigned)]):
+                return tf.constant(True)
+
+        with tf.control_dependencies(waited):
+            due = tf.function(synchronizer.count, autograph=False)()
+        with _control_flow_v1():
+            return tf.group(tf.cond(due, exchange, lambda: tf.constant(False)))
+
+
+class ElasticAverageOptimizer(_GraphOptimizer):
+    """Elastic averaging of the local replicas; see :class:`hvd_periodic.EASGD` for the equations.
+
+    Every rank takes ``communication_period`` local steps; then all exchange once, synchronously.
+
+    Args:
+        opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
+        num_worker: number of ranks, ``hvd.size()``.
+        ea_custom_getter: the getter that the model was created with.
+        communication_period: local steps between exchanges (τ).
+        moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
+        rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
+            1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``.
+        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        synchronous: accepted; all ranks start together.
+        name: of the optimizer.
+        buffers: ``"average"``: variables of the getter that are not trainable, such as moving averages of batch
+            normalization, become their mean over ranks at every exchange; ``"local"``: they are left alone.
+
+    Raises:
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size; no ``rho``
+            where the learning rate is not a number.
+        RuntimeError: Horovod is not initialized.
+
+    Example::
+
+        getter = ElasticAverageCustomGetter("")
+        with tf.compat.v1.variable_scope("", custom_getter=getter):
+            loss = model()
+            optimizer = ElasticAverageOptimizer(
+                tf.compat.v1.train.MomentumOptimizer(0.1, 0.9), hvd.size(), getter, communication_period=10
+            )
+        train_op = optimizer.minimize(loss, global_step=tf.compat.v1.train.get_or_create_global_step())
+        hooks = [optimizer.make_session_run_hook(is_chief=hvd.rank() == 0, task_index=hvd.rank())]
+
+    References:
+        Zhang, Choromanska, LeCun: Deep Learning with Elastic Averaging SGD. arXiv 1412.6651 (2015).
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_worker: int,
+        ea_custom_getter: ElasticAverageCustomGetter,
+        communication_period: int = 10,
+        moving_rate: float | None = None,
+        rho: float | None = None,
+        use_locking: bool = True,
+        synchronous: bool = False,
+        name: str = "ElasticAverageOptimizer",
+        *,
+        buffers: str = "average",
+    ) -> None:
+        def algorithm() -> EASGD:
+            made = EASGD(moving_rate)
+            if rho is not None:
+                return EASGD(moving_rate, rho=rho)
+            rate = moving_rate if made.moving_rate is not None else BETA / communication_period / num_worker
+            return EASGD(moving_rate, rho=require_real(rate, "`moving_rate`", positive=True) / _numeric_rate(opt))
+
+        super().__init__(
+            opt,
+            num_worker,
+            ea_custom_getter,
+            ElasticAverageCustomGetter,
+            algorithm,
+            ("communication_period", communication_period),
+            buffers,
+            use_locking,
+            name,
+        )
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        gate_gradients: int = tf.compat.v1.train.Optimizer.GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> Pairs:
+        """Return (gradient, variable) pairs of ``loss + ρ/2 ‖x − lc‖²``, with the center as last read lc.
+
+        Raises:
+            ValueError: a variable was not created through the getter.
+        """
+        pairs = super().compute_gradients(
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
+        )
+        if not self._algorithm.uses_gradients:
+            return pairs
+        return [(g if g is None else self._elastic(g, variable), variable) for g, variable in pairs]
+
+    def get_init_op(self, task_index: int) -> tf.Operation:
+        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+
+        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        """
+        return self._initialize()
+
+    def make_session_run_hook(self, is_chief: bool, task_index: int) -> InitializationHook:
+        """Return the hook that runs :meth:`get_init_op` when the session is created."""
+        return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
+
+    def _before_exchange(self) -> None:
+        if not self._algorithm.uses_gradients:  # Otherwise it is part of the algorithm's state.
+            for reference, read in self._getter.companions.items():
+                read.assign(self._getter.centers[reference])
+
+    def _elastic(self, gradient: Any, variable: Any) -> Any:
+        read = {"local_center": self._getter.companions[self._reference(variable)]}
+        return self._algorithm.local(TensorSpace(), variable, gradient, read)[0]
+
+    def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
+        companions = [self._getter.companions[reference] for reference in references]
+        return super()._vectors(references) | {"parameters.local_center": companions}
+
+
+class ModelAverageOptimizer(_GraphOptimizer):
+    """Model averaging of the local replicas; see :class:`hvd_periodic.Averaging` for the equation.
+
+    Args:
+        opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
+        num_worker: number of ranks, ``hvd.size()``.
+        is_chief: accepted; all ranks update their own copy of the center.
+        ma_custom_getter: the getter that the model was created with.
+        interval_steps: local steps between exchanges (τ).
+        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        name: of the optimizer.
+        buffers: as in :class:`ElasticAverageOptimizer`.
+
+    Raises:
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        RuntimeError: Horovod is not initialized.
+
+    References:
+        Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_worker: int,
+        is_chief: bool,
+        ma_custom_getter: ModelAverageCustomGetter,
+        interval_steps: int = 100,
+        use_locking: bool = True,
+        name: str = "ModelAverageOptimizer",
+        *,
+        buffers: str = "average",
+    ) -> None:
+        super().__init__(
+            opt,
+            num_worker,
+            ma_custom_getter,
+            ModelAverageCustomGetter,
+            Averaging,
+            ("interval_steps", interval_steps),
+            buffers,
+            use_locking,
+            name,
+        )
+        self._is_chief = is_chief
+
+    def get_init_op(self) -> tf.Operation:
+        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+
+        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        """
+        return self._initialize()
+
+    def make_session_run_hook(self) -> InitializationHook:
+        """Return the hook that runs :meth:`get_init_op` when the session is created."""
+        return InitializationHook(self.get_init_op, self._is_chief)
+
+    def _require_global_step(self, global_step: Any) -> None:
+        if global_step is None:
+            raise ValueError(
+                "`global_step` is needed for model averaging: pass tf.compat.v1.train.get_or_create_global_step()"
+            )
+
+
+class AGNOptimizer(_GraphOptimizer):
+    """Accumulated gradient normalization; see :class:`hvd_periodic.AGN` for the equations.
+
+    A copy of the local optimizer, with slots of its own, moves the center.
+
+    Args:
+        optimizer: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
+        num_worker: number of ranks, ``hvd.size()``.
+        custom_getter: the getter that the model was created with.
+        communication_period: local steps between exchanges (τ).
+        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        name: of the optimizer.
+        buffers: as in :class:`ElasticAverageOptimizer`.
+
+    Raises:
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        RuntimeError: Horovod is not initialized.
+
+    References:
+        Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        num_worker: int,
+        custom_getter: AGNCustomGetter,
+        communication_period: int = 10,
+        use_locking: bool = True,
+        name: str = "AGNOptimizer",
+        *,
+        buffers: str = "average",
+    ) -> None:
+        super().__init__(
+            optimizer,
+            num_worker,
+            custom_getter,
+            AGNCustomGetter,
+            AGN,
+            ("communication_period", communication_period),
+            buffers,
+            use_locking,
+            name,
+        )
+
+    def get_init_op(self, task_index: int) -> tf.Operation:
+        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+
+        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        """
+        return self._initialize()
+
+    def make_session_run_hook(self, is_chief: bool, task_index: int) -> InitializationHook:
+        """Return the hook that runs :meth:`get_init_op` when the session is created."""
+        return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
+
+    def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
+        return tf.zeros_like(center)
+
+    def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
+        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+
+        def accumulate(*shown: Any) -> tf.Tensor:
+            synchronizer.prepare_gradients(shown)
+            return tf.constant(True)
+
+        return [tf.function(accumulate, autograph=False)(*gradients)]
+
+    def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
+        accumulators = [self._getter.companions[reference] for reference in references]
+        return super()._vectors(references) | {"parameters.gradient": accumulators}
+
+
+@contextmanager
+def _control_flow_v1() -> Iterator[None]:
+    """Build conditionals whose branches are part of the graph: those of version 2 cannot assign reference variables."""
+    enabled = tf.compat.v1.control_flow_v2_enabled()
+    tf.compat.v1.disable_control_flow_v2()
+    try:
+        yield
+    finally:
+        if enabled:
+            tf.compat.v1.enable_control_flow_v2()
+
+
+def _numeric_rate(opt: Any) -> float:
+    """Return the learning rate of an optimizer.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
+    if not isinstance(rate, (int, float)) or rate <= 0:
+        raise ValueError(
+            "`rho` has no default, which would be moving_rate / learning_rate, because the learning rate of "
+            f"{type(opt).__name__} is not a positive number: pass `rho`, 0.0 for no elastic term. "
+            f"Received: learning rate {rate!r}"
+        )
+    return float(rate)
