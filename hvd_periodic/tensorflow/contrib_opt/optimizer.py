@@ -126,7 +126,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
         synchronizer.check_agreement()
         self._global_step = global_step
-        with tf.compat.v1.name_scope(name or self._name), self._getter.paused():
+        with tf.device(None), tf.compat.v1.name_scope(name or self._name), self._getter.paused():
             waited = [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
             self._keep_slots_local([v for _, v in pairs])
             operation = self._count_and_exchange(synchronizer, waited, global_step)
