@@ -87,7 +87,7 @@ class Run:
     center_accuracy: float
     exchanges: int
     bytes_sent: int
-    exchange_seconds: float
+    exchange_seconds: float | None
     seconds: float
     losses: list[list[float]]
     distances: list[list[float]]
@@ -113,7 +113,7 @@ def show(runs: list[Run]) -> None:
     table.add_row("local steps", *(str(run.steps) for run in runs))
     table.add_row("exchanges", *(str(run.exchanges) for run in runs))
     table.add_row("MB sent per worker", *(f"{run.bytes_sent / 1e6:.2f}" for run in runs))
-    table.add_row("seconds in exchanges", *(f"{run.exchange_seconds:.2f}" for run in runs))
+    table.add_row("seconds in exchanges", *(_seconds(run.exchange_seconds) for run in runs))
     table.add_row("seconds of training", *(f"{run.seconds:.2f}" for run in runs))
     Console(width=100, color_system=None).print(table)
 
@@ -168,6 +168,10 @@ def _plot(run: Run, file: Path) -> None:
     bottom.set(xlabel="local step")
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds:.2f}"
 
 
 def _steps(run: Run) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import pickle
 import sys
@@ -24,8 +23,9 @@ from hvd_periodic.torch.replica import NamedTensors, TorchReplica
 from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
+from tests.parallel.program import Scenarios, attempt
 
-SCENARIOS: dict[str, Callable[[], Any]] = {}
+scenario = Scenarios()
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),
@@ -36,20 +36,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "agn": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, **k),
     "agn_average": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, op="average", **k),
 }
-
-
-def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-def attempt(function: Callable[[], Any]) -> str:
-    """Return the error as text; empty if there was none."""
-    try:
-        function()
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def bits(tensors: list[torch.Tensor]) -> str:
@@ -368,10 +354,7 @@ def main(folder: Path) -> None:
         PROCESS_SETS.append(hvd.ProcessSet([0, size - 1]))
     hvd.init(process_sets=PROCESS_SETS or None)
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"not_initialized": before}
-    for name, function in SCENARIOS.items():
-        results[name] = function()
-    (folder / f"{hvd.rank()}.json").write_text(json.dumps(results))
+    scenario.run(folder, hvd.rank(), not_initialized=before)
 
 
 def construct_optimizer() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests import oracle
 from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
 
 pytest.importorskip("horovod.torch")
 
@@ -29,14 +30,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
     return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), timeout_seconds=150)
-
-
-def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
-    """Return what all ranks report under a path of keys."""
-    values: list[Any] = list(ranks)
-    for key in keys:
-        values = [value[key] for value in values]
-    return values
 
 
 EXPECTED = {

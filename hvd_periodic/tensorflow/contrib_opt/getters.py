@@ -69,9 +69,11 @@ class CustomGetter:
 
     def _accompany(self, local: Any) -> None:
         dtype = accumulation_dtype(local.dtype.base_dtype)
-        start = tf.cast(local.initial_value, dtype)
 
-        def create(prefix: str, initial: Any, collection: str) -> tf.Variable:
+        def start() -> tf.Tensor:
+            return tf.cast(local.initial_value, dtype)
+
+        def create(prefix: str, initial: Callable[[], tf.Tensor], collection: str) -> tf.Variable:
             variable = tf.compat.v1.Variable(
                 initial,
                 trainable=False,
@@ -87,7 +89,7 @@ class CustomGetter:
         with tf.device(None), tf.compat.v1.name_scope(None):
             self.centers[local.ref()] = create(GLOBAL_VARIABLE_NAME, start, _COLLECTIONS.GLOBAL_VARIABLES)
             if self.companion is not None:
-                first = tf.zeros_like(start) if self.companion == GRAD_VARIABLE_NAME else start
+                first = (lambda: tf.zeros_like(start())) if self.companion == GRAD_VARIABLE_NAME else start
                 self.companions[local.ref()] = create(self.companion, first, _COLLECTIONS.LOCAL_VARIABLES)
 
 

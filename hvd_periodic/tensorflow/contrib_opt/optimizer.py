@@ -263,7 +263,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
         with tf.compat.v1.name_scope(None), tf.device(None):
             return tf.compat.v1.Variable(
-                tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
+                lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
                 trainable=False,
                 collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
                 name="local_step" if name == "local_steps" else f"{self._name}/{name}",

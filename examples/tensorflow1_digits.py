@@ -1,0 +1,212 @@
+"""Train a classifier of handwritten digits in a TensorFlow 1 graph, with the optimizers of tf.contrib.opt on Horovod.
+
+horovodrun -np 2 python examples/tensorflow1_digits.py --algorithm easgd --period 10
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import digits
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow.compat.v1 as tf
+from tqdm import tqdm
+
+from hvd_periodic.tensorflow import contrib_opt
+
+tf.disable_v2_behavior()
+tf.logging.set_verbosity(tf.logging.ERROR)
+
+GETTERS = {
+    "easgd": contrib_opt.ElasticAverageCustomGetter,
+    "average": contrib_opt.ModelAverageCustomGetter,
+    "agn": contrib_opt.AGNCustomGetter,
+}
+
+
+def batch_normalization(inputs: Any, training: Any, scope: str) -> Any:
+    """Normalize over batch and image; moving averages are updated by operations in UPDATE_OPS."""
+    channels = inputs.shape[-1]
+    with tf.variable_scope(scope):
+        scale = tf.get_variable("scale", channels, initializer=tf.ones_initializer())
+        offset = tf.get_variable("offset", channels, initializer=tf.zeros_initializer())
+        mean = tf.get_variable("moving_mean", channels, initializer=tf.zeros_initializer(), trainable=False)
+        variance = tf.get_variable("moving_variance", channels, initializer=tf.ones_initializer(), trainable=False)
+    batch_mean, batch_variance = tf.nn.moments(inputs, [0, 1, 2])
+    for average, value in ((mean, batch_mean), (variance, batch_variance)):
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, average.assign(0.9 * average + 0.1 * value))
+        tf.add_to_collection(tf.GraphKeys.MOVING_AVERAGE_VARIABLES, average)
+    mean = tf.where(training, batch_mean, mean)
+    variance = tf.where(training, batch_variance, variance)
+    return tf.nn.batch_normalization(inputs, mean, variance, offset, scale, 1e-3)
+
+
+def convolution(inputs: Any, channels: int, scope: str) -> Any:
+    """Convolve with 3 x 3 filters."""
+    with tf.variable_scope(scope):
+        filters = tf.get_variable("filters", [3, 3, inputs.shape[-1], channels])
+        bias = tf.get_variable("bias", channels, initializer=tf.zeros_initializer())
+    return tf.nn.conv2d(inputs, filters, strides=1, padding="SAME") + bias
+
+
+def build_model(images: Any, training: Any) -> Any:
+    """Return the logits of a small convolutional network with batch normalization."""
+    hidden = tf.nn.relu(batch_normalization(convolution(images, 16, "conv1"), training, "bn1"))
+    hidden = tf.nn.relu(batch_normalization(convolution(hidden, 32, "conv2"), training, "bn2"))
+    hidden = tf.reshape(tf.nn.max_pool2d(hidden, 2, 2, "SAME"), [-1, 4 * 4 * 32])
+    weights = tf.get_variable("weights", [4 * 4 * 32, 10])
+    return tf.matmul(hidden, weights) + tf.get_variable("bias", 10, initializer=tf.zeros_initializer())
+
+
+def make_optimizer(args: digits.argparse.Namespace, getter: Any) -> Any:
+    """Return the optimizer for an algorithm."""
+    local = tf.train.MomentumOptimizer(args.learning_rate, args.momentum)
+    if args.algorithm == "easgd":
+        rate = args.moving_rate if args.beta is None else args.beta / hvd.size()
+        return contrib_opt.ElasticAverageOptimizer(
+            local, hvd.size(), getter, communication_period=args.period, moving_rate=rate, rho=args.rho
+        )
+    if args.algorithm == "average":
+        return contrib_opt.ModelAverageOptimizer(local, hvd.size(), hvd.rank() == 0, getter, args.period)
+    if args.algorithm == "agn":
+        return contrib_opt.AGNOptimizer(local, hvd.size(), getter, args.period)
+    return hvd.DistributedOptimizer(local)
+
+
+class BroadcastAtStart(tf.train.SessionRunHook):
+    """Gives all workers the root's variables: what the baseline needs."""
+
+    def begin(self) -> None:
+        self.operation = hvd.broadcast_variables(tf.global_variables(), root_rank=0)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self.operation)
+
+
+def make_hook(args: digits.argparse.Namespace, optimizer: Any) -> Any:
+    """Return the hook that makes all workers start alike."""
+    if args.algorithm == "allreduce":
+        return BroadcastAtStart()
+    if args.algorithm == "average":
+        return optimizer.make_session_run_hook()
+    return optimizer.make_session_run_hook(is_chief=hvd.rank() == 0, task_index=hvd.rank())
+
+
+def distance_to_center() -> Any:
+    """Return the distance of the local variables to the center variables."""
+    everything = {variable.op.name: variable for variable in tf.global_variables()}
+    squares = [
+        tf.reduce_sum(tf.square(local - everything[f"{contrib_opt.GLOBAL_VARIABLE_NAME}/{local.op.name}"]))
+        for local in tf.trainable_variables()
+    ]
+    return tf.sqrt(tf.add_n(squares))
+
+
+def evaluate(checkpoint: str, data: digits.Digits) -> float:
+    """Return the accuracy of a checkpoint, in a graph without training."""
+    with tf.Graph().as_default(), tf.Session() as session:
+        logits = build_model(tf.constant(np.moveaxis(data.images, 1, -1)), tf.constant(False))
+        tf.train.Saver().restore(session, checkpoint)
+        return float((session.run(logits).argmax(axis=1) == data.labels).mean())
+
+
+def train(args: digits.argparse.Namespace) -> digits.Run:
+    """Train this worker's replica; return the record of all workers."""
+    hvd.init()
+    tf.set_random_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
+    random = np.random.default_rng(args.seed + hvd.rank())
+    data, test = digits.load(hvd.rank(), hvd.size())
+    data.images = np.moveaxis(data.images, 1, -1)
+    periodic = args.algorithm != "allreduce"
+
+    images = tf.placeholder(tf.float32, [None, 8, 8, 1])
+    labels = tf.placeholder(tf.int64, [None])
+    training = tf.placeholder_with_default(True, [])
+    getter = GETTERS[args.algorithm](worker_device="") if periodic else None
+    with tf.variable_scope("", custom_getter=getter):
+        logits = build_model(images, training)
+    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+    global_step = tf.train.get_or_create_global_step()
+    optimizer = make_optimizer(args, getter)
+    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+        train_op = optimizer.minimize(loss, global_step=global_step)
+    distance = distance_to_center() if periodic else tf.constant(0.0)
+    counters = {variable.op.name.rpartition("/")[2]: variable for variable in tf.local_variables()}
+    averages = tf.get_collection(tf.GraphKeys.MOVING_AVERAGE_VARIABLES)
+    saved = tf.trainable_variables() + averages
+    savers = [tf.train.Saver(saved), optimizer.swapping_saver(saved) if periodic else tf.train.Saver(saved)]
+
+    losses: list[float] = []
+    distances: list[float] = []
+    exchange_steps: list[int] = []
+    batches = len(data.images) // args.batch_size
+    steps = args.epochs * batches
+    hidden = args.no_progress or hvd.rank() > 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tf.train.MonitoredTrainingSession(is_chief=True, hooks=[make_hook(args, optimizer)]) as session,
+    ):
+        started, rounds = time.perf_counter(), 0
+        with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
+            for _ in range(args.epochs):
+                order = random.permutation(len(data.images))
+                for batch in np.split(order[: batches * args.batch_size], batches):
+                    value, _ = session.run([loss, train_op], {images: data.images[batch], labels: data.labels[batch]})
+                    losses.append(float(value))
+                    step, away = session.run([global_step, distance])
+                    distances.append(float(away))
+                    if step > rounds:
+                        exchange_steps.append(len(losses))
+                    rounds = step
+                    progress.update()
+        seconds = time.perf_counter() - started
+        checkpoints = [str(Path(folder) / name) for name in ("worker", "center")]
+
+        def save(step_context: Any) -> None:
+            for saver, checkpoint in zip(savers, checkpoints, strict=True):
+                saver.save(step_context.session, checkpoint)
+
+        session.run_step_fn(save)
+        worker_accuracy, center_accuracy = (evaluate(checkpoint, test) for checkpoint in checkpoints)
+        bytes_sent = steps * 4 * sum(int(np.prod(v.shape)) for v in tf.trainable_variables())
+        exchange_seconds = None  # Horovod's DistributedOptimizer does not tell
+        if periodic:
+            bytes_sent, exchange_seconds = session.run([counters["bytes_sent"], counters["exchange_seconds"]])
+    workers = hvd.allgather_object((worker_accuracy, losses, distances), session=tf.Session(), name="record")
+    return digits.Run(
+        algorithm=args.algorithm,
+        framework="tensorflow 1",
+        workers=hvd.size(),
+        period=args.period if periodic else 1,
+        steps=steps,
+        worker_accuracy=[worker[0] for worker in workers],
+        center_accuracy=center_accuracy,
+        exchanges=int(rounds),
+        bytes_sent=int(bytes_sent),
+        exchange_seconds=None if exchange_seconds is None else float(exchange_seconds),
+        seconds=seconds,
+        losses=[worker[1] for worker in workers],
+        distances=[worker[2] for worker in workers],
+        exchange_steps=exchange_steps,
+    )
+
+
+def main() -> None:
+    """Train and report, or compare earlier runs."""
+    args = digits.parse_arguments(__doc__.splitlines()[0])
+    if args.compare:
+        digits.compare(args.compare)
+        return
+    run = train(args)
+    if hvd.rank() == 0:
+        digits.show([run])
+        run.save(args.output)
+        print(f"Record and plot: {args.output / args.algorithm}.json, .png")
+
+
+if __name__ == "__main__":
+    main()

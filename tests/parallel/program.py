@@ -1,0 +1,45 @@
+"""What the scenario programs share: a registry, and the report of a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
+
+
+class Scenarios:
+    """Functions that all ranks call in the same order; what each returns is reported under its name."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Callable[[], Any]] = {}
+
+    def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Register a function."""
+        self._functions[function.__name__] = function
+        return function
+
+    def run(self, folder: Path, rank: int, **results: Any) -> None:
+        """Run all; write what this rank saw."""
+        for name, function in self._functions.items():
+            results[name] = function()
+        (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+def attempt(function: Callable[[], Any], *more: type[Exception]) -> str:
+    """Return the error as text; empty if there was none."""
+    try:
+        function()
+    except (*ERRORS, *more) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
+    """Return what all ranks report under a path of keys."""
+    values: list[Any] = list(ranks)
+    for key in keys:
+        values = [value[key] for value in values]
+    return values
