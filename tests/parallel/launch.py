@@ -64,7 +64,9 @@ def start(launcher: str, ranks: int, command: Sequence[str], timeout_seconds: fl
     return output
 
 
-def run_scenarios(launcher: str, ranks: int, program: str, folder: Path, timeout_seconds: float) -> list[Any]:
+def run_scenarios(
+    launcher: str, ranks: int, program: str, folder: Path, timeout_seconds: float, *arguments: str
+) -> list[Any]:
     """Run a program of this folder, which writes ``<rank>.json``; return the contents in rank order."""
-    start(launcher, ranks, ["-m", f"tests.parallel.{program}", str(folder)], timeout_seconds)
+    start(launcher, ranks, ["-m", f"tests.parallel.{program}", str(folder), *arguments], timeout_seconds)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

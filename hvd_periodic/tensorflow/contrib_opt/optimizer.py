@@ -190,7 +190,11 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 for i, variable in enumerate(shared)
             ]
             with tf.control_dependencies(received):
-                assigned = [center.assign(statistic.read_value()) for center, statistic in self._buffer_centers]
+                # A resource would share the memory of a reference variable, which changes in place: copy it.
+                assigned = [
+                    center.assign(tf.cast(tf.raw_ops.DeepCopy(x=statistic.read_value()), center.dtype))
+                    for center, statistic in self._buffer_centers
+                ]
                 for reference, center in getter.centers.items():
                     local, value = reference.deref(), center.read_value()
                     assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))

@@ -1,0 +1,385 @@
+"""What every rank does with the optimizers of TensorFlow 1 graphs; see ``scenarios.py``.
+
+mpirun -np 2 python -m tests.parallel.contrib_scenarios FOLDER v1
+
+Under ``v1`` variables are reference variables and conditionals are Switch and Merge by default; under ``v2`` variables
+are resources and conditionals are functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from hvd_periodic.tensorflow import contrib_opt
+from tests import oracle
+from tests.parallel.program import Scenarios, attempt
+
+scenario = Scenarios()
+
+GETTERS = {
+    "easgd": contrib_opt.ElasticAverageCustomGetter,
+    "average": contrib_opt.ModelAverageCustomGetter,
+    "agn": contrib_opt.AGNCustomGetter,
+}
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "easgd": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, moving_rate=0.25, rho=0.0),
+    "easgd_default": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, rho=0.0),
+    "easgd_rho": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, moving_rate=0.25, rho=0.5),
+    "average": lambda o, g: contrib_opt.ModelAverageOptimizer(o, hvd.size(), hvd.rank() == 0, g, 2),
+    "agn": lambda o, g: contrib_opt.AGNOptimizer(o, hvd.size(), g, 4),
+}
+
+
+def getter_of(name: str) -> Any:
+    return GETTERS[name.partition("_")[0]]("/job:worker/task:0")
+
+
+def init_op(optimizer: Any) -> Any:
+    if isinstance(optimizer, contrib_opt.ModelAverageOptimizer):
+        return optimizer.get_init_op()
+    return optimizer.get_init_op(hvd.rank())
+
+
+def hook(optimizer: Any) -> Any:
+    if isinstance(optimizer, contrib_opt.ModelAverageOptimizer):
+        return optimizer.make_session_run_hook()
+    return optimizer.make_session_run_hook(hvd.rank() == 0, hvd.rank())
+
+
+def started(optimizer: Any) -> Any:
+    """Return a session in which all ranks have started from the root's values."""
+    start = init_op(optimizer)
+    session = tf.Session()
+    session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+    session.run(start)
+    return session
+
+
+def centers() -> list[Any]:
+    return [
+        v
+        for v in tf.global_variables()
+        if v.op.name.startswith(contrib_opt.GLOBAL_VARIABLE_NAME) and "/center_" not in v.op.name
+    ]
+
+
+def bits(values: list[Any]) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in values)).hexdigest()
+
+
+@scenario
+def constant_gradients() -> Any:
+    """Gradient −1 − 2 rank, every kind of variable: x, c and global_step after each step."""
+    results = {}
+    for name, wrap in OPTIMIZERS.items():
+        for use_resource in (None, True, False):
+            with tf.Graph().as_default():
+                getter = getter_of(name)
+                with tf.variable_scope("", custom_getter=getter, use_resource=use_resource):
+                    w = tf.get_variable("w", initializer=tf.constant([float(hvd.rank())], tf.float64))
+                global_step = tf.train.get_or_create_global_step()
+                optimizer = wrap(tf.train.GradientDescentOptimizer(0.1 if name == "agn" else 1.0), getter)
+                train = optimizer.minimize(tf.reduce_sum(w * (-1.0 - 2.0 * hvd.rank())), global_step=global_step)
+                trajectory = []
+                with started(optimizer) as session:
+                    for _ in range(8):
+                        session.run(train)
+                        x, c, rounds = session.run([w, centers()[0], global_step])
+                        trajectory.append((float(x[0]), float(c[0]), int(rounds)))
+            results[f"{name} {use_resource}"] = trajectory
+    return results
+
+
+@scenario
+def default_rho() -> Any:
+    """``rho = moving_rate / learning_rate``, through minimize: x and c after each step."""
+    with tf.Graph().as_default():
+        getter = getter_of("easgd")
+        with tf.variable_scope("", custom_getter=getter):
+            w = tf.get_variable("w", initializer=tf.constant([0.0], tf.float64))
+        optimizer = contrib_opt.ElasticAverageOptimizer(
+            tf.train.GradientDescentOptimizer(1.0), hvd.size(), getter, 2, moving_rate=0.25
+        )
+        train = optimizer.minimize(tf.reduce_sum(-w))
+        trajectory = []
+        with started(optimizer) as session:
+            for _ in range(4):
+                session.run(train)
+                trajectory.append([float(value[0]) for value in session.run([w, centers()[0]])])
+    return trajectory
+
+
+def quadratic(w: Any) -> Any:
+    """Return the oracle's loss of this rank; ½ h x² − h m x."""
+    size = len(oracle.START)
+    zero = oracle.gradient(hvd.rank(), [0.0] * size)
+    one = oracle.gradient(hvd.rank(), [1.0] * size)
+    curvature = tf.constant(np.subtract(one, zero))
+    return tf.reduce_sum(0.5 * curvature * tf.square(w) + tf.constant(zero, tf.float64) * w)
+
+
+@scenario
+def quadratics() -> Any:
+    """The losses of the oracle, with momentum; x and c at the end."""
+    results = {}
+    for name, wrap in OPTIMIZERS.items():
+        with tf.Graph().as_default():
+            getter = getter_of(name)
+            with tf.variable_scope("scope", custom_getter=getter):
+                w = tf.get_variable("w", initializer=tf.constant(oracle.START, tf.float64))
+            rate, momentum = tf.constant(oracle.RATE, tf.float64), tf.constant(oracle.MOMENTUM, tf.float64)
+            optimizer = wrap(tf.train.MomentumOptimizer(rate, momentum), getter)
+            train = optimizer.minimize(quadratic(w), global_step=tf.train.get_or_create_global_step())
+            with started(optimizer) as session:
+                for _ in range(oracle.STEPS):
+                    session.run(train)
+                x, c = session.run([w, centers()[0]])
+        results[name] = (x.tolist(), c.tolist())
+    return results
+
+
+def network(inputs: Any, partitioner: Any = None) -> Any:
+    """A model with a partitioned and a reused variable, an embedding, and a moving average."""
+    weights = tf.get_variable(
+        "weights", [3, 4], initializer=tf.random_normal_initializer(seed=hvd.rank()), partitioner=partitioner
+    )
+    hidden = tf.matmul(inputs, weights)
+    with tf.variable_scope("normalization"):
+        average = tf.get_variable("average", [4], initializer=tf.zeros_initializer(), trainable=False)
+    mean = tf.reduce_mean(hidden, 0)
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(average, 0.9 * average + 0.1 * mean))
+    table = tf.get_variable("table", [7, 4], initializer=tf.random_normal_initializer(seed=hvd.rank() + 10))
+    hidden += tf.nn.embedding_lookup(table, tf.cast(tf.abs(inputs[:, 0]) * 2, tf.int32) % 7) - mean
+    last = tf.get_variable("last", [4, 1], initializer=tf.random_normal_initializer(seed=hvd.rank() + 20))
+    with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+        again = tf.get_variable("last", [4, 1])
+    return tf.matmul(hidden, 0.5 * last + 0.5 * again)
+
+
+def build(name: str, inner: Any, partitioned: bool, parameter_servers: bool) -> tuple[Any, ...]:
+    """Build a training graph as scripts for contrib did."""
+    getter = getter_of(name)
+    device = tf.train.replica_device_setter(ps_tasks=1, worker_device=f"/job:worker/task:{hvd.rank()}")
+    partitioner = tf.fixed_size_partitioner(2) if partitioned else None
+    with tf.device(device if parameter_servers else None), tf.variable_scope("", custom_getter=getter):
+        global_step = tf.train.get_or_create_global_step()
+        inputs = tf.placeholder(tf.float32, [None, 3])
+        loss = tf.reduce_mean(tf.square(network(inputs, partitioner) - inputs[:, :1]))
+        optimizer = OPTIMIZERS[name](inner, getter)
+        gradients = optimizer.compute_gradients(loss)
+        with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+            train = optimizer.apply_gradients(gradients, global_step=global_step)
+    return inputs, gradients, train, optimizer, global_step
+
+
+@scenario
+def networks() -> Any:
+    """Adam and momentum inside, other data on each rank: bits of centers, averages and replicas after an exchange."""
+    results = {}
+    inner = {"adam": lambda: tf.train.AdamOptimizer(0.05), "momentum": lambda: tf.train.MomentumOptimizer(0.05, 0.9)}
+    for name in ("easgd", "easgd_rho", "average", "agn"):
+        for kind, make in inner.items():
+            with tf.Graph().as_default():
+                inputs, gradients, train, optimizer, _ = build(name, make(), kind == "adam", kind == "momentum")
+                random = np.random.default_rng(hvd.rank())
+                statistics = [v for v in tf.global_variables() if v.op.name == "normalization/average"]
+                seen = []
+                with started(optimizer) as session:
+                    start = bits(session.run(tf.trainable_variables()))
+                    for step in range(1, 9):
+                        session.run(train, {inputs: random.standard_normal((8, 3))})
+                        if step % 4 == 0:
+                            seen.append([bits(session.run(centers())), bits(session.run(statistics))])
+                    session.run(train, {inputs: random.standard_normal((8, 3))})
+                    results[f"{name} {kind}"] = {
+                        "start": start,
+                        "exchanged": seen,
+                        "local": bits(session.run(tf.trainable_variables())),
+                        "sparse": [isinstance(g, tf.IndexedSlices) for g, _ in gradients],
+                        "slots": optimizer.get_slot_names(),
+                        "slot": optimizer.get_slot(gradients[0][1], optimizer.get_slot_names()[0]).op.name,
+                        "variables": len(optimizer.variables()),
+                    }
+    return results
+
+
+@scenario
+def collections() -> Any:
+    """Names of the variables in every collection."""
+    results = {}
+    for name in ("easgd", "average", "agn"):
+        with tf.Graph().as_default():
+            build(name, tf.train.MomentumOptimizer(0.1, 0.9), False, False)
+            results[name] = {
+                key: sorted(v.op.name for v in tf.get_collection(getattr(tf.GraphKeys, key)))
+                for key in ("GLOBAL_VARIABLES", "LOCAL_VARIABLES", "TRAINABLE_VARIABLES")
+            }
+    return results
+
+
+def outside_of_hooks(session: Any, function: Callable[[Any], Any]) -> Any:
+    """Call a function with the session behind a monitored one."""
+
+    def step(step_context: Any) -> Any:
+        return function(step_context.session)
+
+    return session.run_step_fn(step)
+
+
+def train_and_save(name: str, folder: str) -> dict[str, Any]:
+    """Train for eight steps, from the root's checkpoint if there is one; save the center under the original names."""
+    root = hvd.rank() == 0
+    with tf.Graph().as_default(), tempfile.TemporaryDirectory() as own:
+        inputs, _, train, optimizer, global_step = build(name, tf.train.AdamOptimizer(0.05), True, True)
+        saver = optimizer.swapping_saver()
+        random = np.random.default_rng(hvd.rank())
+        read = [*centers(), global_step]
+        with tf.train.MonitoredTrainingSession(
+            is_chief=root, checkpoint_dir=folder if root else None, hooks=[hook(optimizer)]
+        ) as session:
+            first = outside_of_hooks(session, lambda plain: plain.run(read))
+            for _ in range(8):
+                session.run(train, {inputs: random.standard_normal((8, 3))})
+            path = outside_of_hooks(session, lambda plain: saver.save(plain, f"{own}/center"))
+            last = outside_of_hooks(session, lambda plain: plain.run(read))
+        reader = tf.train.load_checkpoint(path)
+        parts = [value for v, value in zip(centers(), last, strict=False) if "weights" in v.name]
+        return {
+            "first": bits(first[:-1]),
+            "last": bits(last[:-1]),
+            "steps": [int(first[-1]), int(last[-1])],
+            "names": sorted(reader.get_variable_to_shape_map()),
+            "saved the center": bool((reader.get_tensor("weights") == np.concatenate(parts)).all()),
+        }
+
+
+@scenario
+def monitored_session() -> Any:
+    """Train, save on the root alone, and go on in a new session: steps, and what all ranks start from."""
+    results = {}
+    for name in ("easgd", "average", "agn"):
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = [train_and_save(name, folder) for _ in range(2)]
+    return results
+
+
+@scenario
+def first_center_step_of_adam() -> Any:
+    """A gradient of one sign: Adam's first step is its rate, if its powers of β are those of a first step."""
+    with tf.Graph().as_default():
+        getter = getter_of("agn")
+        with tf.variable_scope("", custom_getter=getter):
+            w = tf.get_variable("w", initializer=tf.constant([0.0]))
+        optimizer = contrib_opt.AGNOptimizer(tf.train.AdamOptimizer(0.1), hvd.size(), getter, 3)
+        train = optimizer.minimize(-tf.reduce_sum(w), global_step=tf.train.get_or_create_global_step())
+        with started(optimizer) as session:
+            for _ in range(3):
+                session.run(train)
+            return [float(value[0]) for value in session.run([w, centers()[0]])]
+
+
+@scenario
+def two_optimizers() -> Any:
+    """Two parts of a model, each with an optimizer and a period of its own; x and c of both after six steps."""
+    with tf.Graph().as_default():
+        trains, variables, optimizers = [], [], []
+        for name, kind in (("a", "average"), ("b", "easgd")):
+            getter = getter_of(kind)
+            with tf.variable_scope(name, custom_getter=getter):
+                variables.append(tf.get_variable("w", initializer=tf.constant([0.0], tf.float64)))
+            optimizer = OPTIMIZERS[kind](tf.train.GradientDescentOptimizer(1.0), getter)
+            loss = tf.reduce_sum(variables[-1] * (-1.0 - 2.0 * hvd.rank()))
+            step = tf.train.get_or_create_global_step()
+            trains.append(optimizer.minimize(loss, global_step=step, var_list=[variables[-1]]))
+            optimizers.append(optimizer)
+        starts = [init_op(optimizer) for optimizer in optimizers]
+        with tf.Session() as session:
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            for start in starts:  # Collectives in one order on all ranks.
+                session.run(start)
+            for _ in range(6):
+                for train in trains:
+                    session.run(train)
+            return [
+                float(value[0])
+                for value in session.run(
+                    [
+                        *variables,
+                        *centers(),
+                    ]
+                )
+            ] + [int(session.run(step))]
+
+
+@scenario
+def variables_in_another_order() -> Any:
+    """``var_list`` reordered and a subset of the variables: the elastic term of each belongs to it."""
+    with tf.Graph().as_default():
+        getter = getter_of("easgd")
+        with tf.variable_scope("", custom_getter=getter):
+            a, b, c = (
+                tf.get_variable(name, initializer=tf.constant(value))
+                for name, value in (("a", 1.0), ("b", 10.0), ("c", 100.0))
+            )
+        optimizer = OPTIMIZERS["easgd_rho"](tf.train.GradientDescentOptimizer(1.0), getter)
+        pairs = optimizer.compute_gradients(a * b * c, var_list=[c, a])
+        optimizer.apply_gradients(pairs)
+        with started(optimizer) as session:
+            session.run([a.assign(3.0), c.assign(400.0)])
+            return [[variable.op.name for _, variable in pairs], [float(g) for g in session.run([g for g, _ in pairs])]]
+
+
+@scenario
+def disagreements() -> Any:
+    """Arguments and models that differ on the last rank only."""
+    last = hvd.rank() == hvd.size() - 1
+
+    def make(**options: Any) -> None:
+        period, rate, shape, workers = (options.get(k) for k in ("period", "rate", "shape", "workers"))
+        with tf.Graph().as_default():
+            getter = getter_of("easgd")
+            with tf.variable_scope("", custom_getter=getter):
+                w = tf.get_variable("w", shape or [2], initializer=tf.zeros_initializer())
+            optimizer = contrib_opt.ElasticAverageOptimizer(
+                tf.train.GradientDescentOptimizer(1.0), workers or hvd.size(), getter, period or 2, rate or 0.25, 0.0
+            )
+            variables = [tf.Variable([1.0])] if options.get("foreign") else [w]
+            optimizer.apply_gradients([(tf.ones_like(v), v) for v in variables])
+
+    cases: dict[str, dict[str, Any]] = {
+        "none": {},
+        "period": {"period": 3},
+        "rate": {"rate": 0.05},
+        "shape": {"shape": [3]},
+        "refused": {"rate": 7.0},
+        "workers": {"workers": 17},
+        "foreign": {"foreign": True},
+    }
+    return {name: attempt(lambda case=case: make(**(case if last else {}))) for name, case in cases.items()}
+
+
+def main(folder: Path, mode: str) -> None:
+    """Run all scenarios."""
+    if mode == "v1":
+        tf.disable_v2_behavior()
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    getter = getter_of("average")
+    before = attempt(lambda: OPTIMIZERS["average"](tf.train.GradientDescentOptimizer(1.0), getter))
+    hvd.init()
+    scenario.run(folder, hvd.rank(), not_initialized=before)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

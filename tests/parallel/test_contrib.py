@@ -1,0 +1,166 @@
+"""Real jobs with the optimizers of TensorFlow 1 graphs, asserted on what all ranks report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import oracle
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1
+
+pytest.importorskip("horovod.tensorflow")
+
+JOBS = [("python", 1, "v2"), ("mpirun", 2, "v1"), ("mpirun", 3, "v2"), ("horovodrun --gloo", 2, "v1")]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(map(str, job)))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    launcher, size, mode = request.param
+    return run_scenarios(launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode)
+
+
+@pytest.mark.parametrize("use_resource", ["None", "True", "False"])
+def test_numbers_worked_out_by_hand(use_resource: str, ranks: list[dict[str, Any]]) -> None:
+    reported = column(ranks, "constant_gradients")
+    for name in ("easgd", "easgd_default", "average", "agn"):
+        expected = EXPECTED.get((name, len(ranks)), [])
+        found = [report[f"{name} {use_resource}"] for report in reported]
+        assert [list(pair[:2]) for pair in found[0][: len(expected)]] == [pytest.approx(pair) for pair in expected]
+        if len(ranks) == 2:
+            assert [x for x, _, _ in found[1][: len(EXPECTED_OF_RANK_1[name])]] == pytest.approx(
+                EXPECTED_OF_RANK_1[name]
+            )
+        period = 4 if name == "agn" else 2
+        for trajectory in found:
+            assert [c for _, c, _ in trajectory] == [c for _, c, _ in found[0]], "one center on all ranks"
+            assert [rounds for _, _, rounds in trajectory] == [step // period for step in range(1, 9)]
+
+
+def test_the_default_rho_of_one_worker(ranks: list[dict[str, Any]]) -> None:
+    """The numbers that tf.contrib.opt itself gave."""
+    if len(ranks) == 1:
+        expected = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.9501953125]]
+        assert ranks[0]["default_rho"] == [pytest.approx(pair) for pair in expected]
+    else:
+        assert column(ranks, "default_rho") == [ranks[0]["default_rho"]] * len(ranks)
+
+
+def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
+    n, every_2, momentum = len(ranks), oracle.periodic(2), oracle.MOMENTUM
+    expected = {
+        "easgd": oracle.easgd(n, every_2, lambda _: 0.25, momentum),
+        "easgd_default": oracle.easgd(n, every_2, lambda _: 0.9 / 2 / n, momentum),
+        "easgd_rho": oracle.easgd(n, every_2, lambda _: 0.25, momentum, rho=0.5),
+        "average": oracle.averaging(n, every_2, momentum),
+        "agn": oracle.agn(n, oracle.periodic(4), "sum", momentum),
+    }
+    assert expected.keys() == ranks[0]["quadratics"].keys()
+    for name, (replicas, center) in expected.items():
+        for rank, (x, c) in enumerate(column(ranks, "quadratics", name)):
+            assert x == pytest.approx(replicas[rank], rel=1e-12, abs=1e-12), f"replica {rank} of {name}"
+            assert c == pytest.approx(center, rel=1e-12, abs=1e-12), f"center of {name} on rank {rank}"
+
+
+def test_ranks_start_alike_and_agree_after_every_exchange(ranks: list[dict[str, Any]]) -> None:
+    for name in ranks[0]["networks"]:
+        reports = column(ranks, "networks", name)
+        assert len({report["start"] for report in reports}) == 1, f"{name} starts from the root's weights"
+        for report in reports:
+            assert report["exchanged"] == reports[0]["exchanged"], f"centers and averages of {name}"
+        assert reports[0]["exchanged"][0] != reports[0]["exchanged"][1], "they move"
+        assert len({report["local"] for report in reports}) == len(ranks), f"replicas of {name} after a local step"
+
+
+def test_gradients_of_embeddings_stay_sparse(ranks: list[dict[str, Any]]) -> None:
+    """Unless rho makes them dense."""
+    for name, report in ranks[0]["networks"].items():
+        assert any(report["sparse"]) == (not name.startswith("easgd_rho")), name
+
+
+def test_slots_are_those_of_the_wrapped_optimizer(ranks: list[dict[str, Any]]) -> None:
+    for name, report in ranks[0]["networks"].items():
+        adam, parts = "adam" in name, 4 if "adam" in name else 3
+        assert report["slots"] == (["m", "v"] if adam else ["momentum"])
+        assert report["slot"] == ("weights/part_0/Adam" if adam else "weights/Momentum")
+        assert report["variables"] == (2 * parts + 2 if adam else parts) * (2 if name.startswith("agn") else 1)
+
+
+def test_collections(ranks: list[dict[str, Any]]) -> None:
+    trained = {"weights", "table", "last"}
+    for name, report in ranks[0]["collections"].items():
+        companion = {"easgd": "local_center_variable", "agn": "grad_variable"}.get(name)
+        everywhere = {"global_step", "normalization/average"} | {f"global_center_variable/{w}" for w in trained}
+        if name == "agn":
+            everywhere |= {f"global_center_variable/{w}/center_Momentum" for w in trained}
+        assert set(report["GLOBAL_VARIABLES"]) == everywhere
+        assert set(report["TRAINABLE_VARIABLES"]) == trained
+        local = trained | {"local_step"} | {f"{w}/Momentum" for w in trained}
+        local |= {f"{companion}/{w}" for w in trained} if companion else set()
+        assert local <= set(report["LOCAL_VARIABLES"])
+        assert not everywhere & set(report["LOCAL_VARIABLES"])
+
+
+def test_monitored_sessions_go_on_from_the_checkpoint_of_the_root(ranks: list[dict[str, Any]]) -> None:
+    for name in ("easgd", "average", "agn"):
+        rounds = 2 if name == "agn" else 4
+        for report in column(ranks, "monitored_session", name):
+            first, second = report
+            assert [first["steps"], second["steps"]] == [[0, rounds], [rounds, 2 * rounds]]
+            assert second["first"] == first["last"] == ranks[0]["monitored_session"][name][0]["last"]
+            assert first["first"] != first["last"] != second["last"]
+            for run in report:
+                assert run["names"] == ["last", "table", "weights"]
+                assert run["saved the center"]
+
+
+def test_the_center_optimizer_has_a_state_of_its_own(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "first_center_step_of_adam"):
+        assert report == [pytest.approx(0.1, rel=1e-5)] * 2
+
+
+def test_two_optimizers_in_one_graph(ranks: list[dict[str, Any]]) -> None:
+    """The first averages, the second pulls; both count their rounds in one global step."""
+    for rank, report in enumerate(column(ranks, "two_optimizers")):
+        a, b, center_a, center_b, rounds = report
+        assert a == center_a == pytest.approx(6 * len(ranks)), "mean of 6 (1 + 2 rank)"
+        alone = column(ranks, "constant_gradients", "easgd None")[rank][5]
+        assert [b, center_b] == pytest.approx(alone[:2])
+        assert rounds == 6
+
+
+def test_the_elastic_term_follows_the_order_of_the_variables(ranks: list[dict[str, Any]]) -> None:
+    """At a=3, b=10, c=400 with centers 1 and 100: ab + rho (c − 100), bc + rho (a − 1)."""
+    assert column(ranks, "variables_in_another_order") == [[["c", "a"], [180.0, 4001.0]]] * len(ranks)
+
+
+def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    found = column(ranks, "disagreements")
+    assert column(found, "none") == [""] * len(ranks)
+    refusals = {
+        "refused": "Received: moving_rate=7.0",
+        "workers": f"number of Horovod ranks, {len(ranks)}: pass hvd.size(). Received: num_worker=17",
+        "foreign": "was not created through the ElasticAverageCustomGetter",
+    }
+    for case, text in refusals.items():
+        assert text in found[last][case]
+        assert all(f"Rank {last} failed" in report[case] for report in found[:last])
+    if last:
+        fragments = {
+            "period": "differ in schedule: Every(period=2) on rank 0",
+            "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank ",
+            "shape": "w float32[3] on rank",
+        }
+        for case, fragment in fragments.items():
+            for error in column(found, case):
+                assert error.startswith("ValueError: All ranks must run the same optimizer")
+                assert fragment in error
+
+
+def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
+    assert all("hvd.init()" in error for error in column(ranks, "not_initialized"))

@@ -1,0 +1,254 @@
+"""The interface of ``tf.contrib.opt``, and what its optimizers refuse; one process."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+hvd = pytest.importorskip("horovod.tensorflow")
+tf = pytest.importorskip("tensorflow").compat.v1
+
+from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
+from hvd_periodic.tensorflow.contrib_opt import devices  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+SIGNATURES = {
+    "ElasticAverageOptimizer": (
+        "opt, num_worker, ea_custom_getter, communication_period=10, moving_rate=None, rho=None, use_locking=True, "
+        "synchronous=False, name='ElasticAverageOptimizer'"
+    ),
+    "ModelAverageOptimizer": (
+        "opt, num_worker, is_chief, ma_custom_getter, interval_steps=100, use_locking=True, "
+        "name='ModelAverageOptimizer'"
+    ),
+    "AGNOptimizer": (
+        "optimizer, num_worker, custom_getter, communication_period=10, use_locking=True, name='AGNOptimizer'"
+    ),
+}
+
+METHODS = [
+    "apply_gradients",
+    "compute_gradients",
+    "get_init_op",
+    "get_name",
+    "get_slot",
+    "get_slot_names",
+    "make_session_run_hook",
+    "minimize",
+    "swapping_saver",
+    "variables",
+]
+
+
+@pytest.fixture(autouse=True)
+def graph() -> Iterator[Any]:
+    hvd.init()
+    with tf.Graph().as_default() as graph:
+        yield graph
+
+
+def getter_of(name: str) -> Any:
+    return getattr(contrib_opt, name.replace("Optimizer", "CustomGetter"))("")
+
+
+def make(name: str, getter: Any = None, opt: Any = None, workers: Any = 1, **options: Any) -> Any:
+    getter = getter_of(name) if getter is None else getter
+    opt = tf.train.GradientDescentOptimizer(0.5) if opt is None else opt
+    chief = (True,) if name == "ModelAverageOptimizer" else ()
+    return getattr(contrib_opt, name)(opt, workers, *chief, getter, **options)
+
+
+def variable(getter: Any, name: str = "w", **options: Any) -> Any:
+    with tf.variable_scope("", custom_getter=getter):
+        return tf.get_variable(name, initializer=tf.constant([1.0, 2.0]), **options)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    parameters = list(inspect.signature(getattr(contrib_opt, name)).parameters.values())
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in positional)
+    assert shown == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_methods_and_members(name: str) -> None:
+    optimizer = make(name)
+    assert isinstance(optimizer, tf.train.Optimizer)
+    for method in METHODS:
+        assert callable(getattr(optimizer, method))
+    assert (optimizer.GATE_NONE, optimizer.GATE_OP, optimizer.GATE_GRAPH) == (0, 1, 2)
+    assert optimizer.get_name() == name
+    assert contrib_opt.ElasticAverageOptimizer.BETA == 0.9
+    of_round = ["is_chief", "task_index"] if name != "ModelAverageOptimizer" else []
+    assert list(inspect.signature(optimizer.make_session_run_hook).parameters) == of_round
+    assert list(inspect.signature(optimizer.get_init_op).parameters) == of_round[1:]
+
+
+def test_constants() -> None:
+    names = contrib_opt.GLOBAL_VARIABLE_NAME, contrib_opt.LOCAL_VARIABLE_NAME, contrib_opt.GRAD_VARIABLE_NAME
+    assert names == ("global_center_variable", "local_center_variable", "grad_variable")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("ElasticAverageOptimizer", {"moving_rate": -0.1}, ValueError, r"moving_rate=...\)` must be positive"),
+        ("ElasticAverageOptimizer", {"moving_rate": 1.0}, ValueError, r"must be in \(0, 2/\(n\+1\)\)"),
+        ("ElasticAverageOptimizer", {"rho": -1.0}, ValueError, r"rho=...\)` must be zero or positive"),
+        ("ElasticAverageOptimizer", {"rho": "a"}, TypeError, "must be a number. Received: 'a'"),
+        ("ElasticAverageOptimizer", {"communication_period": 0}, ValueError, "must be an int >= 1. Received: 0"),
+        ("ElasticAverageOptimizer", {"workers": 4}, ValueError, "the number of Horovod ranks, 1.*num_worker=4"),
+        ("ElasticAverageOptimizer", {"opt": "sgd"}, TypeError, "wraps a tf.compat.v1.train.Optimizer.*Received: str"),
+        ("ElasticAverageOptimizer", {"buffers": "all"}, ValueError, "buffers='all'"),
+        ("ModelAverageOptimizer", {"interval_steps": 2.5}, TypeError, "interval_steps=...*Received: 2.5"),
+        ("AGNOptimizer", {"communication_period": -3}, ValueError, "communication_period=...*Received: -3"),
+        ("AGNOptimizer", {"workers": True}, TypeError, "`num_worker` must be an int"),
+    ],
+)
+def test_refused_arguments(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(name, **options)
+
+
+def test_the_getter_of_another_optimizer() -> None:
+    getter = contrib_opt.AGNCustomGetter("")
+    with pytest.raises(TypeError, match=r"needs a ModelAverageCustomGetter. Received: AGNCustomGetter"):
+        make("ModelAverageOptimizer", getter)
+    with pytest.raises(TypeError, match=r"`worker_device` must be a string. Received: 3"):
+        contrib_opt.AGNCustomGetter(3)  # type: ignore[arg-type]
+
+
+def test_rho_needs_a_numeric_rate() -> None:
+    rate = tf.train.exponential_decay(0.1, tf.train.get_or_create_global_step(), 10, 0.5)
+    with pytest.raises(ValueError, match=r"has no default.*GradientDescentOptimizer is not a positive number: pass"):
+        make("ElasticAverageOptimizer", opt=tf.train.GradientDescentOptimizer(rate))
+    assert make("ElasticAverageOptimizer", opt=tf.train.GradientDescentOptimizer(rate), rho=0.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("opt", "rate"), [("AdamOptimizer", 0.2), ("RMSPropOptimizer", 0.2), ("AdagradOptimizer", 0.2)]
+)
+def test_the_default_rho_is_over_the_rate_of_any_optimizer(opt: str, rate: float) -> None:
+    getter = getter_of("ElasticAverageOptimizer")
+    w = variable(getter)
+    optimizer = make("ElasticAverageOptimizer", getter, getattr(tf.train, opt)(rate), moving_rate=0.5)
+    ((gradient, _),) = optimizer.compute_gradients(tf.reduce_sum(w))
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run(w.assign([3.0, 2.0]))
+        assert session.run(gradient).tolist() == pytest.approx([1 + 2.5 * 2, 1.0])
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_gradients_that_cannot_be_applied(name: str) -> None:
+    getter = getter_of(name)
+    w, optimizer, step = variable(getter), make(name, getter), tf.train.get_or_create_global_step()
+    with pytest.raises(ValueError, match="`grads_and_vars` is empty"):
+        optimizer.apply_gradients([], global_step=step)
+    with pytest.raises(ValueError, match=r"no gradient for any variable: \['w:0'\]"):
+        optimizer.apply_gradients([(None, w)], global_step=step)
+    with pytest.raises(TypeError, match=r"must hold \(gradient, variable\) pairs"):
+        optimizer.apply_gradients([w], global_step=step)
+    with pytest.raises(ValueError, match=f"'foreign' was not created through the {type(getter).__name__}"):
+        optimizer.apply_gradients([(tf.ones(2), tf.Variable([1.0, 2.0], name="foreign"))], global_step=step)
+
+
+def test_model_averaging_needs_a_global_step() -> None:
+    getter = getter_of("ModelAverageOptimizer")
+    w = variable(getter)
+    with pytest.raises(ValueError, match="`global_step` is needed for model averaging"):
+        make("ModelAverageOptimizer", getter).minimize(tf.reduce_sum(w))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_there_is_nothing_to_swap_without_the_getter(name: str) -> None:
+    tf.get_variable("plain", [2])
+    with pytest.raises(RuntimeError, match="No variable was created through the"):
+        make(name).swapping_saver()
+
+
+def test_a_saver_of_chosen_variables(tmp_path: Any) -> None:
+    getter = getter_of("ElasticAverageOptimizer")
+    v, w = variable(getter, "v"), variable(getter, "w")
+    plain = tf.get_variable("plain", initializer=tf.constant(5.0))
+    optimizer = make("ElasticAverageOptimizer", getter)
+    saver = optimizer.swapping_saver({"renamed": v, "plain": plain}, max_to_keep=1)
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run([v.assign([7.0, 7.0]), w.assign([7.0, 7.0])])
+        path = saver.save(session, str(tmp_path / "model"))
+    reader = tf.train.load_checkpoint(path)
+    assert sorted(reader.get_variable_to_shape_map()) == ["plain", "renamed"]
+    assert reader.get_tensor("renamed").tolist() == [1.0, 2.0], "the center, which has not moved"
+    assert reader.get_tensor("plain") == 5.0
+
+
+def test_devices_of_jobs_are_ignored_with_one_line(
+    graph: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_told", False)
+    caplog.set_level(logging.INFO, logger="hvd_periodic")
+    setter = tf.train.replica_device_setter(ps_tasks=1, worker_device="/job:worker/task:0/device:CPU:0")
+    getter = contrib_opt.ElasticAverageCustomGetter("/job:worker/task:0")
+    with tf.device(setter):
+        w = variable(getter)
+        optimizer = make("ElasticAverageOptimizer", getter, communication_period=1)
+        train = optimizer.minimize(tf.reduce_sum(w), global_step=tf.train.get_or_create_global_step())
+    assert not any("/job:" in operation.device for operation in graph.get_operations())
+    assert any("CPU:0" in operation.device for operation in graph.get_operations()), "the device itself is kept"
+    with tf.train.MonitoredTrainingSession(hooks=[optimizer.make_session_run_hook(True, 0)]) as session:
+        session.run(train)
+    assert len(caplog.records) == 1
+    assert "no parameter servers" in caplog.text
+
+
+def test_a_rank_that_is_not_chief_waits_for_nobody() -> None:
+    getter = getter_of("AGNOptimizer")
+    w = variable(getter)
+    optimizer = make("AGNOptimizer", getter)
+    train = optimizer.minimize(tf.reduce_sum(w), global_step=tf.train.get_or_create_global_step())
+    hook = optimizer.make_session_run_hook(is_chief=False, task_index=3)
+    with tf.train.MonitoredTrainingSession(is_chief=False, hooks=[hook], max_wait_secs=10) as session:
+        session.run(train)
+        assert session.run(w).tolist() == [0.5, 1.5]
+
+
+def test_the_local_center_is_what_was_read_at_the_last_exchange() -> None:
+    """Also where rho = 0 and nothing of ours needs it."""
+    getter = getter_of("ElasticAverageOptimizer")
+    w = variable(getter)
+    optimizer = make("ElasticAverageOptimizer", getter, communication_period=1, moving_rate=0.25, rho=0.0)
+    train = optimizer.minimize(tf.reduce_sum(w))
+    start = optimizer.get_init_op(0)
+    by_name = {v.op.name: v for v in (*tf.global_variables(), *tf.local_variables())}
+    with tf.Session() as session:
+        session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        session.run(start)
+        for _ in range(2):
+            before = session.run(by_name["global_center_variable/w"]).tolist()
+            session.run(train)
+            assert session.run(by_name["local_center_variable/w"]).tolist() == before
+            assert session.run(by_name["global_center_variable/w"]).tolist() != before
+
+
+def test_names_in_scopes_and_reuse() -> None:
+    getter = getter_of("AGNOptimizer")
+    with tf.variable_scope("outer", custom_getter=getter):
+        first = tf.get_variable("w", [2])
+        with tf.name_scope("elsewhere"):
+            tf.get_variable("v", [2])
+    with tf.variable_scope("outer", custom_getter=getter, reuse=True):
+        assert tf.get_variable("w", [2]) is first
+    with tf.variable_scope("outer", custom_getter=getter, reuse=tf.AUTO_REUSE):
+        assert tf.get_variable("w", [2]) is first
+    assert [v.op.name for v in tf.global_variables()] == [
+        "global_center_variable/outer/w",
+        "global_center_variable/outer/v",
+    ]
+    assert [v.op.name for v in tf.trainable_variables()] == ["outer/w", "outer/v"]
