@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ class CenterOptimizer:
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
             self._followed = plain
-            config = {**plain.get_config(), "learning_rate": 0.0, "name": f"center_{plain.name}"}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about a learning rate that cannot be saved, which is not copied
+                config = {**plain.get_config(), "learning_rate": 0.0, "name": f"center_{plain.name}"}
             config.update({key: value for key, value in _OF_LOCAL_STEPS_ONLY.items() if key in config})
             optimizer = type(plain).from_config(config)
         elif not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -27,13 +27,29 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def __init__(self, process_set: Any = None) -> None:
         super().__init__("horovod.tensorflow", process_set, tf.convert_to_tensor)
+        self._compiled: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-        """Reduce; the result is a new tensor."""
+        """Reduce; the result is a new tensor.
+
+        An operation that runs eagerly loses its name, and could not meet that of a rank which runs it in a graph: it
+        gets a small graph of its own.
+        """
         operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
-        total = self._hvd.allreduce(
-            buffer, op=operation, name=name, process_set=self.process_set, ignore_name_scope=True
-        )
+
+        def reduce(value: Any) -> Any:
+            return self._hvd.allreduce(
+                value, op=operation, name=name, process_set=self.process_set, ignore_name_scope=True
+            )
+
+        if not tf.executing_eagerly():
+            total = reduce(buffer)
+        else:
+            key = (name, op, tuple(buffer.shape), buffer.dtype)
+            if key not in self._compiled:
+                spec = tf.TensorSpec(buffer.shape, buffer.dtype)
+                self._compiled[key] = tf.function(reduce, autograph=False).get_concrete_function(spec)
+            total = self._compiled[key](buffer)
         return lambda: total
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
