@@ -1,0 +1,185 @@
+"""Real jobs with Keras optimizers, asserted on what all ranks report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import oracle
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1
+
+pytest.importorskip("horovod.tensorflow")
+
+JOBS = [("python", 1), ("mpirun", 2), ("mpirun", 3), ("horovodrun --gloo", 2)]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    launcher, size = request.param
+    return run_scenarios(launcher, size, "keras_scenarios", tmp_path_factory.mktemp("job"), 240)
+
+
+@pytest.mark.parametrize("loop", ["eager", "function"])
+def test_numbers_worked_out_by_hand(loop: str, ranks: list[dict[str, Any]]) -> None:
+    reported = column(ranks, "constant_gradients")
+    for (name, size), expected in EXPECTED.items():
+        if size == len(ranks):
+            found = reported[0][f"{name} {loop}"][: len(expected)]
+            assert found == [pytest.approx(pair) for pair in expected], name
+    if len(ranks) == 2:
+        for name, expected_x in EXPECTED_OF_RANK_1.items():
+            found = [x for x, _ in reported[1][f"{name} {loop}"][: len(expected_x)]]
+            assert found == pytest.approx(expected_x)
+
+
+def test_fit_takes_the_same_steps(ranks: list[dict[str, Any]]) -> None:
+    """Also where several steps are one execution: what is seen then is every fourth."""
+    for report in ranks:
+        for name in ("easgd", "average", "agn"):
+            expected = report["constant_gradients"][f"{name} function"]
+            found = report["constant_gradients_in_fit"]
+            assert found[f"{name} 1"] == [pytest.approx(pair, rel=1e-6) for pair in expected]
+            assert found[f"{name} 4"] == [found[f"{name} 1"][3], found[f"{name} 1"][7]]
+
+
+def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
+    n, every_2, every_4, momentum = len(ranks), oracle.periodic(2), oracle.periodic(4), oracle.MOMENTUM
+    expected = {
+        "easgd": oracle.easgd(n, every_2, lambda _: 0.25, momentum),
+        "easgd_default": oracle.easgd(n, every_2, lambda _: 0.9 / 2 / n, momentum),
+        "easgd_rho": oracle.easgd(n, every_2, lambda _: 0.25, momentum, rho=0.5),
+        "average": oracle.averaging(n, every_2, momentum),
+        "post_local": oracle.averaging(n, {1, 2, 5, 8, 11}, momentum),
+        "agn": oracle.agn(n, every_4, "sum", momentum),
+        "agn_average": oracle.agn(n, every_4, "average", momentum),
+    }
+    found = column(ranks, "quadratics")
+    assert len(found[0]) == 2 * len(expected) + 4
+    for case in found[0]:
+        replicas, center = expected[case.partition(" ")[0]]
+        for rank, report in enumerate(found):
+            x, c = report[case]
+            assert x == pytest.approx(replicas[rank], rel=1e-6, abs=1e-6), f"replica {rank} of {case}"
+            assert c == pytest.approx(center, rel=1e-6, abs=1e-6), f"center of {case} on rank {rank}"
+
+
+def test_centers_and_statistics_are_identical_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    for name in ranks[0]["centers_and_buffers"]:
+        reports = column(ranks, "centers_and_buffers", name)
+        assert len({report["start"] for report in reports}) == 1, f"{name} starts from the root's weights"
+        assert len(set(reports[0]["centers"])) == len(reports[0]["centers"]) >= 2, "the center moves at every exchange"
+        for key in ("centers", "statistics"):
+            assert column(reports, key) == [reports[0][key]] * len(ranks), f"{key} of {name}"
+        for key in ("local", "seeds"):
+            assert len({report[key] for report in reports}) == len(ranks), f"{key} of {name} stay local"
+
+
+def test_policies_of_statistics(ranks: list[dict[str, Any]]) -> None:
+    mean = (len(ranks) - 1) / 2
+    found = column(ranks, "buffer_policies")
+    assert [report["average"][0] for report in found] == [mean] * len(ranks)
+    for policy in ("local", "no model"):
+        assert [report[policy][0] for report in found] == list(range(len(ranks)))
+    for policy, kinds in (("average", 1), ("local", 1), ("no model", len(ranks))):
+        assert len({report[policy][1] for report in found}) == kinds, f"frozen weights, {policy}"
+
+
+def test_buckets_and_graphs_change_nothing(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "small_buckets_equal_one"):
+        assert [buckets for buckets, _, _ in report] == [15, 15, 1, 1]
+        assert all(found[1:] == report[0][1:] for found in report)
+
+
+def test_resume_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "resume"):
+        assert len(report) == 6
+        assert all(report.values()), report
+    assert column(ranks, "resume_of_a_synchronizer") == [[True, True]] * len(ranks)
+
+
+def test_restore_on_the_root_only(ranks: list[dict[str, Any]]) -> None:
+    assert column(ranks, "restore_on_root_only") == [[True, 3]] * len(ranks)
+
+
+def test_overflow_on_one_rank(ranks: list[dict[str, Any]]) -> None:
+    """The last rank skips one update of four; the others do not. Eagerly and compiled."""
+    for rank, report in enumerate(column(ranks, "overflow_on_one_rank")):
+        skipped = int(rank == len(ranks) - 1)
+        assert report == [[4, 2, skipped, pytest.approx(4 - 1 / len(ranks))]] * 2
+
+
+def test_uneven_data(ranks: list[dict[str, Any]]) -> None:
+    """Compiled steps of some ranks meet the finalize() of others."""
+    centers = {1: {"average": 5.0, "agn": 2.0}, 2: {"average": 6.5, "agn": 4.0}}.get(len(ranks), {})
+    for name in ("easgd", "average", "agn"):
+        reports = column(ranks, "uneven_data", name)
+        assert len({(center, rounds) for center, rounds, _ in reports}) == 1
+        assert reports[0][0] == pytest.approx(centers.get(name, reports[0][0]))
+    assert all(center == x for center, _, x in column(ranks, "uneven_data", "average"))
+
+
+def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    found = column(ranks, "disagreements")
+    assert column(found, "none") == [""] * len(ranks)
+    refusals = {
+        "refused": "Received: moving_rate=7.0",
+        "center": "Received: center='nowhere'",
+        "integer": "'w' must be float64, float32, bfloat16 or float16. Received: int32",
+    }
+    for case, text in refusals.items():
+        assert text in found[last][case]
+        assert all(f"Rank {last} failed" in report[case] for report in found[:last])
+    if last:
+        fragments = {
+            "period": "differ in schedule: Every(period=2) on rank 0",
+            "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank ",
+            "shape": "w float32[3] on rank",
+            "dtype": "w float64[2] on rank",
+            "algorithm": "Averaging() on rank ",
+        }
+        for case, fragment in fragments.items():
+            for error in column(found, case):
+                assert error.startswith("ValueError: All ranks must run the same optimizer")
+                assert fragment in error
+
+
+def test_a_first_step_without_build(ranks: list[dict[str, Any]]) -> None:
+    for equal, different, compiled in column(ranks, "late_start"):
+        assert equal == ""
+        assert ("call optimizer.build(model.trainable_variables) on all ranks" in different) == (len(ranks) > 1)
+        assert compiled == -1.0, "a compiled step starts from the root's value"
+
+
+def test_exchange_at_different_steps_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for errors in column(ranks, "different_steps"):
+        for loop in ("eager", "function"):
+            if len(ranks) == 1:
+                assert errors[loop] == ""
+            else:
+                assert f"from 3 to {2 + len(ranks)}" in errors[loop]
+
+
+def test_process_set(ranks: list[dict[str, Any]]) -> None:
+    """Ranks 0 and 2 of three start from rank 2 and average steps of 1 and 3; rank 1 is not in the set."""
+    if len(ranks) == 3:
+        first, outside, last = column(ranks, "process_set")
+        assert first == last == [2.0, 6.0, [0, 2]]
+        assert "must contain this rank (1)" in outside
+
+
+def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
+    assert all("call hvd.init()" in error for error in column(ranks, "not_initialized"))
+
+
+def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
+    assert column(ranks, "contract") == ["kept"] * len(ranks)
+
+
+def test_torch_is_not_loaded(ranks: list[dict[str, Any]]) -> None:
+    assert all(column(ranks, "torch_is_not_loaded"))
