@@ -179,6 +179,11 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         with tf.init_scope():
+            if not all(bool(native(variable).is_initialized()) for variable in variables):
+                raise ValueError(
+                    "The variables have no values yet, because the model is built inside of the compiled step: give it "
+                    "its input shape by keras.Input, or call model.build(input_shape), before it is trained"
+                )
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(variables))
             super().build(list(variables))

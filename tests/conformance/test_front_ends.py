@@ -62,13 +62,63 @@ def on_torch(algorithm: Any, schedule: Any, communicator: Communicator) -> Traje
     return seen
 
 
+class OnTensors(Communicator):
+    """A communicator of arrays, for TensorFlow's eager tensors."""
+
+    def __init__(self, arrays: Communicator) -> None:
+        self.rank, self.size, self._arrays = arrays.rank, arrays.size, arrays
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Any:
+        import tensorflow as tf
+
+        wait = self._arrays.allreduce(buffer.numpy().copy(), name, op)
+        return lambda: tf.constant(wait())
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        import tensorflow as tf
+
+        return tf.constant(self._arrays.broadcast(buffer.numpy().copy(), name, root))
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        return self._arrays.allgather_object(value, name)
+
+
+def on_tensorflow(algorithm: Any, schedule: Any, communicator: Communicator) -> Trajectory:
+    """Local steps by hand: Keras keeps momentum and learning rate in float32."""
+    tf, keras = pytest.importorskip("tensorflow"), pytest.importorskip("keras")
+    import hvd_periodic.tensorflow as hvdp
+
+    variables = [tf.Variable(array) for array in random_arrays(communicator.rank)]
+    velocities = [tf.Variable(tf.zeros_like(variable)) for variable in variables]
+    center = keras.optimizers.SGD(RATE, MOMENTUM) if algorithm.optimizes_center else None
+    synchronizer = hvdp.Synchronizer(
+        variables, algorithm, schedule, center_optimizer=center, process_set=OnTensors(communicator)
+    )
+    seen = []
+    for step in range(STEPS):
+        gradients = [tf.constant(gradient(variable.numpy(), communicator.rank, step)) for variable in variables]
+        for variable, velocity, g in zip(variables, velocities, synchronizer.prepare_gradients(gradients), strict=True):
+            velocity.assign(MOMENTUM * velocity + g)
+            variable.assign_sub(RATE * velocity)
+        synchronizer.step()
+        seen.append([variable.numpy().ravel().tolist() for variable in variables])
+    synchronizer.finalize()
+    with synchronizer.center():
+        seen.append([variable.numpy().ravel().tolist() for variable in variables])
+    return seen
+
+
+FRONT_ENDS = {"torch": on_torch, "tensorflow": on_tensorflow}
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("cls", algorithms(), ids=lambda cls: cls.__name__)
-def test_torch_agrees_with_numpy(cls: Any, schedule: Any, size: int) -> None:
-    pytest.importorskip("torch")
+@pytest.mark.parametrize("framework", FRONT_ENDS)
+def test_front_ends_agree_with_numpy(framework: str, cls: Any, schedule: Any, size: int) -> None:
+    pytest.importorskip(framework)
     expected = run_ranks(size, lambda communicator: on_numpy(cls(), schedule, communicator))
-    found = run_ranks(size, lambda communicator: on_torch(cls(), schedule, communicator))
+    found = run_ranks(size, lambda communicator: FRONT_ENDS[framework](cls(), schedule, communicator))
     for rank in range(size):
         for step, (left, right) in enumerate(zip(found[rank], expected[rank], strict=True)):
             for a, b in zip(left, right, strict=True):
