@@ -1,7 +1,7 @@
 """Periodic exchange for Horovod: workers train on their own for a while, then exchange once.
 
 This package holds the framework-free core and its numpy front end; it imports neither a deep learning framework nor
-Horovod. The front ends for frameworks are ``hvd_periodic.torch``.
+Horovod. The front ends for frameworks are ``hvd_periodic.torch`` and ``hvd_periodic.tensorflow``.
 """
 
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging

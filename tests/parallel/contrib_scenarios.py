@@ -344,28 +344,51 @@ def disagreements() -> Any:
     """Arguments and models that differ on the last rank only."""
     last = hvd.rank() == hvd.size() - 1
 
-    def make(**options: Any) -> None:
-        period, rate, shape, workers = (options.get(k) for k in ("period", "rate", "shape", "workers"))
+    def make(
+        period: int = 2,
+        rate: float = 0.25,
+        shape: tuple[int, ...] = (2,),
+        workers: int = hvd.size(),
+        buffers: str = "average",
+        foreign: bool = False,
+        used: bool = True,
+    ) -> None:
         with tf.Graph().as_default():
             getter = getter_of("easgd")
             with tf.variable_scope("", custom_getter=getter):
-                w = tf.get_variable("w", shape or [2], initializer=tf.zeros_initializer())
+                w = tf.get_variable("w", shape, initializer=tf.zeros_initializer())
+                more = tf.get_variable("more", initializer=tf.constant([0.0]))
+                tf.get_variable("average", initializer=tf.constant([0.0]), trainable=False)
             optimizer = contrib_opt.ElasticAverageOptimizer(
-                tf.train.GradientDescentOptimizer(1.0), workers or hvd.size(), getter, period or 2, rate or 0.25, 0.0
+                tf.train.GradientDescentOptimizer(1.0), workers, getter, period, rate, 0.5, buffers=buffers
             )
-            variables = [tf.Variable([1.0])] if options.get("foreign") else [w]
-            optimizer.apply_gradients([(tf.ones_like(v), v) for v in variables])
+            trained = [w, more, *([tf.Variable([1.0])] if foreign else [])]
+            loss = tf.add_n([tf.reduce_sum(v) for v in trained if used or v is not more])
+            optimizer.minimize(loss, var_list=trained)
 
-    cases: dict[str, dict[str, Any]] = {
-        "none": {},
-        "period": {"period": 3},
-        "rate": {"rate": 0.05},
-        "shape": {"shape": [3]},
-        "refused": {"rate": 7.0},
-        "workers": {"workers": 17},
-        "foreign": {"foreign": True},
+    def make_agn(local: Any = tf.train.MomentumOptimizer, rate: float = 0.1) -> None:
+        with tf.Graph().as_default():
+            getter = getter_of("agn")
+            with tf.variable_scope("", custom_getter=getter):
+                w = tf.get_variable("w", initializer=tf.constant([0.0]))
+            inner = local(rate) if local is tf.train.AdamOptimizer else local(rate, 0.9)
+            OPTIMIZERS["agn"](inner, getter).minimize(tf.reduce_sum(w))
+
+    cases: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+        "none": (make, {}),
+        "period": (make, {"period": 3}),
+        "rate": (make, {"rate": 0.05}),
+        "shape": (make, {"shape": (3,)}),
+        "refused": (make, {"rate": 7.0}),
+        "workers": (make, {"workers": 17}),
+        "foreign": (make, {"foreign": True}),
+        "without gradient": (make, {"used": False}),
+        "buffers": (make, {"buffers": "local"}),
+        "agn": (make_agn, {}),
+        "class of the center optimizer": (make_agn, {"local": tf.train.AdamOptimizer}),
+        "rate of the center optimizer": (make_agn, {"rate": 0.2}),
     }
-    return {name: attempt(lambda case=case: make(**(case if last else {}))) for name, case in cases.items()}
+    return {name: attempt(lambda case=case: case[0](**(case[1] if last else {}))) for name, case in cases.items()}
 
 
 def main(folder: Path, mode: str) -> None:

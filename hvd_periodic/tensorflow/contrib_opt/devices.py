@@ -21,10 +21,29 @@ def ignore_jobs(device: str) -> None:
 
 
 def place_locally(graph: tf.Graph) -> None:
-    """Take job, replica and task out of the devices of all operations of a graph, so that this process runs them."""
+    """Let this process run all operations of a graph, those to come as well, whatever job their devices name.
+
+    A device function below all ``tf.device`` scopes that are open now has the last word on every new operation, also in
+    the branches and bodies of control flow.
+    """
+    stack = graph._device_function_stack
+    scopes = list(stack.peek_objs())
+    if scopes and scopes[-1].function is _local_device:
+        return
     for operation in graph.get_operations():
-        if "/job:" in operation.device:
-            ignore_jobs(operation.device)
-            spec = tf.DeviceSpec.from_string(operation.device)
-            local = tf.DeviceSpec(device_type=spec.device_type, device_index=spec.device_index)
-            operation._set_device(local.to_string())
+        operation._set_device(_local_device(operation))
+    for _ in scopes:
+        stack.pop_obj()
+    graph._add_device_to_stack(_local_device)
+    for scope in reversed(scopes):
+        stack.push_obj(scope)
+
+
+def _local_device(operation: tf.Operation) -> str:
+    """Return the device of an operation without job, replica and task."""
+    device = str(operation.device)
+    if not any(field in device for field in ("/job:", "/replica:", "/task:")):
+        return device
+    ignore_jobs(device)
+    spec = tf.DeviceSpec.from_string(device)
+    return str(tf.DeviceSpec(device_type=spec.device_type, device_index=spec.device_index).to_string())

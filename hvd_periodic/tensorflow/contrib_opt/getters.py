@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.contrib_opt.devices import ignore_jobs
+from hvd_periodic.tensorflow.contrib_opt.devices import ignore_jobs, place_locally
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
 GLOBAL_VARIABLE_NAME = "global_center_variable"
@@ -45,11 +45,22 @@ class CustomGetter:
     def __call__(
         self, getter: Callable[..., Any], name: str, trainable: bool, collections: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the local replica, or what else was asked for."""
+        """Return the local replica, or what else was asked for.
+
+        Raises:
+            RuntimeError: eager execution.
+        """
+        if tf.executing_eagerly():
+            raise RuntimeError(
+                "contrib_opt works in TensorFlow 1 graphs: call tf.compat.v1.disable_v2_behavior() at the start of the "
+                "script. For eager execution there is hvd_periodic.tensorflow"
+            )
+        place_locally(tf.compat.v1.get_default_graph())
         if self._paused or not trainable:
             variable = getter(name, *args, trainable=trainable, collections=collections, **kwargs)
-            if not self._paused and _is_statistic(variable) and not any(variable is old for old in self.statistics):
-                self.statistics.append(variable)
+            if not self._paused and (collections is None or _COLLECTIONS.GLOBAL_VARIABLES in collections):
+                known = {statistic.ref() for statistic in self.statistics}
+                self.statistics += [v for v in parts(variable) if _can_be_averaged(v) and v.ref() not in known]
             return variable
         kept = [key for key in collections or [] if key != _COLLECTIONS.GLOBAL_VARIABLES]
         local = getter(name, *args, trainable=True, collections=[*kept, _COLLECTIONS.LOCAL_VARIABLES], **kwargs)
@@ -83,7 +94,12 @@ class CustomGetter:
                 use_resource=True,
             )
             if local._save_slice_info is not None:
-                variable._set_save_slice_info(local._save_slice_info)
+                whole = local._save_slice_info
+                variable._set_save_slice_info(
+                    tf.Variable.SaveSliceInfo(
+                        f"{prefix}/{whole.full_name}", whole.full_shape, whole.var_offset, whole.var_shape
+                    )
+                )
             return variable
 
         with tf.device(None), tf.compat.v1.name_scope(None):
@@ -126,6 +142,6 @@ def parts(variable: Any) -> list[Any]:
     return list(variable) if hasattr(variable, "_get_variable_list") else [variable]
 
 
-def _is_statistic(variable: Any) -> bool:
-    """Return whether a variable that is not trained holds real numbers, as moving averages do."""
-    return not hasattr(variable, "_get_variable_list") and bool(variable.dtype.base_dtype.is_floating)
+def _can_be_averaged(variable: Any) -> bool:
+    """Return whether a variable holds real numbers, as moving averages do, and always equally many."""
+    return bool(variable.dtype.base_dtype.is_floating and variable.shape.is_fully_defined())

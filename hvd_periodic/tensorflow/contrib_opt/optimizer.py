@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +15,6 @@ from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.schedules import Every
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
-from hvd_periodic.tensorflow.contrib_opt.devices import place_locally
 from hvd_periodic.tensorflow.contrib_opt.getters import (
     AGNCustomGetter,
     CustomGetter,
@@ -114,11 +114,17 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             TypeError: pairs that are none.
             ValueError: no pairs, no gradients, a variable that was not created through the getter, or ranks that
                 disagree; on all ranks.
+            RuntimeError: the operation of ``get_init_op`` exists already, and would miss variables.
         """
         communicator = self._communicator
         prefix = communicator.unique_name()
 
         def construct() -> tuple[Pairs, VariableSynchronizer]:
+            if self._initializations:
+                raise RuntimeError(
+                    "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
+                    "Call get_init_op() last"
+                )
             pairs = self._checked(grads_and_vars)
             self._require_global_step(global_step)
             return pairs, self._synchronizer([v for g, v in pairs if g is not None], prefix)
@@ -129,9 +135,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         with tf.device(None), tf.compat.v1.name_scope(name or self._name), self._getter.paused():
             waited = [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
             self._keep_slots_local([v for _, v in pairs])
-            operation = self._count_and_exchange(synchronizer, waited, global_step)
-        place_locally(operation.graph)
-        return operation
+            return self._count_and_exchange(synchronizer, waited, global_step)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return a slot of the wrapped optimizer."""
@@ -172,7 +176,6 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                     saved[key or part.op.name] = center
                 else:
                     saved.setdefault(key or slices.full_name, []).append(center)
-        place_locally(tf.compat.v1.get_default_graph())
         return tf.compat.v1.train.Saver(saved, name=name, **kwargs)
 
     def _initialize(self) -> tf.Operation:
@@ -200,9 +203,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                     assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))
                     if reference in getter.companions:
                         assigned.append(getter.companions[reference].assign(self._first_companion(value)))
-            operation = tf.group(*assigned, name=name)
-        place_locally(operation.graph)
-        return operation
+            return tf.group(*assigned, name=name)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return what the second variable per trainable variable starts from."""
@@ -215,8 +216,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return what has to have happened with the gradients before an exchange."""
         return []
 
-    def _before_exchange(self) -> None:
-        """Build what else happens at an exchange, first."""
+    def _before_exchange(self, references: Sequence[Any]) -> None:
+        """Build what else happens first at an exchange of some variables."""
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
@@ -227,7 +228,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         if not pairs:
             raise ValueError("`grads_and_vars` is empty: there are no variables to train")
         for pair in pairs:
-            if not (isinstance(pair, tuple) and len(pair) == 2 and hasattr(pair[1], "assign")):
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")):
                 raise TypeError(
                     f"`grads_and_vars` must hold (gradient, variable) pairs. Received: {type(pair).__name__}, {pair!r}"
                 )
@@ -253,7 +254,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             [(variable.op.name, variable) for variable in variables],
             averaged=[(v.op.name, v) for v in self._getter.statistics] if self._buffers == "average" else [],
         )
-        if self._algorithm.optimizes_center:
+        if self._algorithm.optimizes_center and self._center_optimizer is None:
             self._center_optimizer = CenterOptimizer(self._opt)
         replica = GraphReplica(named, self._vectors(references), self._new_variable, self._center_optimizer)
         synchronizer = VariableSynchronizer(
@@ -296,13 +297,14 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         stores: list[Any] = [part.values for part in synchronizer.parts]
         variables = [variable for store in stores for variable in store.tensors()]
         sizes = [len(store.layout.specs) for store in stores]
+        references = [variable.ref() for variable in stores[0].tensors()]
 
         def run(*values: tf.Tensor) -> list[tf.Tensor]:
             first = 0
             for store, size in zip(stores, sizes, strict=True):
                 store.load(values[first : first + size])
                 first += size
-            self._before_exchange()
+            self._before_exchange(references)
             synchronizer.sync()
             return [value for store in stores for value in store.tensors()]
 
@@ -405,15 +407,15 @@ class ElasticAverageOptimizer(_GraphOptimizer):
     ) -> Pairs:
         """Return (gradient, variable) pairs of ``loss + ρ/2 ‖x − lc‖²``, with the center as last read lc.
 
-        Raises:
-            ValueError: a variable was not created through the getter.
+        A variable that was not created through the getter has no such term; :meth:`apply_gradients` refuses it, on all
+        ranks.
         """
         pairs = super().compute_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
         )
         if not self._algorithm.uses_gradients:
             return pairs
-        return [(g if g is None else self._elastic(g, variable), variable) for g, variable in pairs]
+        return [(self._elastic(g, variable), variable) for g, variable in pairs]
 
     def get_init_op(self, task_index: int) -> tf.Operation:
         """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
@@ -426,13 +428,15 @@ class ElasticAverageOptimizer(_GraphOptimizer):
         """Return the hook that runs :meth:`get_init_op` when the session is created."""
         return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
 
-    def _before_exchange(self) -> None:
+    def _before_exchange(self, references: Sequence[Any]) -> None:
         if not self._algorithm.uses_gradients:  # Otherwise it is part of the algorithm's state.
-            for reference, read in self._getter.companions.items():
-                read.assign(self._getter.centers[reference])
+            for reference in references:
+                self._getter.companions[reference].assign(self._getter.centers[reference])
 
     def _elastic(self, gradient: Any, variable: Any) -> Any:
-        read = {"local_center": self._getter.companions[self._reference(variable)]}
+        if gradient is None or variable.ref() not in self._getter.companions:
+            return gradient
+        read = {"local_center": self._getter.companions[variable.ref()]}
         return self._algorithm.local(TensorSpace(), variable, gradient, read)[0]
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
@@ -596,7 +600,7 @@ def _numeric_rate(opt: Any) -> float:
         ValueError: it is not a positive number.
     """
     rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
-    if not isinstance(rate, (int, float)) or rate <= 0:
+    if not isinstance(rate, Real) or rate <= 0:
         raise ValueError(
             "`rho` has no default, which would be moving_rate / learning_rate, because the learning rate of "
             f"{type(opt).__name__} is not a positive number: pass `rho`, 0.0 for no elastic term. "

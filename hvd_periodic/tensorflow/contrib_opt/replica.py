@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 import tensorflow as tf
@@ -86,5 +87,9 @@ class CenterOptimizer:
         self.optimizer.apply_gradients(list(zip(gradients, self._centers, strict=True)))
 
     def settings(self) -> dict[str, object]:
-        """Return nothing: hyper-parameters may be tensors of the graph, which cannot be read outside of a session."""
-        return {}
+        """Return the hyper-parameters that are numbers; those that are tensors can be read in a session only."""
+        return {
+            f"{name.lstrip('_')} of the center optimizer": value
+            for name, value in sorted(vars(self.optimizer).items())
+            if isinstance(value, Number) and name != "_use_locking"
+        }
