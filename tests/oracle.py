@@ -102,3 +102,17 @@ def agn(
             workers.x = [list(c) for _ in range(n)]
             a = [[0.0] * len(START) for _ in range(n)]
     return workers.x, c
+
+
+def parallel_results(n: int) -> dict[str, Result]:
+    """Return what the optimizers of the scenario programs have to arrive at, by name."""
+    every_2, every_4 = periodic(2), periodic(4)
+    return {
+        "easgd": easgd(n, every_2, lambda _: 0.25, MOMENTUM),
+        "easgd_default": easgd(n, every_2, lambda _: 0.9 / 2 / n, MOMENTUM),
+        "easgd_rho": easgd(n, every_2, lambda _: 0.25, MOMENTUM, rho=0.5),
+        "average": averaging(n, every_2, MOMENTUM),
+        "post_local": averaging(n, {1, 2, 5, 8, 11}, MOMENTUM),
+        "agn": agn(n, every_4, "sum", MOMENTUM),
+        "agn_average": agn(n, every_4, "average", MOMENTUM),
+    }

@@ -48,16 +48,7 @@ def test_fit_takes_the_same_steps(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
-    n, every_2, every_4, momentum = len(ranks), oracle.periodic(2), oracle.periodic(4), oracle.MOMENTUM
-    expected = {
-        "easgd": oracle.easgd(n, every_2, lambda _: 0.25, momentum),
-        "easgd_default": oracle.easgd(n, every_2, lambda _: 0.9 / 2 / n, momentum),
-        "easgd_rho": oracle.easgd(n, every_2, lambda _: 0.25, momentum, rho=0.5),
-        "average": oracle.averaging(n, every_2, momentum),
-        "post_local": oracle.averaging(n, {1, 2, 5, 8, 11}, momentum),
-        "agn": oracle.agn(n, every_4, "sum", momentum),
-        "agn_average": oracle.agn(n, every_4, "average", momentum),
-    }
+    expected = oracle.parallel_results(len(ranks))
     found = column(ranks, "quadratics")
     assert len(found[0]) == 2 * len(expected) + 4
     for case in found[0]:

@@ -62,16 +62,7 @@ def test_numbers_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
-    n, every_2, every_4, momentum = len(ranks), oracle.periodic(2), oracle.periodic(4), oracle.MOMENTUM
-    expected = {
-        "easgd": oracle.easgd(n, every_2, lambda _: 0.25, momentum),
-        "easgd_default": oracle.easgd(n, every_2, lambda _: 0.9 / 2 / n, momentum),
-        "easgd_rho": oracle.easgd(n, every_2, lambda _: 0.25, momentum, rho=0.5),
-        "average": oracle.averaging(n, every_2, momentum),
-        "post_local": oracle.averaging(n, {1, 2, 5, 8, 11}, momentum),
-        "agn": oracle.agn(n, every_4, "sum", momentum),
-        "agn_average": oracle.agn(n, every_4, "average", momentum),
-    }
+    expected = oracle.parallel_results(len(ranks))
     assert expected.keys() == ranks[0]["quadratics"].keys()
     for name, (replicas, center) in expected.items():
         for rank, (x, c) in enumerate(column(ranks, "quadratics", name)):

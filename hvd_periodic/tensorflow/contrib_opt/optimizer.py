@@ -324,7 +324,22 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             return tf.group(tf.cond(due, exchange, lambda: tf.constant(False)))
 
 
-class ElasticAverageOptimizer(_GraphOptimizer):
+class _InitializedByTask(_GraphOptimizer):
+    """The optimizers whose initialization is asked for by task."""
+
+    def get_init_op(self, task_index: int) -> tf.Operation:
+        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+
+        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        """
+        return self._initialize()
+
+    def make_session_run_hook(self, is_chief: bool, task_index: int) -> InitializationHook:
+        """Return the hook that runs :meth:`get_init_op` when the session is created."""
+        return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
+
+
+class ElasticAverageOptimizer(_InitializedByTask):
     """Elastic averaging of the local replicas; see :class:`hvd_periodic.EASGD` for the equations.
 
     Every rank takes ``communication_period`` local steps; then all exchange once, synchronously.
@@ -417,17 +432,6 @@ class ElasticAverageOptimizer(_GraphOptimizer):
             return pairs
         return [(self._elastic(g, variable), variable) for g, variable in pairs]
 
-    def get_init_op(self, task_index: int) -> tf.Operation:
-        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
-
-        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
-        """
-        return self._initialize()
-
-    def make_session_run_hook(self, is_chief: bool, task_index: int) -> InitializationHook:
-        """Return the hook that runs :meth:`get_init_op` when the session is created."""
-        return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
-
     def _before_exchange(self, references: Sequence[Any]) -> None:
         if not self._algorithm.uses_gradients:  # Otherwise it is part of the algorithm's state.
             for reference in references:
@@ -508,7 +512,7 @@ class ModelAverageOptimizer(_GraphOptimizer):
             )
 
 
-class AGNOptimizer(_GraphOptimizer):
+class AGNOptimizer(_InitializedByTask):
     """Accumulated gradient normalization; see :class:`hvd_periodic.AGN` for the equations.
 
     A copy of the local optimizer, with slots of its own, moves the center.
@@ -552,17 +556,6 @@ class AGNOptimizer(_GraphOptimizer):
             use_locking,
             name,
         )
-
-    def get_init_op(self, task_index: int) -> tf.Operation:
-        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
-
-        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
-        """
-        return self._initialize()
-
-    def make_session_run_hook(self, is_chief: bool, task_index: int) -> InitializationHook:
-        """Return the hook that runs :meth:`get_init_op` when the session is created."""
-        return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         return tf.zeros_like(center)
