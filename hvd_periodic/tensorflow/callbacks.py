@@ -62,7 +62,8 @@ class EvaluateCenter(keras.callbacks.Callback):
     """Evaluate the center at the end of every epoch; metrics appear in ``logs`` as ``val_center_loss`` and so on.
 
     Nothing is communicated: the center is the same on all ranks, so that one rank may evaluate for all. With metrics
-    that drive decisions, such as those of ``EarlyStopping``, let all ranks evaluate the same data.
+    that drive decisions, let all ranks evaluate the same data, so that they decide alike; Keras wants to be told which
+    way is better: ``EarlyStopping("val_center_loss", mode="min")``.
 
     Args:
         validation_data: ``(inputs, targets)``, ``(inputs, targets, sample_weights)``, or what else ``model.evaluate``

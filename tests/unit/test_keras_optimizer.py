@@ -182,6 +182,26 @@ def test_keras_must_not_wrap_it_in_a_loss_scale() -> None:
         model.compile(wrap("easgd", keras.optimizers.SGD(0.1), model), loss="mse")
 
 
+def test_mixed_precision_with_the_loss_scale_inside() -> None:
+    """The scale starts so high that the first steps overflow: they count, and training goes on."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = network()
+    finally:
+        keras.config.set_dtype_policy(before)
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**20)
+    optimizer = wrap("agn", inner, model, 3)
+    model.compile(optimizer, loss="mse", auto_scale_loss=False, jit_compile=False)
+    data = np.random.default_rng(0).standard_normal((32, 3)).astype("float32")
+    history = model.fit(data, data[:, :1], batch_size=4, epochs=4, verbose=0, shuffle=False).history["loss"]
+    counters = optimizer.synchronizer.counters
+    assert (counters.local_steps, counters.rounds) == (32, 10)
+    assert 0 < counters.skipped_updates < 16
+    assert history[-1] < history[0]
+    assert all(v.dtype == "float32" and np.isfinite(v.numpy()).all() for v in model.trainable_variables)
+
+
 def test_xla_is_refused() -> None:
     model = network()
     model.compile(wrap("average", keras.optimizers.SGD(0.1), model), loss="mse", jit_compile=True)
