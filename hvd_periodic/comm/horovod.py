@@ -42,7 +42,9 @@ class HorovodCommunicator(Communicator):
                 "`process_set` must be a registered Horovod process set: pass it to hvd.init(process_sets=[...]) or "
                 f"to hvd.add_process_set() first. Received: {process_set}"
             )
-        if not process_set.included():
+        # Horovod may not have filled in the ranks of its global set when hvd.init() returns; they are known anyhow.
+        self._ranks = list(range(self._hvd.size()) if process_set.process_set_id == 0 else process_set.ranks)
+        if self._hvd.rank() not in self._ranks:
             raise ValueError(
                 f"`process_set` must contain this rank ({self._hvd.rank()}): construct the optimizer only on the ranks "
                 f"of the set. Received: {process_set}"
@@ -50,8 +52,8 @@ class HorovodCommunicator(Communicator):
         self._framework = framework
         self._tensor = tensor
         self.process_set = process_set
-        self.rank = process_set.rank()
-        self.size = process_set.size()
+        self.rank = self._ranks.index(self._hvd.rank())
+        self.size = len(self._ranks)
 
     def unique_name(self) -> str:
         """Return a prefix that no other optimizer of this process uses on this process set."""
@@ -67,9 +69,7 @@ class HorovodCommunicator(Communicator):
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast in place; Horovod names the root by its global rank."""
-        return self._hvd.broadcast_(
-            buffer, root_rank=self.process_set.ranks[root], name=name, process_set=self.process_set
-        )
+        return self._hvd.broadcast_(buffer, root_rank=self._ranks[root], name=name, process_set=self.process_set)
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""
@@ -80,10 +80,11 @@ class HorovodCommunicator(Communicator):
 
     def rank_of(self, global_rank: int) -> int:
         """Return the rank within the process set of a global Horovod rank."""
-        ranks = list(self.process_set.ranks)
-        if require_int(global_rank, "`root_rank`", minimum=0) not in ranks:
-            raise ValueError(f"`root_rank` must be one of the ranks {ranks} of the set. Received: {global_rank!r}")
-        return ranks.index(global_rank)
+        if require_int(global_rank, "`root_rank`", minimum=0) not in self._ranks:
+            raise ValueError(
+                f"`root_rank` must be one of the ranks {self._ranks} of the set. Received: {global_rank!r}"
+            )
+        return self._ranks.index(global_rank)
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         gathered = self._hvd.allgather(self._tensor(array), name=name, process_set=self.process_set)

@@ -56,7 +56,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         """Broadcast; Horovod names the root by its global rank."""
         return self._hvd.broadcast(
             buffer,
-            root_rank=self.process_set.ranks[root],
+            root_rank=self._ranks[root],
             name=name,
             process_set=self.process_set,
             ignore_name_scope=True,
