@@ -78,7 +78,9 @@ class CenterOptimizer:
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""
-        config = self.optimizer.get_config()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a learning rate that cannot be saved
+            config = self.optimizer.get_config()
         rate = (self._followed or self.optimizer).learning_rate
         config["learning_rate"] = float(keras.ops.convert_to_numpy(rate))
         return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from hvd_periodic.tensorflow.model import check_policy, named_variables, native
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.saved import SavedVariables
 from hvd_periodic.tensorflow.space import scaled
+from hvd_periodic.tensorflow.store import accumulation_dtype
 from hvd_periodic.tensorflow.synchronizer import check_placement
 
 _PACKAGE = "hvd_periodic"
@@ -242,6 +244,8 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         if not self.built and trainable_variables is None:
             raise ValueError("The optimizer is not built: call optimizer.build(model.trainable_variables) first")
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if len(gradients) != len(variables):
+            raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         _refuse_xla()
         if not self._started:
             self._start_late(variables)
@@ -321,7 +325,13 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             store[name] = value
 
     def load_own_variables(self, store: Any) -> None:
-        """Take over what :meth:`save_own_variables` wrote, now or when the variables are there."""
+        """Take over what :meth:`save_own_variables` wrote, now or when the variables are there.
+
+        As in Keras, there is a warning, and nothing else, where another optimizer wrote it.
+        """
+        if store.keys() and "local_steps" not in store.keys():  # noqa: SIM118
+            warnings.warn(f"Skipping what was saved by another optimizer than {type(self).__name__}", stacklevel=2)
+            return
         self._saved.load({name: store[name] for name in store.keys()})  # noqa: SIM118
 
     def _common_config(self) -> dict[str, Any]:
@@ -394,16 +404,25 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             return gradients, updated
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         position = [self._get_variable_index(variables[i]) for i in present]
+        prepared: list[Any] = []
+
+        def unscaled(gradient: Any) -> Any:
+            """Return a gradient without its scale, in a dtype in which it does not vanish."""
+            return scaled(1.0 / scale, tf.cast(gradient, accumulation_dtype(gradient.dtype)))
 
         def show() -> list[Any]:
             shown: list[Any] = [None] * len(self._trainable_variables)
             for i, index in zip(present, position, strict=True):
-                shown[index] = gradients[i] if scale is None else scaled(1.0 / scale, gradients[i])
+                shown[index] = gradients[i] if scale is None else unscaled(gradients[i])
             shown = self.synchronizer.prepare_gradients(shown)
-            return [shown[index] if scale is None else scaled(scale, shown[index]) for index in position]
+            prepared[:] = [shown[index] if scale is None else scaled(scale, shown[index]) for index in position]
+            return prepared
 
-        prepared = show() if updated is True else tf.cond(updated, show, lambda: [gradients[i] for i in present])
-        for i, gradient in zip(present, prepared, strict=True):
+        def skip() -> list[Any]:
+            """Return gradients that are not finite in the form that ``show``, traced before, gives to finite ones."""
+            return [_in_form_of(form, gradients[i]) for i, form in zip(present, prepared, strict=True)]
+
+        for i, gradient in zip(present, show() if updated is True else tf.cond(updated, show, skip), strict=True):
             gradients[i] = gradient
         return gradients, updated
 
@@ -602,6 +621,13 @@ def _check_optimizer(optimizer: object) -> None:
             "`optimizer` must be a plain optimizer. Received: an hvd.DistributedOptimizer, which averages gradients at "
             "every step"
         )
+
+
+def _in_form_of(form: Any, gradient: Any) -> Any:
+    """Return a gradient in the dtype of another, and dense if that is."""
+    if not isinstance(form, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+    return tf.cast(gradient, form.dtype)
 
 
 def _refuse_xla() -> None:

@@ -38,8 +38,9 @@ class VariableStore(Store[Any]):
         """Assign what a bucket completes."""
         for piece in bucket.pieces:
             spec = self.layout.specs[piece.tensor]
-            pieces = self._pieces.setdefault(piece.tensor, [])
-            pieces.append(value[piece.offset : piece.offset + piece.stop - piece.start])
+            if piece.start == 0:  # also where an exchange failed halfway
+                self._pieces[piece.tensor] = []
+            self._pieces[piece.tensor].append(value[piece.offset : piece.offset + piece.stop - piece.start])
             if piece.stop == spec.size:
                 whole = tf.reshape(tf.concat(self._pieces.pop(piece.tensor), axis=0), spec.shape)
                 self._assign(piece.tensor, whole)
@@ -66,4 +67,6 @@ def accumulation_dtype(dtype: tf.DType) -> tf.DType:
     """Return the dtype of center and accumulators: a 16-bit center does not move under a small rate."""
     if dtype in (tf.float16, tf.bfloat16):
         return tf.float32
-    return tf.int32 if dtype.is_integer and dtype.size < 4 else tf.int64 if dtype.is_bool else dtype
+    if dtype.is_bool or dtype in (tf.uint32, tf.uint64):  # Horovod knows no such integers
+        return tf.int64
+    return tf.int32 if dtype.is_integer and dtype.size < 4 else dtype
