@@ -259,6 +259,8 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("broadcast")
         replica, root, call = self.replica, self.root, 0
+        if self.local_steps == 0:  # The parameters may have been loaded since construction.
+            self._reset()
         stores = [store for part in self.parts for store in (part.values, *part.state.values())]
         if replica.constants is not None:
             stores.append(replica.constants)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -56,6 +56,11 @@ class CenterOptimizer:
         """Whether this is a copy of the local optimizer."""
         return self._followed is not None
 
+    @property
+    def _scheduled(self) -> bool:
+        """Whether the local optimizer's rate is a function of its iterations, which may differ between ranks."""
+        return self._followed is not None and not isinstance(self._followed.learning_rate, keras.Variable)
+
     def bind(
         self,
         parameters: Sequence[tf.Variable],
@@ -70,10 +75,17 @@ class CenterOptimizer:
             self.optimizer.exclude_from_weight_decay(var_list=spared)
         self.optimizer.build(self._centers)
 
-    def step(self) -> None:
-        """Move the centers by their gradients."""
+    def step(self, maximum: Callable[[Any], Any]) -> None:
+        """Move the centers by their gradients.
+
+        Args:
+            maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped
+                updates or have fewer steps are behind in it, and all take the largest.
+        """
         if self._followed is not None:
-            self.optimizer.learning_rate = self._followed.learning_rate
+            # A tensor: a variable that is assigned would become one of the optimizer's own.
+            rate = tf.convert_to_tensor(self._followed.learning_rate)
+            self.optimizer.learning_rate = maximum(rate) if self._scheduled else rate
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def settings(self) -> dict[str, object]:
@@ -82,7 +94,7 @@ class CenterOptimizer:
             warnings.simplefilter("ignore")  # about a learning rate that cannot be saved
             config = self.optimizer.get_config()
         rate = (self._followed or self.optimizer).learning_rate
-        config["learning_rate"] = float(keras.ops.convert_to_numpy(rate))
+        config["learning_rate"] = "scheduled" if self._scheduled else float(keras.ops.convert_to_numpy(rate))
         return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}
 
     def state(self) -> list[Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
@@ -36,6 +38,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         super().__init__(*arguments)
+        self.replica.maximum = self._maximum
+        with tf.init_scope():
+            self._center_held = tf.Variable(False, trainable=False) if tf.executing_eagerly() else None
         self._compiled_distance = tf.function(self._distance, autograph=False)
 
     def start(self) -> None:
@@ -78,6 +83,28 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     def rounds(self) -> int:
         """Exchanges so far; outside of graphs."""
         return int(self._counter_variables["rounds"].numpy())
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Hold the center variables inside the block; also steps that were compiled before are refused there.
+
+        Raises:
+            RuntimeError: blocks are nested.
+        """
+        with super().center():
+            self._hold_center(True)
+            try:
+                yield
+            finally:
+                self._hold_center(False)
+
+    def _hold_center(self, held: bool) -> None:
+        if self._center_held is not None:
+            self._center_held.assign(held)
+
+    def _maximum(self, value: Any) -> Any:
+        """Return the largest value of all ranks, of a scalar."""
+        return self.communicator.allreduce(tf.reshape(value, [1]), f"{self.name}.maximum", op="max")()[0]
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
@@ -130,7 +157,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
         Raises:
             RuntimeError: as the synchronizer of the core; in a graph, a ``tf.errors.OpError`` that cites it.
+            ValueError: XLA compilation.
         """
+        refuse_xla()
         self.begin_step(updated is not False)
         due = self.count(updated)
         if not tf.executing_eagerly():
@@ -141,7 +170,12 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     def count(self, updated: Any = True) -> Any:
         """Count one iteration; return whether an exchange is due then, as a boolean scalar."""
-        self._count(local_steps=1, skipped_updates=tf.logical_not(updated))
+        checks = []
+        if self._center_held is not None and not tf.executing_eagerly():
+            message = "step() inside the center() block: the model holds the center there. Leave the block first"
+            checks.append(tf.debugging.Assert(tf.logical_not(self._center_held), [message]))
+        with tf.control_dependencies(checks):
+            self._count(local_steps=1, skipped_updates=tf.logical_not(updated))
         return self._counter_variables["local_steps"] >= self._counter_variables["next_exchange"]
 
     def _run_exchange(self, leaving: bool) -> Any:
@@ -191,6 +225,15 @@ def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.T
         result = tf.py_function(call, inputs, tf.int64)
     result.set_shape([None])
     return result
+
+
+def refuse_xla() -> None:
+    """Raise where XLA compiles: it knows no Horovod collectives."""
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "
+            "model.compile(), or to the tf.function that applies the gradients"
+        )
 
 
 def _operations_so_far() -> list[tf.Operation]:

@@ -49,11 +49,22 @@ def named_variables(
             weights are broadcast at the start. Seeds and metrics stay local.
         buffers: ``"average"``: real statistics become their mean over ranks at every exchange, integer ones their
             maximum; ``"local"``: they are broadcast at the start. Default: average, where a model is given.
+
+    Raises:
+        TypeError: a parameter that is no variable.
+        ValueError: a parameter given twice.
     """
     trained = list(parameters)
     names: set[str] = set()
     roles: dict[str, list[tuple[str, tf.Variable]]] = {"averaged": [], "counted": [], "constants": []}
+    for variable in trained:
+        if not isinstance(variable, (keras.Variable, tf.Variable)):
+            raise TypeError(f"What is exchanged must be variables. Received: {type(variable).__name__}")
     held = {id(native(variable)) for variable in trained}
+    if len(held) < len(trained):
+        raise ValueError(
+            f"A variable must be given once. Received: {len(trained)} variables, {len(held)} of them different"
+        )
     statistics = set() if model is None or buffers == "local" else _statistics(model)
     for weight in [] if model is None else model.weights:
         variable = native(weight)

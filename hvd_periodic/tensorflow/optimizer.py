@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.comm.base import Communicator
@@ -20,7 +19,7 @@ from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.config import decode, encode
-from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.model import check_policy, named_variables, native
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.saved import SavedVariables
@@ -106,7 +105,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._model: weakref.ref[keras.Model] | None = None
         self._saved = SavedVariables()
         self._synchronizer: VariableSynchronizer | None = None
-        self._started = False
+        self._started = self._stepping = False
         self.inner_optimizer = optimizer
         if self._center is not None:
             self._track_trackable(self._center.optimizer, "center_optimizer")
@@ -246,8 +245,8 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         if len(gradients) != len(variables):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
-        _refuse_xla()
-        if not self._started:
+        refuse_xla()
+        if not self._stepping:
             self._start_late(variables)
         self.synchronizer.refuse_inside_center("step")
         self._check_variables_are_known(variables)
@@ -348,21 +347,30 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         } | ({} if moved is None else {"center_optimizer": keras.saving.serialize_keras_object(moved)})
 
     def _start_late(self, variables: list[Any]) -> None:
-        """Start at the first step, of which the gradients are there already if it is an eager one."""
-        unbuilt = tf.executing_eagerly() and not self.built
+        """Start at the first step, and take over what was loaded into the variables since the optimizer was built.
+
+        In an eager step the gradients are there already, and have to be those of the root's values.
+        """
+        eager = tf.executing_eagerly()
         with tf.init_scope():
             if not tf.executing_eagerly():
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
-            before = [native(variable).numpy() for variable in variables] if unbuilt else []
+            before = [native(variable).numpy() for variable in variables] if eager else []
             self.build(variables)
             self.start()
-            moved = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
+            synchronizer = self.synchronizer
+            position = (synchronizer.local_steps, synchronizer.distance() > 0)
+            positions = self._communicator.allgather_object(position, f"{self._prefix}.first")
+            if any(moved for _, moved in positions) and all(steps == 0 for steps, _ in positions):
+                synchronizer.broadcast()
+            changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
             failure = ValueError(
                 "The variables of the ranks differed at the first step, and its gradients were taken before all got "
-                "the root's values: call optimizer.build(model.trainable_variables) on all ranks before training"
+                "the root's values: call optimizer.build(model.trainable_variables) on all ranks before training, "
+                "after weights are loaded"
             )
-            if unbuilt:
-                raise_on_all(self._communicator, self._prefix, failure if moved else None)
+            raise_on_all(self._communicator, self._prefix, failure if changed else None)
+        self._stepping = True
 
     def _refuse_other_ranks(self) -> None:
         if self._saved_process_set is not None and self._process_set is None:
@@ -628,12 +636,3 @@ def _in_form_of(form: Any, gradient: Any) -> Any:
     if not isinstance(form, tf.IndexedSlices):
         gradient = tf.convert_to_tensor(gradient)
     return tf.cast(gradient, form.dtype)
-
-
-def _refuse_xla() -> None:
-    """Raise where XLA compiles: it knows no Horovod collectives."""
-    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError(
-            "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "
-            "model.compile(), or to the tf.function that applies the gradients"
-        )

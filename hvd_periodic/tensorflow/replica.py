@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class VariableReplica:
         bucket_bytes: upper bound of what one collective carries.
 
     Attributes:
+        maximum: the largest value of all ranks, of a scalar; set by the synchronizer.
         gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
 
     Raises:
@@ -76,6 +77,7 @@ class VariableReplica:
             )
         self.named = named
         self.bucket_bytes = bucket_bytes
+        self.maximum: Callable[[Any], Any] = lambda value: value
         self.gradients: list[Any] = [None] * len(named.parameters)
         self.space: VectorSpace[Any] = TensorSpace()
         self._new_variable = new_variable
@@ -139,7 +141,7 @@ class VariableReplica:
     def step_center(self) -> None:
         """Let the center optimizer step."""
         if self._center_optimizer is not None:
-            self._center_optimizer.step()
+            self._center_optimizer.step(self.maximum)
 
     def center_settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the center optimizer."""

@@ -38,6 +38,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "agn_average": lambda o, m=None, **k: hvdp.AGNOptimizer(o, m, 4, op="average", **k),
 }
 
+MOMENTUM = 0.5
+"""A number of float32, unlike that of the oracle: Keras rounds the momentum."""
+
 LOOPS: dict[str, Callable[[Callable[[], Any]], Callable[[], Any]]] = {
     "eager": lambda step: step,
     "function": lambda step: tf.function(step),
@@ -118,7 +121,7 @@ def quadratic_step(optimizer: Any, w: Any, curvature: Any, zero: Any) -> Callabl
 def synchronizer_step(synchronizer: Any, w: Any, velocity: Any, curvature: Any, zero: Any) -> Callable[[], Any]:
     def step() -> None:
         (gradient,) = synchronizer.prepare_gradients([curvature * tf.convert_to_tensor(w) + zero])
-        velocity.assign(oracle.MOMENTUM * velocity + gradient)
+        velocity.assign(MOMENTUM * velocity + gradient)
         w.assign_sub(oracle.RATE * velocity)
         synchronizer.step()
 
@@ -136,7 +139,7 @@ def quadratics() -> Any:
     for name, wrap in OPTIMIZERS.items():
         for loop, compiled in LOOPS.items():
             w = keras.Variable(oracle.START, dtype="float64", name="w")
-            optimizer = wrap(keras.optimizers.SGD(lambda: rate, momentum=oracle.MOMENTUM))
+            optimizer = wrap(keras.optimizers.SGD(lambda: rate, momentum=MOMENTUM))
             optimizer.build([w])
             taken = compiled(quadratic_step(optimizer, w, curvature, zero))
             for _ in range(oracle.STEPS):
@@ -457,6 +460,77 @@ def different_steps() -> Any:
             step()
         results[loop] = attempt(sync, tf.errors.OpError)
     return results
+
+
+@scenario
+def different_loops() -> Any:
+    """Only the last rank compiles its steps: x and c."""
+    w = scalar(0.0)
+    optimizer = OPTIMIZERS["easgd"](keras.optimizers.SGD(1.0))
+    optimizer.build([w])
+    step = constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank())
+    taken = tf.function(step) if hvd.rank() == hvd.size() - 1 else step
+    trajectory = []
+    for _ in range(6):
+        taken()
+        trajectory.append((float(w.numpy()[0]), read_center(optimizer, w)[0]))
+    return trajectory
+
+
+class Breakable:
+    """A schedule that fails when told to."""
+
+    broken = False
+
+    def __call__(self, step: int) -> int:
+        if self.broken:
+            raise KeyError("no such step")
+        return 2
+
+    def __repr__(self) -> str:
+        return "Breakable()"
+
+
+@scenario
+def failures_on_the_last_rank() -> Any:
+    """A schedule that fails, and another learning rate of the center: at the second step."""
+    results = {}
+    last = hvd.rank() == hvd.size() - 1
+    for loop, compiled in LOOPS.items():
+        for failure in ("schedule", "rate"):
+            w, schedule = scalar(0.0), Breakable()
+            optimizer = hvdp.AGNOptimizer(keras.optimizers.SGD(0.5), None, schedule)
+            optimizer.build([w])
+            step = compiled(constant_step(optimizer, w, -1.0))
+            step()
+            schedule.broken = last and failure == "schedule"
+            optimizer.learning_rate = 0.25 if last and failure == "rate" else 0.5
+            results[f"{failure} {loop}"] = attempt(step, tf.errors.OpError)
+    return results
+
+
+class Count(keras.layers.Layer):
+    """Statistics of types that Horovod does not know, or that have no mean."""
+
+    TYPES = ("bool", "int8", "uint32", "uint64", "int64")
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=())
+        self.counts = [self.add_weight(shape=(2,), dtype=d, trainable=False, initializer="zeros") for d in self.TYPES]
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.scale
+
+
+@scenario
+def statistics_of_integers() -> Any:
+    """By type, after an exchange of [rank, 0]."""
+    model = keras.Sequential([keras.Input((1,)), Count()])
+    optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), model, 1)
+    for count in model.layers[0].counts:
+        count.assign(tf.cast([hvd.rank(), 0], count.dtype))
+    tf.function(lambda: optimizer.apply([tf.zeros([])], model.trainable_variables))()
+    return {count.dtype: [int(value) for value in count.numpy()] for count in model.layers[0].counts}
 
 
 @scenario

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -81,7 +81,7 @@ class CenterOptimizer:
         """Take the centers, and what will hold their gradients."""
         self._centers, self._gradients = list(centers), list(gradients)
 
-    def step(self) -> None:
+    def step(self, maximum: Callable[[Any], Any]) -> None:
         """Move the centers by their gradients."""
         gradients = [tf.convert_to_tensor(gradient) for gradient in self._gradients]
         self.optimizer.apply_gradients(list(zip(gradients, self._centers, strict=True)))
