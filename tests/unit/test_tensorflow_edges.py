@@ -153,18 +153,11 @@ def halving() -> Any:
     return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5))
 
 
-RATE_DIFFERS = pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="iterations, and with them the scheduled rate of the center, differ by rank"
-)
-
-
-@RATE_DIFFERS
 def test_a_scheduled_rate_of_the_center_after_uneven_data() -> None:
     found = on_two_ranks(lambda ranks: agn(halving(), period=2, process_set=ranks), lambda rank: 3 + 2 * rank)
     assert found[0] == found[1]
 
 
-@RATE_DIFFERS
 def test_a_scheduled_rate_of_the_center_after_an_overflow_on_one_rank() -> None:
     def make(ranks: Any) -> Any:
         return agn(
@@ -291,7 +284,6 @@ def test_xla_is_refused_in_a_loop_of_ones_own(kind: str) -> None:
 # The center in the model
 
 
-@pytest.mark.xfail(strict=True, reason="a step that is traced already does not see the center() block")
 @pytest.mark.parametrize("kind", ["optimizer", "synchronizer", "fit"])
 def test_a_compiled_step_inside_the_center_block_is_an_error(kind: str) -> None:
     w = parameter([0.0])
@@ -315,7 +307,6 @@ def test_a_compiled_step_inside_the_center_block_is_an_error(kind: str) -> None:
         step()
 
 
-@pytest.mark.xfail(strict=True, reason="the center keeps the values that the model had when the optimizer was built")
 @pytest.mark.parametrize("make", [agn, easgd])
 def test_weights_that_are_set_after_the_optimizer_was_built_are_not_lost(make: Any) -> None:
     """An error at the first step, or training that goes on from the new weights, on a gradient of zero."""
