@@ -47,7 +47,9 @@ def test_fit_takes_the_same_steps(ranks: list[dict[str, Any]]) -> None:
             assert found[f"{name} 4"] == [found[f"{name} 1"][3], found[f"{name} 1"][7]]
 
 
-def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
+def test_agreement_with_the_oracle(ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of float64: to 1e-12, but for AGN, whose center has a learning rate in float32, as Keras has it."""
+    monkeypatch.setattr(oracle, "MOMENTUM", 0.5)  # as in the scenario: Keras rounds 0.6 to float32
     expected = oracle.parallel_results(len(ranks))
     found = column(ranks, "quadratics")
     assert len(found[0]) == 2 * len(expected) + 4
@@ -55,8 +57,9 @@ def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
         replicas, center = expected[case.partition(" ")[0]]
         for rank, report in enumerate(found):
             x, c = report[case]
-            assert x == pytest.approx(replicas[rank], rel=1e-6, abs=1e-6), f"replica {rank} of {case}"
-            assert c == pytest.approx(center, rel=1e-6, abs=1e-6), f"center of {case} on rank {rank}"
+            tolerance = 1e-6 if case.startswith("agn") else 1e-12
+            assert x == pytest.approx(replicas[rank], rel=tolerance, abs=tolerance), f"replica {rank} of {case}"
+            assert c == pytest.approx(center, rel=tolerance, abs=tolerance), f"center of {case} on rank {rank}"
 
 
 def test_centers_and_statistics_are_identical_to_the_bit(ranks: list[dict[str, Any]]) -> None:
@@ -154,6 +157,26 @@ def test_exchange_at_different_steps_is_an_error_on_every_rank(ranks: list[dict[
                 assert errors[loop] == ""
             else:
                 assert f"from 3 to {2 + len(ranks)}" in errors[loop]
+
+
+def test_one_rank_compiles_and_others_do_not(ranks: list[dict[str, Any]]) -> None:
+    assert column(ranks, "different_loops") == [report["constant_gradients"]["easgd eager"][:6] for report in ranks]
+
+
+def test_failures_on_one_rank_are_errors_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    found = column(ranks, "failures_on_the_last_rank")
+    for loop in ("eager", "function"):
+        for rank, error in enumerate(column(found, f"schedule {loop}")):
+            assert "The schedule failed: KeyError: 'no such step'" in error
+            assert (f"Rank {last} failed (1 of {last + 1} ranks did)" in error) == (rank != last)
+
+
+def test_statistics_of_integers_become_the_largest(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    expected = {"bool": min(last, 1), "int8": last, "uint32": last, "uint64": last, "int64": last}
+    for report in column(ranks, "statistics_of_integers"):
+        assert report == {dtype: [value, 0] for dtype, value in expected.items()}
 
 
 def test_process_set(ranks: list[dict[str, Any]]) -> None:
