@@ -80,12 +80,15 @@ class CenterOptimizer:
 
         Args:
             maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped
-                updates or have fewer steps are behind in it, and all take the largest.
+                updates or have fewer steps are behind in it, and all take the rate of those that are not.
         """
         if self._followed is not None:
             # A tensor: a variable that is assigned would become one of the optimizer's own.
             rate = tf.convert_to_tensor(self._followed.learning_rate)
-            self.optimizer.learning_rate = maximum(rate) if self._scheduled else rate
+            if self._scheduled:
+                iterations = tf.convert_to_tensor(self._followed.iterations)
+                rate = maximum(tf.where(iterations == maximum(iterations), rate, 0.0))
+            self.optimizer.learning_rate = rate
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def settings(self) -> dict[str, object]:

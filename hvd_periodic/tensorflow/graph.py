@@ -30,9 +30,14 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     Args:
         new_variable: makes the variables of the counters.
         arguments: those of :class:`hvd_periodic.Synchronizer`.
+
+    Attributes:
+        opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
+            others.
     """
 
     replica: Any
+    opening: Callable[[], None] | None = None
 
     def __init__(self, new_variable: NewVariable, *arguments: Any) -> None:
         self._new_variable = new_variable
@@ -84,6 +89,20 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """Exchanges so far; outside of graphs."""
         return int(self._counter_variables["rounds"].numpy())
 
+    def sync(self) -> None:
+        """Exchange now, on all ranks, whatever the schedule says; as in the core."""
+        self._open()
+        super().sync()
+
+    def finalize(self) -> None:
+        """Leave training: exchange what is left, so that all ranks end with the same center; as in the core."""
+        self._open()
+        super().finalize()
+
+    def _open(self) -> None:
+        if self.opening is not None:
+            self.opening()
+
     @contextmanager
     def center(self) -> Iterator[None]:
         """Hold the center variables inside the block; also steps that were compiled before are refused there.
@@ -104,7 +123,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     def _maximum(self, value: Any) -> Any:
         """Return the largest value of all ranks, of a scalar."""
-        return self.communicator.allreduce(tf.reshape(value, [1]), f"{self.name}.maximum", op="max")()[0]
+        name = f"{self.name}.maximum.{value.dtype.name}"
+        return self.communicator.allreduce(tf.reshape(value, [1]), name, op="max")()[0]
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""

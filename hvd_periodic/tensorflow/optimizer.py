@@ -105,7 +105,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._model: weakref.ref[keras.Model] | None = None
         self._saved = SavedVariables()
         self._synchronizer: VariableSynchronizer | None = None
-        self._started = self._stepping = False
+        self._started = self._opened = False
         self.inner_optimizer = optimizer
         if self._center is not None:
             self._track_trackable(self._center.optimizer, "center_optimizer")
@@ -246,8 +246,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         if len(gradients) != len(variables):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         refuse_xla()
-        if not self._stepping:
-            self._start_late(variables)
+        self._open(variables)
         self.synchronizer.refuse_inside_center("step")
         self._check_variables_are_known(variables)
         gradients, updated = self._prepare(gradients, variables)
@@ -346,11 +345,17 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             "name": self.name,
         } | ({} if moved is None else {"center_optimizer": keras.saving.serialize_keras_object(moved)})
 
-    def _start_late(self, variables: list[Any]) -> None:
+    def _open(self, variables: Sequence[Any] = ()) -> None:
         """Start at the first step, and take over what was loaded into the variables since the optimizer was built.
 
-        In an eager step the gradients are there already, and have to be those of the root's values.
+        All ranks do this together: where their first call is ``finalize()``, in it. In an eager step the gradients are
+        there already, and have to be those of the root's values.
+
+        Args:
+            variables: of which the step is, if it is one.
         """
+        if self._opened:
+            return
         eager = tf.executing_eagerly()
         with tf.init_scope():
             if not tf.executing_eagerly():
@@ -370,7 +375,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
                 "after weights are loaded"
             )
             raise_on_all(self._communicator, self._prefix, failure if changed else None)
-        self._stepping = True
+        self._opened = True
 
     def _refuse_other_ranks(self) -> None:
         if self._saved_process_set is not None and self._process_set is None:
@@ -389,6 +394,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._synchronizer = VariableSynchronizer(
             self._new_variable, replica, self._algorithm, self._schedule, self._communicator, 0, self._prefix
         )
+        self._synchronizer.opening = self._open
         if self._center is not None:
             for i, variable in enumerate(self._center.optimizer.variables):
                 self._saved.variables[f"center_optimizer.{i}"] = variable

@@ -395,17 +395,21 @@ def overflow_on_one_rank() -> Any:
 
 @scenario
 def uneven_data() -> Any:
-    """Ranks take 5, 8, ... steps, then finalize."""
+    """Ranks take 5, 8, ... steps, then finalize; or 0, 3, ..."""
     results = {}
-    for name in ("easgd", "average", "agn"):
+    for fewest, name in ((5, "easgd"), (5, "average"), (5, "agn"), (0, "average")):
         w = scalar(0.0)
         optimizer = OPTIMIZERS[name](keras.optimizers.SGD(1.0))
         optimizer.build([w])
         step = tf.function(constant_step(optimizer, w, -1.0))
-        for _ in range(5 + 3 * hvd.rank()):
+        for _ in range(fewest + 3 * hvd.rank()):
             step()
         optimizer.synchronizer.finalize()
-        results[name] = (read_center(optimizer, w)[0], optimizer.synchronizer.counters.rounds, float(w.numpy()[0]))
+        results[f"{name} from {fewest}"] = (
+            read_center(optimizer, w)[0],
+            optimizer.synchronizer.counters.rounds,
+            float(w.numpy()[0]),
+        )
     return results
 
 

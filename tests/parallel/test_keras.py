@@ -109,12 +109,17 @@ def test_overflow_on_one_rank(ranks: list[dict[str, Any]]) -> None:
 
 def test_uneven_data(ranks: list[dict[str, Any]]) -> None:
     """Compiled steps of some ranks meet the finalize() of others."""
-    centers = {1: {"average": 5.0, "agn": 2.0}, 2: {"average": 6.5, "agn": 4.0}}.get(len(ranks), {})
-    for name in ("easgd", "average", "agn"):
+    centers = {
+        "average from 5": {1: 5.0, 2: 6.5},
+        "agn from 5": {1: 2.0, 2: 4.0},
+        "average from 0": {1: 0, 2: 1.5, 3: 3},
+    }
+    for name in ("easgd from 5", *centers):
         reports = column(ranks, "uneven_data", name)
         assert len({(center, rounds) for center, rounds, _ in reports}) == 1
-        assert reports[0][0] == pytest.approx(centers.get(name, reports[0][0]))
-    assert all(center == x for center, _, x in column(ranks, "uneven_data", "average"))
+        assert reports[0][0] == pytest.approx(centers.get(name, {}).get(len(ranks), reports[0][0]))
+    for name in ("average from 5", "average from 0"):
+        assert all(center == x for center, _, x in column(ranks, "uneven_data", name))
 
 
 def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:

@@ -154,18 +154,21 @@ def halving() -> Any:
 
 
 def test_a_scheduled_rate_of_the_center_after_uneven_data() -> None:
-    found = on_two_ranks(lambda ranks: agn(halving(), period=2, process_set=ranks), lambda rank: 3 + 2 * rank)
-    assert found[0] == found[1]
+    """Rank 0 is done after 3 steps; its rate of then counts neither while rank 1 goes on nor at the end."""
+    found = on_two_ranks(lambda ranks: agn(halving(), period=2, process_set=ranks), lambda rank: 3 + 6 * rank)
+    rates = [0.5 ** (steps + 1) for steps in (2, 4, 6, 8, 9)]
+    center = float(np.dot(rates, [2, 2, 1, 1, 1]))
+    assert found == [(center, center)] * 2
 
 
 def test_a_scheduled_rate_of_the_center_after_an_overflow_on_one_rank() -> None:
-    """Rank 1 skips its first update, and is one iteration behind at both exchanges; both take its rate, the larger."""
+    """Rank 1 skips its first update, and is one iteration behind at both exchanges; both take rank 0's rate."""
 
     def make(ranks: Any) -> Any:
         inner = keras.optimizers.LossScaleOptimizer(halving(), initial_scale=1.0)
         return agn(inner, period=2, process_set=ranks)
 
-    assert on_two_ranks(make, lambda rank: 4, overflow=0) == [(0.25 * 2 + 0.0625 * 2,) * 2] * 2
+    assert on_two_ranks(make, lambda rank: 4, overflow=0) == [(0.125 * 2 + 0.03125 * 2,) * 2] * 2
 
 
 def test_a_constant_rate_allows_both() -> None:
@@ -174,6 +177,12 @@ def test_a_constant_rate_allows_both() -> None:
         lambda ranks: agn(keras.optimizers.SGD(0.5), period=2, process_set=ranks), lambda rank: 3 + 2 * rank
     )
     assert uneven == [(2.5, 2.5)] * 2, "exchanges after 2, 4 and 5 steps; 0.5 (2 + 2 + 1)"
+
+
+def test_a_rank_without_any_step_finalizes_with_the_others() -> None:
+    """Rank 0 has no data and leaves at once; on Horovod it and the others would wait for each other forever."""
+    found = on_two_ranks(lambda ranks: average(keras.optimizers.SGD(1.0), period=2, process_set=ranks), lambda r: 3 * r)
+    assert found == [(1.5, 1.5)] * 2, "means of 0 and 2, then of 1 and 2"
 
 
 # Gradients
