@@ -11,7 +11,7 @@ span several buckets, and a bucket may hold several tensors: a *piece* is the in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -87,6 +87,8 @@ class Layout:
         arenas: elements per arena, by kind, in order of first appearance.
         offsets: the first element of every tensor in its arena.
         buckets: all buckets, arena by arena, without gap or overlap.
+        sources: per tensor, the tensor of the layout that this one is a restriction of, and its first and
+            past-the-last element there.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -115,26 +117,86 @@ class Layout:
                     f"Tensors of one kind must have one itemsize. Received: {spec.name!r} of kind {spec.kind!r} with "
                     f"{spec.itemsize} bytes after {itemsizes[spec.kind]}"
                 )
-        buckets: list[Bucket] = []
+        cuts: dict[str, list[int]] = {}
         for kind, total in self.arenas.items():
             elements = min(max(1, bucket_bytes // itemsizes[kind]), MAX_BUCKET_ELEMENTS)
-            members = [i for i, spec in enumerate(self.specs) if spec.kind == kind and spec.size]
-            first = 0
-            for start in range(0, total, elements):
-                stop = min(start + elements, total)
-                pieces = []
-                while first < len(members) and self.offsets[members[first]] < stop:
-                    tensor = members[first]
-                    begin, size = self.offsets[tensor], self.specs[tensor].size
-                    low, high = max(begin, start), min(begin + size, stop)
-                    pieces.append(Piece(tensor, low - begin, high - begin, low - start))
-                    if begin + size > stop:
-                        break
-                    first += 1
-                buckets.append(Bucket(len(buckets), kind, start, stop, itemsizes[kind], tuple(pieces)))
-        self.buckets = tuple(buckets)
+            cuts[kind] = [min(elements, total - start) for start in range(0, total, elements)]
+        self.sources = tuple((index, 0, spec.size) for index, spec in enumerate(self.specs))
+        self.buckets = self._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
+
+    def restrict(self, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
+        """Return the layout of elements ``[start, stop) = owned(bucket)`` of every bucket, counted within the bucket.
+
+        It has as many buckets as this one, some of which may be empty. A tensor that is not whole becomes one flat
+        tensor per stretch of it, ``"w[0:5]"``; ``sources`` says where it comes from.
+
+        Example:
+            >>> whole = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)], bucket_bytes=8)
+            >>> half = whole.restrict(lambda bucket: (1, 2))
+            >>> [spec.name for spec in half.specs], half.sources
+            (['w[1:2]', 'b'], ((0, 1, 2), (1, 0, 1)))
+        """
+        stretches: list[tuple[int, int, int]] = []
+        cuts: dict[str, list[int]] = {kind: [] for kind in self.arenas}
+        itemsizes = {spec.kind: spec.itemsize for spec in self.specs}
+        for bucket in self.buckets:
+            first, last = owned(bucket)
+            cuts[bucket.kind].append(last - first)
+            for piece in bucket.pieces:
+                low = max(piece.start, piece.start + first - piece.offset)
+                high = min(piece.stop, piece.start + last - piece.offset)
+                if low < high and stretches and stretches[-1][0] == piece.tensor and stretches[-1][2] == low:
+                    stretches[-1] = (piece.tensor, stretches[-1][1], high)
+                elif low < high:
+                    stretches.append((piece.tensor, low, high))
+        part = Layout([self._stretch(*stretch) for stretch in stretches])
+        part.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
+        part.sources = tuple(stretches)
+        part.buckets = part._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
+        return part
 
     def span(self, tensor: int) -> tuple[str, int, int]:
         """Return the arena of a tensor and the first and past-the-last element of the tensor in it."""
         offset = self.offsets[tensor]
         return self.specs[tensor].kind, offset, offset + self.specs[tensor].size
+
+    def _cut(self, arenas: Iterable[tuple[str, int, Sequence[int]]]) -> tuple[Bucket, ...]:
+        """Return buckets of the given sizes, for each (kind, itemsize, sizes)."""
+        buckets: list[Bucket] = []
+        for kind, itemsize, sizes in arenas:
+            members = [i for i, spec in enumerate(self.specs) if spec.kind == kind and spec.size]
+            first = start = 0
+            for size in sizes:
+                stop = start + size
+                pieces = []
+                while first < len(members) and self.offsets[members[first]] < stop:
+                    tensor = members[first]
+                    begin, length = self.offsets[tensor], self.specs[tensor].size
+                    low, high = max(begin, start), min(begin + length, stop)
+                    pieces.append(Piece(tensor, low - begin, high - begin, low - start))
+                    if begin + length > stop:
+                        break
+                    first += 1
+                buckets.append(Bucket(len(buckets), kind, start, stop, itemsize, tuple(pieces)))
+                start = stop
+        return tuple(buckets)
+
+    def _stretch(self, tensor: int, start: int, stop: int) -> TensorSpec:
+        spec = self.specs[tensor]
+        if stop - start == spec.size:
+            return spec
+        return TensorSpec(f"{spec.name}[{start}:{stop}]", (stop - start,), spec.kind, spec.itemsize)
+
+
+def chunk(size: int, index: int, count: int) -> tuple[int, int]:
+    """Return the first and the past-the-last of ``size`` elements that chunk ``index`` of ``count`` holds.
+
+    Chunks are as equal as can be, the larger ones first: as Horovod's reduce-scatter cuts.
+
+    Example:
+        >>> [chunk(7, index, 3) for index in range(3)]
+        [(0, 3), (3, 5), (5, 7)]
+    """
+    quotient, rest = divmod(size, count)
+    start = index * quotient + min(index, rest)
+    return start, start + quotient + (index < rest)

@@ -119,6 +119,10 @@ class NumpyReplica:
         """Return zeros."""
         return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
 
+    def new_temporary_store(self, layout: Layout) -> Store[Array]:
+        """Return zeros."""
+        return self.new_store(layout, "temporary")
+
     def scratch(self, bucket: Bucket, slot: int) -> None:
         """Numpy allocates as it goes."""
         return
@@ -177,12 +181,12 @@ class NumpyReplica:
 
     def save(self, store: Store[Array]) -> dict[str, Any]:
         """Return copies by name."""
-        return {name: np.copy(array) for name, array in zip(self.names, store.tensors(), strict=True)}
+        return {spec.name: np.copy(array) for spec, array in zip(store.layout.specs, store.tensors(), strict=True)}
 
     def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
         """Copy by name."""
-        for name, array in zip(self.names, store.tensors(), strict=True):
-            array[...] = tensors[name]
+        for spec, array in zip(store.layout.specs, store.tensors(), strict=True):
+            array[...] = tensors[spec.name]
 
 
 class PeriodicOptimizer:
@@ -195,6 +199,7 @@ class PeriodicOptimizer:
         period: local steps between exchanges, or a schedule.
         center_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
             ``optimizer``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
         argument: what the caller calls ``period``, for its error messages.
@@ -212,6 +217,7 @@ class PeriodicOptimizer:
         period: int | Schedule,
         *,
         center_optimizer: ArrayOptimizer | None = None,
+        center: str = "replicated",
         root_rank: int = 0,
         communicator: Communicator | None = None,
         argument: str = "period",
@@ -222,7 +228,8 @@ class PeriodicOptimizer:
         def build() -> Synchronizer[Array]:
             replica = NumpyReplica(named_parameters, optimizer if center_optimizer is None else center_optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            return Synchronizer(replica, made, as_schedule(period, argument), comm, comm.rank_of(root_rank), name)
+            root = comm.rank_of(root_rank)
+            return Synchronizer(replica, made, as_schedule(period, argument), comm, root, name, center)
 
         self.optimizer = optimizer
         self.synchronizer = build_on_all(comm, name, build)
@@ -276,6 +283,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α; default 0.9/(τ n).
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
 
@@ -300,6 +308,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         *,
+        center: str = "replicated",
         root_rank: int = 0,
         communicator: Communicator | None = None,
     ) -> None:
@@ -309,6 +318,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
             lambda: EASGD(moving_rate, beta, rho),
             communication_period,
             argument="communication_period",
+            center=center,
             root_rank=root_rank,
             communicator=communicator,
         )
@@ -321,6 +331,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         named_parameters: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
 
@@ -334,6 +345,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         named_parameters: NamedArrays,
         interval_steps: int | Schedule = 100,
         *,
+        center: str = "replicated",
         root_rank: int = 0,
         communicator: Communicator | None = None,
     ) -> None:
@@ -343,6 +355,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
             Averaging,
             interval_steps,
             argument="interval_steps",
+            center=center,
             root_rank=root_rank,
             communicator=communicator,
         )
@@ -357,6 +370,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
 
@@ -372,6 +386,7 @@ class AGNOptimizer(PeriodicOptimizer):
         center_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
         *,
+        center: str = "replicated",
         root_rank: int = 0,
         communicator: Communicator | None = None,
     ) -> None:
@@ -382,6 +397,7 @@ class AGNOptimizer(PeriodicOptimizer):
             communication_period,
             center_optimizer=center_optimizer,
             argument="communication_period",
+            center=center,
             root_rank=root_rank,
             communicator=communicator,
         )

@@ -38,6 +38,9 @@ class Replica(Protocol, Generic[V]):
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 
+    def new_temporary_store(self, layout: Layout) -> Store[V]:
+        """Return a store of zeros that is not part of what is saved, in the form that :meth:`save` takes."""
+
     def scratch(self, bucket: Bucket, slot: int) -> V | None:
         """Return a reusable buffer for the bucket, one per slot; None if this front end allocates as it goes."""
 
@@ -45,7 +48,10 @@ class Replica(Protocol, Generic[V]):
         """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if gradients were there, else 0."""
 
     def bind_center(self, center: Store[V], gradient: Store[V]) -> None:
-        """Make the center optimizer, for algorithms that have one; ``gradient`` will hold what it is to apply."""
+        """Make the center optimizer, for algorithms that have one; ``gradient`` will hold what it is to apply.
+
+        Both are of this rank's share of the center, which may be empty; ``layout.sources`` says of which parameters.
+        """
 
     def step_center(self) -> None:
         """Apply one step of the center optimizer, in place."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -17,8 +18,10 @@ from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
 from hvd_periodic.part import Part
+from hvd_periodic.placement import Replicated, placement_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
+from hvd_periodic.store import Store
 from hvd_periodic.version import __version__
 
 V = TypeVar("V")
@@ -87,6 +90,12 @@ class Synchronizer(Generic[V]):
         root: the rank, within the communicator, whose values all start from.
         name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
             to draw equally often.
+        center: where the center of the parameters lives: ``"replicated"`` on every rank; ``"root"``, on the root alone;
+            ``"sharded"``, one n-th of it on every rank. The last two make :meth:`center`, :meth:`distance` and
+            :meth:`state_dict` collective: all ranks call them. Statistics are replicated always.
+
+    Raises:
+        ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class Synchronizer(Generic[V]):
         communicator: Communicator,
         root: int = 0,
         name: str | None = None,
+        center: str = "replicated",
     ) -> None:
         algorithm.check(communicator.size)
         self.replica = replica
@@ -109,13 +119,16 @@ class Synchronizer(Generic[V]):
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
-        self.parts = [Part("parameters", replica.parameters, algorithm, replica)]
+        self.placement = placement_of(center)(communicator, root)
+        self._restored: dict[str, Any] | None = None
+        everywhere = Replicated(communicator, root)
+        self.parts = [Part("parameters", replica.parameters, algorithm, replica, self.placement)]
         if replica.buffers is not None:
-            self.parts.append(Part("buffers", replica.buffers, Averaging(), replica))
+            self.parts.append(Part("buffers", replica.buffers, Averaging(), replica, everywhere))
         if replica.integers is not None:
-            self.parts.append(Part("integers", replica.integers, Maximum(), replica))
-        if algorithm.optimizes_center:
-            replica.bind_center(self.parts[0].state["center"], self.parts[0].state["gradient"])
+            self.parts.append(Part("integers", replica.integers, Maximum(), replica, everywhere))
+        if self.parts[0].total is not None:
+            replica.bind_center(self.parts[0].center, self.parts[0].total)
         self._reset()
 
     def _reset(self) -> None:
@@ -233,7 +246,7 @@ class Synchronizer(Generic[V]):
         self.audit()
 
     def audit(self) -> None:
-        """Check on all ranks that they hold the same center, to the bit.
+        """Check on all ranks that they hold the same center, to the bit; each what it holds of it for all.
 
         Raises:
             RuntimeError: they do not; names the ranks.
@@ -242,8 +255,9 @@ class Synchronizer(Generic[V]):
             self.communicator,
             self.name,
             (
-                self.replica.to_bytes(part.state["center"].read(bucket))
+                self.replica.to_bytes(part.center.read(bucket))
                 for part in self.parts
+                if part.placement.everywhere
                 for bucket in part.values.layout.buckets
             ),
         )
@@ -258,29 +272,60 @@ class Synchronizer(Generic[V]):
             RuntimeError: called inside ``center()``.
         """
         self.refuse_inside_center("broadcast")
-        replica, root, call = self.replica, self.root, 0
-        if self.local_steps == 0:  # The parameters may have been loaded since construction.
-            self._reset()
-        stores = [store for part in self.parts for store in (part.values, *part.state.values())]
-        if replica.constants is not None:
-            stores.append(replica.constants)
-        for store in stores:
-            for bucket in store.layout.buckets:
-                value = store.read(bucket, out=replica.scratch(bucket, 0))
-                store.write(bucket, self.communicator.broadcast(value, f"{self.name}.broadcast.{call}", root))
-                call += 1
+        replica, root, calls = self.replica, self.root, itertools.count()
         is_root = self.communicator.rank == root
-        progress = (self.counters, replica.center_optimizer_state()) if is_root else None
-        counters, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
+
+        def send(value: Any) -> Any:
+            return self.communicator.broadcast(value, f"{self.name}.broadcast.{next(calls)}", root)
+
+        def send_store(store: Store[Any]) -> None:
+            for bucket in store.layout.buckets:
+                store.write(bucket, send(store.read(bucket, out=replica.scratch(bucket, 0))))
+
+        restored = None if self._restored is None else self._restored["center_optimizer"]
+        if self.placement.everywhere:
+            restored = replica.center_optimizer_state()
+        progress = (self.counters, self._restored is not None, restored) if is_root else None
+        counters, whole, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
+        for part in self.parts:
+            send_store(part.values)
+        if replica.constants is not None:
+            send_store(replica.constants)
         if not is_root:
             self.counters = counters
-            replica.load_center_optimizer_state(optimizer_state)
+        if counters.local_steps == 0:  # The parameters may have been loaded since construction.
+            self._reset()
+        for part in self.parts if counters.local_steps else []:
+            for store in part.state.values():
+                send_store(store)
+            if part.placement.everywhere:
+                send_store(part.center)
+            elif whole:
+                self._send_restored(part, is_root, send)
+        if not is_root and (self.placement.everywhere or whole):
+            self._load_center_optimizer(optimizer_state)
+        self._restored = None
+
+    def _load_center_optimizer(self, saved: Any) -> None:
+        state = self.placement.select(saved)
+        if state is not None:
+            self.replica.load_center_optimizer_state(state)
+
+    def _send_restored(self, part: Part[V], is_root: bool, send: Callable[[Any], Any]) -> None:
+        """Give all ranks their shares of the center that the root has loaded."""
+        layout = part.values.layout
+        held = self.replica.new_temporary_store(layout) if is_root else part.values
+        if is_root and self._restored is not None:
+            self.replica.load(held, self._restored["vectors"][part.name]["center"])
+        for bucket in layout.buckets:
+            part.keep(bucket, send(held.read(bucket, out=self.replica.scratch(bucket, 0))))
 
     @contextmanager
     def center(self) -> Iterator[None]:
         """Hold the center variables in the model inside the block, the local values again after it, come what may.
 
-        Buffers that are averaged at exchanges take the values of the last one.
+        Buffers that are averaged at exchanges take the values of the last one. Where the center is not on every rank,
+        all ranks have to enter the block.
 
         Raises:
             RuntimeError: blocks are nested.
@@ -291,7 +336,7 @@ class Synchronizer(Generic[V]):
         try:
             for part in self.parts:
                 for bucket in part.values.layout.buckets:
-                    part.values.write(bucket, part.state["center"].read(bucket))
+                    part.values.write(bucket, part.fetch(self.communicator, bucket, self.name))
             yield
         finally:
             for part, vectors in zip(self.parts, held, strict=True):
@@ -305,11 +350,14 @@ class Synchronizer(Generic[V]):
         return self._inside_center
 
     def center_tensors(self) -> list[Any]:
-        """Return the center of the parameters: views, in their order and in the dtype that the center has."""
-        return self.parts[0].state["center"].tensors()
+        """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
+        return self.parts[0].center.tensors()
 
     def distance(self) -> float:
-        """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
+        """Return ‖x − c‖₂, the distance of this rank's parameters to the center.
+
+        Nothing is communicated where the center is on every rank; otherwise all ranks have to ask.
+        """
         return float(self._distance())
 
     def _distance(self) -> Any:
@@ -317,24 +365,27 @@ class Synchronizer(Generic[V]):
         total: Any = 0.0
         for bucket in part.values.layout.buckets:
             x = part.values.read(bucket, out=replica.scratch(bucket, 0))
-            d = replica.space.sub(x, part.state["center"].read(bucket), out=replica.scratch(bucket, 1))
+            center = part.fetch(self.communicator, bucket, self.name)
+            d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
             total += replica.space.dot(d, d)
         return total**0.5
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training needs to continue exactly, except the parameters and the local optimizer.
 
-        It holds copies, in tensors, dicts, lists and numbers only.
+        It holds copies, in tensors, dicts, lists and numbers only; the whole center, wherever that lives. Where it is
+        not on every rank, all ranks have to call this.
         """
+        optimizer_state = self.replica.center_optimizer_state()
+        if self.parts[0].total is not None:
+            optimizer_state = self.placement.gather(self.communicator, optimizer_state, f"{self.name}.state")
         return {
             "version": _STATE_VERSION,
             "algorithm": type(self.algorithm).__name__,
             "schedule": repr(self.schedule),
             "counters": asdict(self.counters),
-            "center_optimizer": self.replica.center_optimizer_state(),
-            "vectors": {
-                part.name: {key: self.replica.save(store) for key, store in part.state.items()} for part in self.parts
-            },
+            "center_optimizer": optimizer_state,
+            "vectors": {part.name: part.save(self.communicator, self.name) for part in self.parts},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,10 +399,10 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("load_state_dict")
         self.check_state_dict(state)
+        self._load_center_optimizer(state["center_optimizer"])
         for part in self.parts:
-            for key, store in part.state.items():
-                self.replica.load(store, state["vectors"][part.name][key])
-        self.replica.load_center_optimizer_state(state["center_optimizer"])
+            part.load(state["vectors"][part.name])
+        self._restored = None if self.placement.everywhere else state
         self.counters = Counters(**state["counters"])
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -381,6 +432,7 @@ class Synchronizer(Generic[V]):
             "schedule": type(self.schedule).__name__ if " at 0x" in description else description,
             "first exchanges": exchanges[1:],
             "root rank": self.root,
+            "place of the center": self.placement.name,
             **self.replica.facts(),
             **self.replica.center_settings(),
         }
@@ -388,6 +440,7 @@ class Synchronizer(Generic[V]):
     def _run_exchange(self, leaving: bool) -> bool:
         """Exchange; return whether some rank is still training."""
         started = time.perf_counter()
+        self._restored = None
         values = self.announce(self.counters, leaving)
         control = self.replica.control(values)
         total = self.communicator.allreduce(control, f"{self.name}.control", op="max")()
@@ -458,7 +511,8 @@ class Synchronizer(Generic[V]):
             next_exchange(self.schedule, counters.local_steps)
         except Exception as error:
             return f"The schedule failed: {type(error).__name__}: {error}"
-        if leaving and counters.local_steps == counters.rounds == 0 and self.distance() > 0:
+        unused = leaving and counters.local_steps == counters.rounds == 0
+        if unused and self.placement.everywhere and self.distance() > 0:
             return "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer"
         return self._failure or self.replica.changes()
 

@@ -61,6 +61,7 @@ class NumpyTrainer:
         optimizer: ArrayOptimizer | None = None,
         center_optimizer: ArrayOptimizer | None = None,
         bucket_bytes: int = 24,
+        center: str = "replicated",
     ) -> None:
         self.arrays = list(arrays)
         self.optimizer = SGD(0.5) if optimizer is None else optimizer
@@ -68,7 +69,9 @@ class NumpyTrainer:
         self.replica = NumpyReplica(
             named, SGD(0.25, 0.5) if center_optimizer is None else center_optimizer, bucket_bytes
         )
-        self.synchronizer: Synchronizer[Array] = Synchronizer(self.replica, algorithm, schedule, communicator)
+        self.synchronizer: Synchronizer[Array] = Synchronizer(
+            self.replica, algorithm, schedule, communicator, center=center
+        )
         self.synchronizer.start()
 
     def step(self, gradients: Sequence[Array]) -> bool:

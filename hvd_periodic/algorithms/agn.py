@@ -40,6 +40,7 @@ class AGN(Algorithm):
 
     op: str = "sum"
 
+    reads_before: ClassVar[bool] = False
     optimizes_center: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -64,6 +65,6 @@ class AGN(Algorithm):
         workers = exchange.size if self.op == "average" else 1
         return space.scale(1.0 / (exchange.gradients * workers), state["gradient"])
 
-    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Pull the center, which its optimizer has already moved, and start to accumulate anew."""
-        return state["center"], state | {"gradient": space.zeros_like(total, out=total)}
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Become the center, which its optimizer has moved, and start to accumulate anew."""
+        return state["center"], {"gradient": space.zeros_like(state["gradient"], out=state["gradient"])}

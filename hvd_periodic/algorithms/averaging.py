@@ -23,10 +23,9 @@ class Averaging(Algorithm):
     Example:
         >>> import numpy as np
         >>> from hvd_periodic.vector import VectorSpace
-        >>> space, two = VectorSpace(), Exchange(size=2, period=1)
-        >>> state = {"center": np.array([0.0])}
-        >>> message = Averaging().message(space, np.array([1.0]), state, two)
-        >>> Averaging().update(space, np.array([1.0]), state, message + np.array([3.0]), two)[0]
+        >>> space, two, center = VectorSpace(), Exchange(size=2, period=1), np.array([0.0])
+        >>> message = Averaging().message(space, np.array([1.0]), {"center": center}, two)
+        >>> Averaging().move(space, center, message + np.array([3.0]), two)
         array([2.])
 
     References:
@@ -38,7 +37,10 @@ class Averaging(Algorithm):
         """Return the displacement ``x − c``."""
         return space.sub(x, state["center"], out=out)
 
-    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Move the center by the mean displacement; the replica becomes the center."""
-        center = space.axpy(1.0 / exchange.size, total, state["center"])
-        return center, {"center": center}
+    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+        """Move the center by the mean displacement."""
+        return space.axpy(1.0 / exchange.size, total, center)
+
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Become the center."""
+        return state["center"], {}

@@ -33,18 +33,26 @@ class Exchange:
 
 
 class Algorithm(ABC):
-    """One exchange, as functions of vectors: ``message`` on each worker, their sum, ``update`` on each worker.
+    """One exchange, as functions of vectors: ``message`` and ``pull`` on each worker, ``move`` where the center lives.
 
-    An algorithm holds hyper-parameters only; all vectors are passed in, and the verbs of the vector space are its only
-    arithmetic. All arguments of a constructor have defaults.
+        m_i = message(x_i, c)
+        c'  = move(c, Σ_i m_i)
+        x_i = pull(x_i, c or c')
+
+    All act on elements one by one, so that the center may be cut anywhere. An algorithm holds hyper-parameters only;
+    all vectors are passed in, and the verbs of the vector space are its only arithmetic. All arguments of a constructor
+    have defaults.
 
     Attributes:
         reduction: what becomes of the messages, ``"sum"`` or ``"max"`` over workers.
-        optimizes_center: between the sum and ``update``, an optimizer of its own applies ``state["gradient"]``, which
-            then holds the summed message, to ``state["center"]``.
+        reads_before: ``message`` needs ``state["center"]``.
+        reads_after: ``pull`` needs the center after it has moved; otherwise it takes the one that ``message`` saw.
+        optimizes_center: an optimizer of its own, in place of ``move``, applies the sum of the messages to the center.
     """
 
     reduction: ClassVar[str] = "sum"
+    reads_before: ClassVar[bool] = True
+    reads_after: ClassVar[bool] = True
     optimizes_center: ClassVar[bool] = False
 
     @property
@@ -67,9 +75,13 @@ class Algorithm(ABC):
     def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
         """Return what this worker adds to the sum; zero where it has nothing to say. May be written into ``out``."""
 
-    @abstractmethod
-    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Return the new replica and state, given the ``total`` over workers; may overwrite all arguments.
+    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+        """Return the new center, given the ``total`` of the messages; may overwrite both."""
+        raise NotImplementedError(f"{type(self).__name__} moves the center by an optimizer")
 
-        The replica may be one of the state's vectors: it is copied into the parameters at once.
+    @abstractmethod
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Return the new replica, and what changes of the worker's own state; may overwrite all but the center.
+
+        The replica may be the center itself: it is copied into the parameters at once.
         """

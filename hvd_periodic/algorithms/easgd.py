@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.arguments import require_real
@@ -54,6 +54,8 @@ class EASGD(Algorithm):
     moving_rate: float | None = None
     beta: float | None = None
     rho: float = 0.0
+
+    reads_after: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.moving_rate is not None and self.beta is not None:
@@ -117,9 +119,12 @@ class EASGD(Algorithm):
         """Return the displacement ``d = x − c``."""
         return space.sub(x, state["center"], out=out)
 
-    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Move the replica by −α of its own displacement, the center by α of the sum."""
-        rate, center = self.rate(exchange), state["center"]
-        replica = space.lerp(x, center, rate)
+    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+        """Move the center by α times the sum of the displacements."""
+        return space.axpy(self.rate(exchange), total, center)
+
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Move the replica by −α of its own displacement."""
+        center = state["center"]
         read = {"local_center": space.copy(center, out=state["local_center"])} if self.uses_gradients else {}
-        return replica, {"center": space.axpy(rate, total, center)} | read
+        return space.lerp(x, center, self.rate(exchange)), read

@@ -26,11 +26,16 @@ class Maximum(Algorithm):
     """
 
     reduction: ClassVar[str] = "max"
+    reads_before: ClassVar[bool] = False
 
     def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
         """Return the replica itself."""
         return space.copy(x, out=out)
 
-    def update(self, space: VectorSpace[V], x: V, state: State[V], total: V, exchange: Exchange) -> tuple[V, State[V]]:
+    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
         """Take over the maximum."""
-        return total, {"center": space.copy(total, out=state["center"])}
+        return space.copy(total, out=center)
+
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Become the center."""
+        return state["center"], {}

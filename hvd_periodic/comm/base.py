@@ -46,6 +46,21 @@ class Communicator(ABC):
         """Return the values of rank ``root``; may overwrite ``buffer``."""
 
     @abstractmethod
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start to sum ``buffer`` over ranks; what is returned waits for this rank's chunk of the result.
+
+        Chunks are those of :func:`hvd_periodic.layout.chunk`.
+
+        Args:
+            buffer: this rank's values, of the same size on all ranks; not to be touched until the result is there.
+            name: as in :meth:`allreduce`.
+        """
+
+    @abstractmethod
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Return the buffers of all ranks, one after another; their sizes may differ. May be written into ``out``."""
+
+    @abstractmethod
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
 

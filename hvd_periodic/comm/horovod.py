@@ -71,6 +71,15 @@ class HorovodCommunicator(Communicator):
         """Broadcast in place; Horovod names the root by its global rank."""
         return self._hvd.broadcast_(buffer, root_rank=self._ranks[root], name=name, process_set=self.process_set)
 
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start a reduce-scatter."""
+        handle = self._hvd.reducescatter_async(buffer, name=name, op=self._hvd.Sum, process_set=self.process_set)
+        return lambda: self._hvd.synchronize(handle)
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Gather, in a new tensor."""
+        return self._hvd.allgather(buffer, name=name, process_set=self.process_set)
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""
         data = np.frombuffer(bytearray(pickle.dumps(value)), dtype=np.uint8)
@@ -87,8 +96,7 @@ class HorovodCommunicator(Communicator):
         return self._ranks.index(global_rank)
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
-        gathered = self._hvd.allgather(self._tensor(array), name=name, process_set=self.process_set)
-        return np.asarray(gathered)
+        return np.asarray(self.allgather(self._tensor(array), name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set

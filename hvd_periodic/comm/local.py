@@ -27,6 +27,14 @@ class LocalCommunicator(Communicator):
         """Return the buffer itself."""
         return buffer
 
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Return the buffer itself."""
+        return lambda: buffer
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Return the buffer itself."""
+        return buffer
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the one value."""
         return [value]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.layout import chunk
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,6 +43,26 @@ class MPICommunicator(Communicator):
         """Broadcast, in place."""
         self._comm.Bcast(buffer, root=root)
         return buffer
+
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start a nonblocking reduce-scatter; the result is the beginning of ``buffer``."""
+        bounds = [chunk(len(buffer), rank, self.size) for rank in range(self.size)]
+        counts = [stop - start for start, stop in bounds]
+        request = self._comm.Ireduce_scatter(self._in_place, buffer, counts, op=self._operations["sum"])
+
+        def wait() -> Any:
+            request.Wait()
+            return buffer[: counts[self.rank]]
+
+        return wait
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Gather into ``out``, or into a new array."""
+        counts = self._comm.allgather(len(buffer))
+        if out is None:
+            out = np.empty(sum(counts), buffer.dtype)
+        self._comm.Allgatherv(buffer, [out, counts])
+        return out
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects."""

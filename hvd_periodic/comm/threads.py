@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.layout import chunk
 
 T = TypeVar("T")
 
@@ -28,12 +29,7 @@ class ThreadCommunicator(Communicator):
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Reduce in rank order, at once."""
-        values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
-        reduce = _OPS[op]
-        total = values[0].copy()
-        for value in values[1:]:
-            reduce(total, value, out=total)
-        np.asarray(buffer)[...] = total
+        np.asarray(buffer)[...] = self._reduced(buffer, name, op)
         return lambda: buffer
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
@@ -42,9 +38,30 @@ class ThreadCommunicator(Communicator):
         np.asarray(buffer)[...] = values[root]
         return buffer
 
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Reduce in rank order, at once; the result is a part of ``buffer``."""
+        start, stop = chunk(len(buffer), self.rank, self.size)
+        np.asarray(buffer)[start:stop] = self._reduced(buffer, name, "sum")[start:stop]
+        return lambda: buffer[start:stop]
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Return ``out``, or a new array."""
+        gathered = np.concatenate(self._group.exchange(self.rank, (name,), np.asarray(buffer).copy()))
+        if out is None:
+            return gathered
+        np.asarray(out)[...] = gathered
+        return out
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the values of all threads."""
         return self._group.exchange(self.rank, (name,), value)
+
+    def _reduced(self, buffer: Any, name: str, op: str) -> Any:
+        values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
+        total = values[0].copy()
+        for value in values[1:]:
+            _OPS[op](total, value, out=total)
+        return total
 
 
 class _Group:

@@ -30,42 +30,46 @@ class TensorFlowCommunicator(HorovodCommunicator):
         self._compiled: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-        """Reduce; the result is a new tensor.
+        """Reduce; the result is a new tensor."""
+        operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
+        total = self._run(self._hvd.allreduce, buffer, name, op=operation)
+        return lambda: total
+
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Reduce and scatter; the result is a new tensor."""
+        part = self._run(self._hvd.reducescatter, buffer, name, op=self._hvd.Sum)
+        return lambda: part
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Gather; the result is a new tensor."""
+        return self._run(self._hvd.allgather, buffer, name)
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        """Broadcast; Horovod names the root by its global rank."""
+        return self._run(self._hvd.broadcast, buffer, name, root_rank=self._ranks[root])
+
+    def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
+        """Return the result of one collective.
 
         An operation that runs eagerly loses its name, and could not meet that of a rank which runs it in a graph: it
         gets a small graph of its own.
         """
-        operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
 
-        def reduce(value: Any) -> Any:
-            return self._hvd.allreduce(
-                value, op=operation, name=name, process_set=self.process_set, ignore_name_scope=True
-            )
+        def run(value: Any) -> Any:
+            return operation(value, name=name, process_set=self.process_set, ignore_name_scope=True, **options)
 
         if not tf.executing_eagerly():
-            total = reduce(buffer)
-        else:
-            key = (name, op, tuple(buffer.shape), buffer.dtype)
-            if key not in self._compiled:
-                spec = tf.TensorSpec(buffer.shape, buffer.dtype)
-                self._compiled[key] = tf.function(reduce, autograph=False).get_concrete_function(spec)
-            total = self._compiled[key](buffer)
-        return lambda: total
-
-    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
-        """Broadcast; Horovod names the root by its global rank."""
-        return self._hvd.broadcast(
-            buffer,
-            root_rank=self._ranks[root],
-            name=name,
-            process_set=self.process_set,
-            ignore_name_scope=True,
-        )
+            return run(buffer)
+        key = (operation, name, tuple(options.values()), tuple(buffer.shape), buffer.dtype)
+        if key not in self._compiled:
+            spec = tf.TensorSpec(buffer.shape, buffer.dtype)
+            self._compiled[key] = tf.function(run, autograph=False).get_concrete_function(spec)
+        return self._compiled[key](buffer)
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         with tf.init_scope():
             if tf.executing_eagerly():
-                return super()._allgather(array, name)
+                return np.asarray(self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set))
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             gathered = self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set)
             return np.asarray(session.run(gathered))

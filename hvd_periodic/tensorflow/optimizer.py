@@ -15,6 +15,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator
 from hvd_periodic.consistency import build_on_all, raise_on_all
+from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
@@ -25,7 +26,6 @@ from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.saved import SavedVariables
 from hvd_periodic.tensorflow.space import scaled
 from hvd_periodic.tensorflow.store import accumulation_dtype
-from hvd_periodic.tensorflow.synchronizer import check_placement
 
 _PACKAGE = "hvd_periodic"
 
@@ -88,7 +88,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         def check() -> tuple[Algorithm, Schedule, CenterOptimizer | None]:
             _check_optimizer(optimizer)
             check_policy(buffers, model, loaded)
-            check_placement(center)
+            placement_of(center)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             if not loaded:
                 communicator.rank_of(root_rank)
@@ -101,6 +101,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._process_set = None if loaded else process_set
         self._loaded = loaded
         self._root_rank = root_rank
+        self._placement = center
         self._buffers = buffers
         self._model: weakref.ref[keras.Model] | None = None
         self._saved = SavedVariables()
@@ -340,6 +341,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         return {
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "buffers": self._buffers,
+            "center": self._placement,
             "root_rank": self._root_rank,
             "process_set": self._saved_process_set if self._loaded and ranks is None else ranks,
             "name": self.name,
@@ -391,8 +393,12 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         model = None if self._model is None else self._model()
         named = named_variables(self._trainable_variables, model, self._buffers)
         replica = VariableReplica(named, self._new_variable, self._center)
+        ranks, root = self._communicator, 0
+        if self._placement != "replicated":  # Which share this rank holds, has to be known before it is loaded.
+            ranks = communicator_of(self._process_set)
+            root = ranks.rank_of(self._root_rank)
         self._synchronizer = VariableSynchronizer(
-            self._new_variable, replica, self._algorithm, self._schedule, self._communicator, 0, self._prefix
+            self._new_variable, replica, self._algorithm, self._schedule, ranks, root, self._prefix, self._placement
         )
         self._synchronizer.opening = self._open
         if self._center is not None:
@@ -454,7 +460,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchanges without waiting for other ranks; not available yet.
         buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
-        center: ``"replicated"``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
         name: of the optimizer.
@@ -525,7 +531,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
         buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
-        center: ``"replicated"``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
         name: of the optimizer.
@@ -579,7 +585,7 @@ class AGNOptimizer(PeriodicOptimizer):
             its own, whose learning rate is that of ``optimizer`` at the time of the exchange.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
-        center: ``"replicated"``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
         name: of the optimizer.

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
-from hvd_periodic.store import Store
+from hvd_periodic.store import FlatStore, Store
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.graph import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
@@ -117,6 +118,10 @@ class VariableReplica:
         ]
         return VariableStore(layout, variables)
 
+    def new_temporary_store(self, layout: Layout) -> Store[Any]:
+        """Return arrays: what is saved is numpy's."""
+        return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
+
     def scratch(self, bucket: Bucket, slot: int) -> None:
         """TensorFlow allocates as it goes."""
         return
@@ -136,7 +141,8 @@ class VariableReplica:
         """Give the center optimizer its variables."""
         if self._center_optimizer is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        self._center_optimizer.bind([v for _, v in self.named.parameters], center.tensors(), gradient.tensors())
+        parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
+        self._center_optimizer.bind(parameters, center.tensors(), gradient.tensors())
 
     def step_center(self) -> None:
         """Let the center optimizer step."""
@@ -167,12 +173,15 @@ class VariableReplica:
 
     def save(self, store: Store[Any]) -> dict[str, Any]:
         """Return copies by name, as numpy arrays."""
-        return {spec.name: v.numpy() for spec, v in zip(store.layout.specs, store.tensors(), strict=True)}
+        return {spec.name: np.array(v) for spec, v in zip(store.layout.specs, store.tensors(), strict=True)}
 
     def load(self, store: Store[Any], tensors: dict[str, Any]) -> None:
         """Copy by name."""
         for spec, variable in zip(store.layout.specs, store.tensors(), strict=True):
-            variable.assign(tensors[spec.name])
+            if isinstance(variable, np.ndarray):
+                variable[...] = tensors[spec.name]
+            else:
+                variable.assign(tensors[spec.name])
 
     def _store(self, named: Named) -> Store[Any]:
         return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])

@@ -32,7 +32,7 @@ class VariableStore(Store[Any]):
         for piece in bucket.pieces:
             flat = tf.reshape(self._variables[piece.tensor], [-1])
             parts.append(tf.cast(flat[piece.start : piece.stop], bucket.kind))
-        return tf.concat(parts, axis=0)
+        return tf.concat(parts, axis=0) if parts else tf.zeros([0], bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Assign what a bucket completes."""

@@ -10,14 +10,13 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import check_policy, named_variables
 from hvd_periodic.tensorflow.replica import VariableReplica
-
-PLACEMENTS = ("replicated", "root", "sharded")
 
 
 class Synchronizer(VariableSynchronizer):
@@ -51,7 +50,9 @@ class Synchronizer(VariableSynchronizer):
         buffers: ``"average"``: at every exchange real statistics of the model (batch normalization) become their mean
             over ranks, integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone.
             Default: ``"average"``, where a model is given.
-        center: where the center variables live; ``"replicated"``, on every rank, is the only placement so far.
+        center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
+            ``"sharded"``, one n-th on every rank. In the last two ``center()`` and ``state_dict()`` are collective, and
+            ``variables`` hold this rank's share, for a checkpoint per rank.
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
         process_set: the Horovod process set that exchanges, default all ranks; or any
             :class:`~hvd_periodic.Communicator`.
@@ -84,7 +85,7 @@ class Synchronizer(VariableSynchronizer):
         def build() -> None:
             owner = model if isinstance(model, keras.Model) else None
             check_policy(buffers, owner)
-            check_placement(center)
+            placement_of(center)
             if owner is not None and not owner.built:
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
@@ -93,7 +94,7 @@ class Synchronizer(VariableSynchronizer):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             root = communicator.rank_of(root_rank)
             super(Synchronizer, self).__init__(
-                self._make_variable, replica, made, as_schedule(period, "period"), communicator, root, name
+                self._make_variable, replica, made, as_schedule(period, "period"), communicator, root, name, center
             )
             self.variables += [] if moved is None else [variable.value for variable in moved.optimizer.variables]
 
@@ -104,11 +105,3 @@ class Synchronizer(VariableSynchronizer):
         value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
         self.variables.append(tf.Variable(value, trainable=False, name=name.replace("/", "_")))
         return self.variables[-1]
-
-
-def check_placement(center: str) -> None:
-    """Raise a ValueError unless the center can live there."""
-    if center not in PLACEMENTS:
-        raise ValueError(f"`center` must be one of {PLACEMENTS}. Received: center={center!r}")
-    if center != "replicated":
-        raise ValueError(f"`center={center!r}` is not available yet: use center='replicated', the default")

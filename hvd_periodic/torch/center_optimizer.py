@@ -39,6 +39,7 @@ class CenterOptimizer:
         parameters: Sequence[torch.Tensor],
         centers: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
+        owners: Sequence[int] | None = None,
     ) -> None:
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
@@ -47,9 +48,17 @@ class CenterOptimizer:
         grouping = local if self._template is None else self._template
         self._groups: list[int] = []
         groups: list[dict[str, Any]] = []
-        center_of = dict(zip(map(id, parameters), centers, strict=True))
+        centers = list(centers)
+        centers_of: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
+        for owner, center in zip(range(len(centers)) if owners is None else owners, list(centers), strict=True):
+            centers_of[id(parameters[owner])].append(center)
         for index, group in enumerate([{"params": parameters}] if grouping is None else grouping.param_groups):
-            members = [center_of[id(p)] for p in group["params"] if id(p) in center_of]
+            present = [p for p in group["params"] if id(p) in centers_of]
+            members = [center for p in present for center in centers_of[id(p)]]
+            if present and not members:  # Groups keep their numbers where this rank holds nothing of one.
+                members = [torch.zeros(0, dtype=torch.float32)]
+                members[0].grad = torch.zeros_like(members[0])
+                centers += members
             if members:
                 self._groups.append(index)
                 groups.append({"params": members})

@@ -226,7 +226,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchanges without waiting for other ranks; not available yet.
         buffers: ``"average"`` or ``"local"``; default: average.
-        center: ``"replicated"``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
 
@@ -291,7 +291,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         named_parameters: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
         buffers: ``"average"`` or ``"local"``; default: average.
-        center: ``"replicated"``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
 
@@ -338,7 +338,7 @@ class AGNOptimizer(PeriodicOptimizer):
             follows the hyper-parameters of the original.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         buffers: ``"average"`` or ``"local"``; default: average.
-        center: ``"replicated"``.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
 

@@ -223,6 +223,10 @@ class TorchReplica:
 
         return FlatStore(layout, zeros)
 
+    def new_temporary_store(self, layout: Layout) -> Store[torch.Tensor]:
+        """Return zeros on the devices of the tensors."""
+        return self.new_store(layout, "temporary")
+
     def scratch(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """Return a buffer that is kept for this slot."""
         key = (bucket.kind, slot)
@@ -260,7 +264,12 @@ class TorchReplica:
         if source is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
         self._center_optimizer = CenterOptimizer(
-            source, self.optimizer, self.tensors, center.tensors(), gradient.tensors()
+            source,
+            self.optimizer,
+            self.tensors,
+            center.tensors(),
+            gradient.tensors(),
+            [tensor for tensor, _, _ in center.layout.sources],
         )
 
     def step_center(self) -> None:

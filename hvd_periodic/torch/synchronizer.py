@@ -12,11 +12,10 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
-
-PLACEMENTS = ("replicated", "root", "sharded")
 
 
 class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
@@ -45,7 +44,8 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         buffers: ``"average"``: at every exchange real buffers (batch-norm statistics) become their mean over ranks,
             integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone. Default:
             ``"average"`` unless ``model`` carries no buffers.
-        center: where the center variables live; ``"replicated"``, on every rank, is the only placement so far.
+        center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
+            ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
         process_set: the Horovod process set that exchanges, default all ranks; or any
             :class:`~hvd_periodic.Communicator`.
@@ -78,14 +78,13 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
 
         def build() -> None:
             _check_optimizer(optimizer)
-            if center not in PLACEMENTS:
-                raise ValueError(f"`center` must be one of {PLACEMENTS}. Received: center={center!r}")
-            if center != "replicated":
-                raise ValueError(f"`center={center!r}` is not available yet: use center='replicated', the default")
+            placement_of(center)
             replica = TorchReplica(NamedTensors.of(model, buffers), optimizer, center_optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             root = communicator.rank_of(root_rank)
-            super(Synchronizer, self).__init__(replica, made, as_schedule(period, argument), communicator, root, name)
+            super(Synchronizer, self).__init__(
+                replica, made, as_schedule(period, argument), communicator, root, name, center
+            )
 
         build_on_all(communicator, name, build)
         self.start()
@@ -95,7 +94,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         parts = (replica.named, replica.optimizer, replica.center_optimizer, replica.bucket_bytes)
         return (
             _restore,
-            (parts, self.algorithm, self.schedule, self.communicator, self.root, self.name),
+            (parts, self.algorithm, self.schedule, self.communicator, self.root, self.name, self.placement.name),
             self.state_dict(),
         )
 

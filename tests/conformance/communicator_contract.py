@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic import Communicator
+from hvd_periodic.layout import chunk
 
 LAUNCHERS = {
     "LocalCommunicator": "pytest",
@@ -46,6 +47,8 @@ def check_communicator(communicator: Communicator, tensor: Tensor = np.asarray) 
         check_sums_are_identical,
         check_several_in_flight,
         check_broadcast,
+        check_reducescatter,
+        check_allgather,
         check_objects,
     ):
         check(communicator, tensor)
@@ -140,6 +143,25 @@ def check_broadcast(communicator: Communicator, tensor: Tensor) -> None:
         mine = tensor(values(communicator.rank, size, dtype))
         result = communicator.broadcast(mine, f"contract.broadcast.{root}.{size}.{dtype}", root)
         assert_same(result, values(root, size, dtype))
+
+
+def check_reducescatter(communicator: Communicator, tensor: Tensor) -> None:
+    for size, dtype in itertools.product(SIZES, DTYPES):
+        mine = tensor(values(communicator.rank, size, dtype))
+        part = communicator.reducescatter(mine, f"contract.scatter.{size}.{dtype}")()
+        start, stop = chunk(size, communicator.rank, communicator.size)
+        assert_same(part, over_ranks(communicator, size, dtype).sum(axis=0, dtype=dtype)[start:stop])
+
+
+def check_allgather(communicator: Communicator, tensor: Tensor) -> None:
+    """Equal sizes, sizes that differ, and nothing from some ranks; into a buffer and without one."""
+    for dtype, grow, into in itertools.product(DTYPES, (0, 1), (False, True)):
+        sizes = [3 + grow * rank if grow else (rank + 1) % 2 * 5 for rank in range(communicator.size)]
+        expected = np.concatenate([values(rank, size, dtype) for rank, size in enumerate(sizes)])
+        out = tensor(np.zeros_like(expected)) if into else None
+        name = f"contract.gather.{dtype}.{grow}.{into}"
+        mine = tensor(values(communicator.rank, sizes[communicator.rank], dtype))
+        assert_same(communicator.allgather(mine, name, out), expected)
 
 
 def check_objects(communicator: Communicator, tensor: Tensor) -> None:

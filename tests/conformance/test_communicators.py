@@ -59,6 +59,12 @@ class Faulty(Communicator):
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         return self.inner.broadcast(buffer, name, root)
 
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        return self.inner.reducescatter(buffer, name)
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        return self.inner.allgather(buffer, name, out)
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         return self.inner.allgather_object(value, name)
 

@@ -79,6 +79,17 @@ class OnTensors(Communicator):
 
         return tf.constant(self._arrays.broadcast(buffer.numpy().copy(), name, root))
 
+    def reducescatter(self, buffer: Any, name: str) -> Any:
+        import tensorflow as tf
+
+        wait = self._arrays.reducescatter(buffer.numpy().copy(), name)
+        return lambda: tf.constant(wait())
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        import tensorflow as tf
+
+        return tf.constant(self._arrays.allgather(buffer.numpy(), name))
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         return self._arrays.allgather_object(value, name)
 

@@ -313,7 +313,7 @@ def restore_on_root_only() -> Any:
     if hvd.rank() == 0:
         optimizer.load_state_dict(saved)
         optimizer.synchronizer.replica.load(
-            optimizer.synchronizer.parts[0].state["center"], {"w": torch.tensor([77.0], dtype=torch.float64)}
+            optimizer.synchronizer.parts[0].center, {"w": torch.tensor([77.0], dtype=torch.float64)}
         )
     return restored, steps, attempt(optimizer.synchronizer.audit)
 

@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"vector", "layout", "store", "arguments", "named", "version"},
     {"algorithms", "schedules", "comm"},
-    {"consistency", "replica"},
+    {"consistency", "replica", "placement"},
     {"part"},
     {"synchronizer"},
 ]

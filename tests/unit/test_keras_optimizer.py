@@ -423,7 +423,7 @@ def test_two_optimizers_on_parts_of_a_model() -> None:
             ValueError,
             "needs the model, which knows its statistics",
         ),
-        (lambda **k: wrap("average", keras.optimizers.SGD(0.1), center="root", **k), ValueError, "not available yet"),
+        (lambda **k: wrap("average", keras.optimizers.SGD(0.1), center="here", **k), ValueError, "must be one of"),
         (
             lambda **k: wrap("average", keras.optimizers.SGD(0.1), root_rank=1, **k),
             ValueError,

@@ -212,6 +212,12 @@ class Corrupted(Communicator):
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         return self._inner.broadcast(buffer, name, root)
 
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        return self._inner.reducescatter(buffer, name)
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        return self._inner.allgather(buffer, name, out)
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         return self._inner.allgather_object(value, name)
 

@@ -83,11 +83,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "Received: center='ps'",
     ),
-    "center later": (
-        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center="sharded", **LOCAL),
-        ValueError,
-        "not available yet",
-    ),
     "buffers": (
         lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, buffers="sum", **LOCAL),
         ValueError,

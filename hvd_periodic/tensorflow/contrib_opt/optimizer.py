@@ -261,7 +261,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._new_variable, replica, self._algorithm, self._schedule, self._communicator, _ROOT, prefix
         )
         for part in synchronizer.parts[1:]:
-            pairs = zip(part.state["center"].tensors(), part.values.tensors(), strict=True)
+            pairs = zip(part.center.tensors(), part.values.tensors(), strict=True)
             self._buffer_centers += pairs
         return synchronizer
 
