@@ -171,6 +171,41 @@ class NumpyReplica:
         if self._center_optimizer is not None:
             vars(self._center_optimizer).update(copy.deepcopy(state))
 
+    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
+        """The center is in host memory anyway."""
+        self.bind_center(center, total)
+
+    def center_optimizer_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Let a copy step, and look."""
+        trial = copy.deepcopy(self._center_source)
+        centers = [np.zeros_like(center) for center in self._center_views[0]]
+        if trial is not None:
+            trial.step(centers, [np.zeros_like(center) for center in centers])
+        arrays = _arrays(trial)
+        return [(array.shape, array.dtype.name) for array in arrays]
+
+    def pull_center_optimizer(self, arrays: Sequence[Array]) -> None:
+        """Copy from the arrays, which a step has filled."""
+        if not _arrays(self._center_optimizer) and self._center_optimizer is not None:
+            velocities = [np.zeros_like(center) for center in self._center_views[0]]
+            copies = ([center.copy() for center in self._center_views[0]], velocities)
+            self._center_optimizer.step(*copies)
+        for mine, array in zip(_arrays(self._center_optimizer), arrays, strict=True):
+            mine[...] = array
+
+    def push_center_optimizer(self, arrays: Sequence[Array]) -> None:
+        """Copy into the arrays."""
+        for mine, array in zip(_arrays(self._center_optimizer), arrays, strict=True):
+            array[...] = mine
+
+    def to_host(self, value: Array, bucket: Bucket) -> Array:
+        """It is there."""
+        return value
+
+    def from_host(self, array: Array, bucket: Bucket) -> Array:
+        """It is there."""
+        return array
+
     def control(self, values: list[int]) -> Array:
         """Return the values as int64."""
         return np.array(values, dtype=np.int64)
@@ -189,6 +224,14 @@ class NumpyReplica:
             array[...] = tensors[spec.name]
 
 
+def _arrays(optimizer: ArrayOptimizer | None) -> list[Array]:
+    """Return the arrays among the attributes of an optimizer, and in the lists among them."""
+    found: list[Array] = []
+    for value in [] if optimizer is None else vars(optimizer).values():
+        found += [array for array in (value if isinstance(value, list) else [value]) if isinstance(array, np.ndarray)]
+    return found
+
+
 class PeriodicOptimizer:
     """An optimizer of numpy arrays whose ranks exchange now and then, by any algorithm and schedule.
 
@@ -199,6 +242,7 @@ class PeriodicOptimizer:
         period: local steps between exchanges, or a schedule.
         center_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
             ``optimizer``.
+        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
@@ -217,6 +261,7 @@ class PeriodicOptimizer:
         period: int | Schedule,
         *,
         center_optimizer: ArrayOptimizer | None = None,
+        asynchronous: bool = False,
         center: str = "replicated",
         root_rank: int = 0,
         communicator: Communicator | None = None,
@@ -229,7 +274,7 @@ class PeriodicOptimizer:
             replica = NumpyReplica(named_parameters, optimizer if center_optimizer is None else center_optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             root = comm.rank_of(root_rank)
-            return Synchronizer(replica, made, as_schedule(period, argument), comm, root, name, center)
+            return Synchronizer(replica, made, as_schedule(period, argument), comm, root, name, center, asynchronous)
 
         self.optimizer = optimizer
         self.synchronizer = build_on_all(comm, name, build)
@@ -283,6 +328,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α; default 0.9/(τ n).
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
+        asynchronous: exchange with one center without waiting for other ranks.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
@@ -307,6 +353,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: float | None = None,
         beta: float | None = None,
         rho: float = 0.0,
+        asynchronous: bool = False,
         *,
         center: str = "replicated",
         root_rank: int = 0,
@@ -318,6 +365,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
             lambda: EASGD(moving_rate, beta, rho),
             communication_period,
             argument="communication_period",
+            asynchronous=asynchronous,
             center=center,
             root_rank=root_rank,
             communicator=communicator,
@@ -370,6 +418,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
+        asynchronous: exchange with one center without waiting for other ranks.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank whose values all start from.
         communicator: the ranks that exchange. Default: this process alone.
@@ -385,6 +434,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
+        asynchronous: bool = False,
         *,
         center: str = "replicated",
         root_rank: int = 0,
@@ -397,6 +447,7 @@ class AGNOptimizer(PeriodicOptimizer):
             communication_period,
             center_optimizer=center_optimizer,
             argument="communication_period",
+            asynchronous=asynchronous,
             center=center,
             root_rank=root_rank,
             communicator=communicator,

@@ -92,11 +92,6 @@ class Part(Generic[V]):
             sent += self.placement.moves(bucket.nbytes)
             return self.fetch(communicator, bucket, prefix)
 
-        def pull(bucket: Bucket, x: V, state: dict[str, V]) -> None:
-            values, changed = algorithm.pull(replica.space, x, state, exchange)
-            self.values.write(bucket, values)
-            self._write_state(bucket, state, changed)
-
         def finish() -> None:
             bucket, x, state, wait = in_flight.popleft()
             total, share = wait(), self._share(bucket)
@@ -109,7 +104,7 @@ class Part(Generic[V]):
                     center = self.center.read(share)
                     self._set(self.center, share, algorithm.move(replica.space, center, total, exchange), center)
             if algorithm.reads_after and not algorithm.optimizes_center:
-                pull(bucket, x, self._read_state(bucket) | {"center": read_center(bucket)})
+                self._pull(bucket, x, self._read_state(bucket) | {"center": read_center(bucket)}, exchange)
 
         for bucket in self.values.layout.buckets:
             if len(in_flight) == IN_FLIGHT:
@@ -120,7 +115,7 @@ class Part(Generic[V]):
                 state["center"] = read_center(bucket)
             message = algorithm.message(replica.space, x, state, exchange, out=replica.scratch(bucket, slot + 1))
             if not algorithm.reads_after:
-                pull(bucket, x, state)
+                self._pull(bucket, x, state, exchange)
             name = f"{prefix}.{self.name}.{bucket.index}"
             wait = self.placement.reduce(communicator, message, name, algorithm.reduction)
             in_flight.append((bucket, x, state, wait))
@@ -130,8 +125,22 @@ class Part(Generic[V]):
         if algorithm.optimizes_center:
             replica.step_center()
             for bucket in self.values.layout.buckets:
-                pull(bucket, self._read(bucket, slot=0), self._read_state(bucket) | {"center": read_center(bucket)})
+                self.take(bucket, read_center(bucket), exchange)
         return sent
+
+    def payload(self, bucket: Bucket, exchange: Exchange) -> V:
+        """Return what an asynchronous transaction takes: the replica, or the message if that needs no center."""
+        slot = 2 * (bucket.index % IN_FLIGHT)
+        x = self._read(bucket, slot)
+        if self._algorithm.reads_before:
+            return x
+        out = self._replica.scratch(bucket, slot + 1)
+        return self._algorithm.message(self._replica.space, x, self._read_state(bucket), exchange, out=out)
+
+    def take(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
+        """Let the replica pull a bucket of the center."""
+        x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
+        self._pull(bucket, x, self._read_state(bucket) | {"center": center}, exchange)
 
     def save(self, communicator: Communicator, prefix: str) -> dict[str, dict[str, Any]]:
         """Return copies of center and state by name, the center whole; collective, unless the center is everywhere."""
@@ -179,6 +188,11 @@ class Part(Generic[V]):
         for key, value in new.items():
             if value is not old.get(key):
                 self.state[key].write(bucket, value)
+
+    def _pull(self, bucket: Bucket, x: V, state: dict[str, V], exchange: Exchange) -> None:
+        values, changed = self._algorithm.pull(self._replica.space, x, state, exchange)
+        self.values.write(bucket, values)
+        self._write_state(bucket, state, changed)
 
     def _set(self, store: Store[V], bucket: Bucket, value: V, old: V | None = None) -> None:
         """Write a value that may be the view of the store which was read."""

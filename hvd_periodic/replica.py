@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.layout import Bucket, Layout
-from hvd_periodic.store import Store
+from hvd_periodic.store import FlatStore, Store
 from hvd_periodic.vector import VectorSpace
 
 V = TypeVar("V")
 
 
-class Replica(Protocol, Generic[V]):
+class CenterOptimizer(Protocol):
+    """The optimizer of the center, where the algorithm has one.
+
+    Of an asynchronous center in host memory, several processes may step one after another; the state then travels
+    through arrays that they share.
+    """
+
+    def step_center(self) -> None:
+        """Apply one step of the center optimizer, in place."""
+
+    def center_optimizer_state(self) -> Any:
+        """Return a copy of the state of the center optimizer; None if there is none."""
+
+    def load_center_optimizer_state(self, state: Any) -> None:
+        """Restore what ``center_optimizer_state`` returned."""
+
+    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
+        """Make the center optimizer act on numpy arrays; ``total`` will hold what it is to apply."""
+
+    def center_optimizer_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the arrays that the state will consist of after the first step.
+
+        Raises:
+            ValueError: it has other state than arrays.
+        """
+
+    def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
+        """Go on from the state in these arrays, which may become the state itself."""
+
+    def push_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
+        """Put the state into these arrays."""
+
+
+class Replica(CenterOptimizer, Protocol, Generic[V]):
     """One rank's replica of the model.
 
     Attributes:
@@ -53,17 +89,14 @@ class Replica(Protocol, Generic[V]):
         Both are of this rank's share of the center, which may be empty; ``layout.sources`` says of which parameters.
         """
 
-    def step_center(self) -> None:
-        """Apply one step of the center optimizer, in place."""
-
     def center_settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the center optimizer; all ranks have to agree on them."""
 
-    def center_optimizer_state(self) -> Any:
-        """Return the state of the center optimizer; None if there is none."""
+    def to_host(self, value: V, bucket: Bucket) -> np.ndarray:
+        """Return a flat vector as an array in host memory; a view, where it is there already."""
 
-    def load_center_optimizer_state(self, state: Any) -> None:
-        """Restore what ``center_optimizer_state`` returned."""
+    def from_host(self, array: np.ndarray, bucket: Bucket) -> V:
+        """Return an array as a flat vector on the device of the bucket; may be a view of the array."""
 
     def control(self, values: list[int]) -> Any:
         """Return a 64-bit integer vector in host memory that the communicator takes."""

@@ -57,6 +57,10 @@ class FlatStore(Store[V]):
         """Copy a flat vector into a bucket."""
         self._arenas[bucket.kind][bucket.start : bucket.stop] = value
 
+    def arena(self, kind: str) -> Any:
+        """Return the flat array of an arena."""
+        return self._arenas[kind]
+
     def tensors(self) -> list[Any]:
         """Return a view per tensor, in the tensor's own shape."""
         return list(self._views)

@@ -15,10 +15,12 @@ import numpy as np
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.algorithms.maximum import Maximum
+from hvd_periodic.asynchronous.held import SharedPart
+from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
 from hvd_periodic.part import Part
-from hvd_periodic.placement import Replicated, placement_of
+from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
 from hvd_periodic.store import Store
@@ -46,6 +48,9 @@ class Counters:
         next_exchange: local steps at which the next exchange is due.
         gradients: gradients accumulated on this rank since the last exchange, for algorithms that use them.
         exchange_seconds: wall time spent in exchanges, waiting for other ranks included.
+        pushes_missed: in asynchronous exchange, pushes of other workers between this worker's own, summed over its
+            exchanges: the staleness of the center that its replica was pulled to before.
+        staleness_max: the most of them at one exchange.
     """
 
     local_steps: int = 0
@@ -56,6 +61,13 @@ class Counters:
     next_exchange: int = 0
     gradients: int = 0
     exchange_seconds: float = 0.0
+    pushes_missed: int = 0
+    staleness_max: int = 0
+
+    @property
+    def staleness_mean(self) -> float:
+        """Pushes of other workers per exchange of this one."""
+        return self.pushes_missed / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)
@@ -93,9 +105,15 @@ class Synchronizer(Generic[V]):
         center: where the center of the parameters lives: ``"replicated"`` on every rank; ``"root"``, on the root alone;
             ``"sharded"``, one n-th of it on every rank. The last two make :meth:`center`, :meth:`distance` and
             :meth:`state_dict` collective: all ranks call them. Statistics are replicated always.
+        asynchronous: exchange with one center, on the root, without waiting for other ranks. The center is then in
+            shared memory where all ranks are on one host; otherwise on the root, or with ``center="sharded"`` one n-th
+            of it on every rank. :meth:`center`, :meth:`distance` and :meth:`state_dict` are not collective.
+        use_locking: whether asynchronous exchanges in shared memory exclude each other; without it, additions that
+            collide may be lost.
 
     Raises:
         ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
+        RuntimeError: asynchronous exchange is not possible between these ranks.
     """
 
     def __init__(
@@ -107,8 +125,10 @@ class Synchronizer(Generic[V]):
         root: int = 0,
         name: str | None = None,
         center: str = "replicated",
+        asynchronous: bool = False,
+        use_locking: bool = True,
     ) -> None:
-        algorithm.check(communicator.size)
+        (algorithm.check_asynchronous if asynchronous else algorithm.check)(communicator.size)
         self.replica = replica
         self.algorithm = algorithm
         self.schedule = schedule
@@ -119,15 +139,26 @@ class Synchronizer(Generic[V]):
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
-        self.placement = placement_of(center)(communicator, root)
-        self._restored: dict[str, Any] | None = None
-        everywhere = Replicated(communicator, root)
-        self.parts = [Part("parameters", replica.parameters, algorithm, replica, self.placement)]
+        exchanged: list[tuple[str, Store[V], Algorithm]] = [("parameters", replica.parameters, algorithm)]
         if replica.buffers is not None:
-            self.parts.append(Part("buffers", replica.buffers, Averaging(), replica, everywhere))
+            exchanged.append(("buffers", replica.buffers, Averaging()))
         if replica.integers is not None:
-            self.parts.append(Part("integers", replica.integers, Maximum(), replica, everywhere))
-        if self.parts[0].total is not None:
+            exchanged.append(("integers", replica.integers, Maximum()))
+        place = placement_of(center)
+        self.asynchronous: Worker | None = None
+        placements: list[Placement] = [place(communicator, root), *[Replicated(communicator, root)] * 2]
+        if asynchronous:
+            shared = [SharedPart(values.layout, made) for _, values, made in exchanged]
+            sharded = place is Sharded
+            self.asynchronous = Worker(communicator, replica, shared, root, sharded, use_locking)
+            placements = list(self.asynchronous.placements)
+        self.placement = placements[0]
+        self._restored: dict[str, Any] | None = None
+        self.parts = [
+            Part(part, values, made, replica, where)
+            for (part, values, made), where in zip(exchanged, placements, strict=False)
+        ]
+        if self.parts[0].total is not None and self.asynchronous is None:
             replica.bind_center(self.parts[0].center, self.parts[0].total)
         self._reset()
 
@@ -170,12 +201,15 @@ class Synchronizer(Generic[V]):
         self.broadcast()
 
     def check_agreement(self) -> None:
-        """Check that all ranks are about to do the same.
+        """Check that all ranks are about to do the same; for asynchronous exchange, make the center.
 
         Raises:
             ValueError: ranks differ; raised on all of them.
+            RuntimeError: asynchronous exchange is not possible, as the job was launched.
         """
         agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
+        if self.asynchronous is not None:
+            self.asynchronous.open()
 
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
@@ -237,10 +271,18 @@ class Synchronizer(Generic[V]):
         with unchanged parameters and no gradients, until all are done. No exchange takes place if nobody has stepped
         since the last one. Training may go on afterwards, from the step count of the rank that did most.
 
+        In asynchronous training each rank pushes what is left, and waits, asleep, until all have: the center is final
+        then.
+
         Raises:
             RuntimeError: the centers of the ranks differ; on all ranks.
         """
         self.refuse_inside_center("finalize")
+        if self.asynchronous is not None:
+            if self.local_steps > self.counters.last_exchange:
+                self._run_exchange(leaving=False)
+            self.asynchronous.finish()
+            return
         while self._run_exchange(leaving=True):
             pass
         self.audit()
@@ -293,6 +335,8 @@ class Synchronizer(Generic[V]):
             send_store(replica.constants)
         if not is_root:
             self.counters = counters
+        if self.asynchronous is not None:
+            self._start_center(counters)
         if counters.local_steps == 0:  # The parameters may have been loaded since construction.
             self._reset()
         for part in self.parts if counters.local_steps else []:
@@ -300,11 +344,18 @@ class Synchronizer(Generic[V]):
                 send_store(store)
             if part.placement.everywhere:
                 send_store(part.center)
-            elif whole:
+            elif whole and self.asynchronous is None:
                 self._send_restored(part, is_root, send)
-        if not is_root and (self.placement.everywhere or whole):
+        if not is_root and self.asynchronous is None and (self.placement.everywhere or whole):
             self._load_center_optimizer(optimizer_state)
         self._restored = None
+
+    def _start_center(self, counters: Counters) -> None:
+        """Let the root set the asynchronous center to its replica, unless it has loaded one."""
+        worker = self.asynchronous
+        if worker is not None:
+            restarts = worker.start(self.parts) if counters.local_steps == 0 else worker.transport.restarts()
+            worker.started(self.communicator.allgather_object(restarts, f"{self.name}.restarts")[self.root])
 
     def _load_center_optimizer(self, saved: Any) -> None:
         state = self.placement.select(saved)
@@ -376,8 +427,11 @@ class Synchronizer(Generic[V]):
         It holds copies, in tensors, dicts, lists and numbers only; the whole center, wherever that lives. Where it is
         not on every rank, all ranks have to call this.
         """
-        optimizer_state = self.replica.center_optimizer_state()
-        if self.parts[0].total is not None:
+        if self.asynchronous is not None:
+            optimizer_state = self.asynchronous.transport.optimizer_state()
+        else:
+            optimizer_state = self.replica.center_optimizer_state()
+        if self.parts[0].total is not None and self.asynchronous is None:
             optimizer_state = self.placement.gather(self.communicator, optimizer_state, f"{self.name}.state")
         return {
             "version": _STATE_VERSION,
@@ -399,9 +453,12 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("load_state_dict")
         self.check_state_dict(state)
-        self._load_center_optimizer(state["center_optimizer"])
+        if self.asynchronous is None:
+            self._load_center_optimizer(state["center_optimizer"])
         for part in self.parts:
             part.load(state["vectors"][part.name])
+        if self.asynchronous is not None:
+            self.asynchronous.restore(self.parts, state)
         self._restored = None if self.placement.everywhere else state
         self.counters = Counters(**state["counters"])
 
@@ -433,12 +490,16 @@ class Synchronizer(Generic[V]):
             "first exchanges": exchanges[1:],
             "root rank": self.root,
             "place of the center": self.placement.name,
+            "asynchronous": self.asynchronous is not None,
             **self.replica.facts(),
             **self.replica.center_settings(),
         }
 
     def _run_exchange(self, leaving: bool) -> bool:
         """Exchange; return whether some rank is still training."""
+        if self.asynchronous is not None:
+            self._exchange_alone(self.asynchronous)
+            return False
         started = time.perf_counter()
         self._restored = None
         values = self.announce(self.counters, leaving)
@@ -464,6 +525,31 @@ class Synchronizer(Generic[V]):
         )
         self._count(exchange_seconds=time.perf_counter() - started)
         return meeting.training
+
+    def _exchange_alone(self, worker: Worker) -> None:
+        """Exchange with the center, without the other ranks."""
+        started, counters = time.perf_counter(), self.counters
+        problem = self._problem(counters, leaving=False)
+        if problem is not None:
+            raise RuntimeError(problem)
+        period = counters.next_exchange - counters.last_exchange
+        try:
+            sent = worker.exchange(self.parts, Exchange(self.communicator.size, period, max(counters.gradients, 1)))
+        except Exception as error:
+            self._failure = f"The exchange at step {counters.local_steps} failed: {error}"
+            raise
+        missed = worker.transport.missed
+        self.counters = replace(
+            counters,
+            rounds=counters.rounds + 1,
+            bytes_sent=counters.bytes_sent + sent,
+            last_exchange=counters.local_steps,
+            next_exchange=next_exchange(self.schedule, counters.local_steps),
+            gradients=0,
+            pushes_missed=counters.pushes_missed + missed,
+            staleness_max=max(counters.staleness_max, missed),
+            exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
+        )
 
     def announce(self, counters: Counters, leaving: bool) -> list[int]:
         """Return what this rank tells the others before any data travels; their maximum over ranks is concluded from.

@@ -54,3 +54,23 @@ class VectorSpace(Generic[V]):
     def dot(self, x: Any, y: Any) -> float:
         """Return the inner product ``x · y``."""
         return float((x * y).sum())
+
+
+class ArraySpace(VectorSpace[np.ndarray]):
+    """The verbs on numpy arrays, in place."""
+
+    def sub(self, x: Any, y: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return ``x - y``, in ``out`` if given."""
+        return cast(np.ndarray, np.subtract(x, y, out=out))
+
+    def axpy(self, a: float, x: Any, y: Any) -> np.ndarray:
+        """Add ``a x`` to ``y``."""
+        y += np.multiply(x, a, dtype=y.dtype)
+        return cast(np.ndarray, y)
+
+    def copy(self, x: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a copy, in ``out`` if given."""
+        if out is None:
+            return np.copy(x)
+        np.copyto(out, x)
+        return out

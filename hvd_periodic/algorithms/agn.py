@@ -52,6 +52,9 @@ class AGN(Algorithm):
         """Every local gradient is accumulated."""
         return True
 
+    def check_asynchronous(self, size: int) -> None:
+        """Accept: every worker in turn has its gradients applied to the center."""
+
     def init(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return the center ``c = x`` and the accumulator ``a = 0``."""
         return {"center": space.copy(x), "gradient": space.zeros_like(x)}

@@ -63,6 +63,10 @@ class Algorithm(ABC):
     def check(self, size: int) -> None:
         """Raise a ValueError when the hyper-parameters make no sense for ``size`` workers."""
 
+    def check_asynchronous(self, size: int) -> None:
+        """Raise a ValueError where ``size`` workers cannot exchange one by one."""
+        raise ValueError(f"{type(self).__name__} is for synchronous exchange: all workers have to meet")
+
     def init(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return the state when training starts; all workers hold the same ``x``."""
         return {"center": space.copy(x)}

@@ -106,6 +106,22 @@ class EASGD(Algorithm):
                 stacklevel=2,
             )
 
+    def check_asynchronous(self, size: int) -> None:
+        """Refuse a rate above 1, with which one worker and the center step past each other.
+
+        Raises:
+            ValueError: α > 1.
+        """
+        if self.moving_rate is None and self.beta is None:
+            return
+        argument, value = ("beta", self.beta) if self.moving_rate is None else ("moving_rate", self.moving_rate)
+        if self.rate(Exchange(size, period=1)) > 1:
+            limit = "1" if argument == "moving_rate" else f"n = {size}"
+            raise ValueError(
+                f"`ElasticAverageOptimizer({argument}=...)` must be in (0, {limit}] in asynchronous exchange. "
+                f"Received: {argument}={value!r}"
+            )
+
     def init(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return the center and, where ρ needs it, the center as last read; both equal ``x``."""
         state = {"center": space.copy(x)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.memory import SharedMemory
+from hvd_periodic.comm.messages import Messages
 
 
 class Communicator(ABC):
@@ -18,10 +20,12 @@ class Communicator(ABC):
     Attributes:
         rank: this process within the set, from 0.
         size: number of ranks in the set.
+        processes: whether ranks are processes of their own.
     """
 
     rank: int
     size: int
+    processes: ClassVar[bool] = True
     _names = 0
 
     def unique_name(self) -> str:
@@ -63,6 +67,33 @@ class Communicator(ABC):
     @abstractmethod
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
+
+    def shares_memory(self) -> bool:
+        """Return whether :meth:`shared_memory` is possible. Collective.
+
+        Raises:
+            RuntimeError: this communicator is for synchronous exchange only, or not as the job was launched.
+        """
+        raise RuntimeError(f"{type(self).__name__} cannot exchange asynchronously")
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Return memory that all ranks see. Collective."""
+        raise RuntimeError(f"The ranks of {type(self).__name__} share no memory")
+
+    def messages(self) -> Messages:
+        """Return messages between two of these ranks, apart from all others. Collective.
+
+        Raises:
+            RuntimeError: as :meth:`shares_memory`.
+        """
+        raise RuntimeError(f"{type(self).__name__} has no messages between two ranks")
+
+    def barrier(self) -> None:
+        """Wait for all ranks; for hours, if need be, without taking a core."""
+        self.allgather_object(None, "hvd_periodic.barrier")
+
+    def abort(self) -> None:
+        """End the processes of all ranks, if they are processes."""
 
     def rank_of(self, global_rank: int) -> int:
         """Return the rank within this set of a rank that the job knows as ``global_rank``.

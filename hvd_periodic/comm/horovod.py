@@ -6,12 +6,16 @@ import importlib
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.memory import LocalMemory, SharedMemory
+from hvd_periodic.comm.messages import Messages
+from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 
 
 class HorovodCommunicator(Communicator):
@@ -94,6 +98,42 @@ class HorovodCommunicator(Communicator):
                 f"`root_rank` must be one of the ranks {self._ranks} of the set. Received: {global_rank!r}"
             )
         return self._ranks.index(global_rank)
+
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one host, as the MPI knows that Horovod runs on."""
+        return self.size == 1 or self._mpi.shares_memory()
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Return a shared window."""
+        return LocalMemory(nbytes) if self.size == 1 else self._mpi.shared_memory(nbytes)
+
+    def messages(self) -> Messages:
+        """Return those of MPI."""
+        return self._mpi.messages()
+
+    def barrier(self) -> None:
+        """Wait for all ranks; outside of Horovod, which would report a stall."""
+        if self.size > 1:
+            self._mpi.barrier()
+
+    def abort(self) -> None:
+        """End all processes of the job."""
+        if self.size > 1:
+            self._mpi.abort()
+
+    @cached_property
+    def _mpi(self) -> MPICommunicator:
+        """Return these ranks as an MPI communicator; collective among them."""
+        if not self._hvd.mpi_enabled():
+            raise RuntimeError(
+                "Asynchronous exchange needs MPI, and this job runs on Gloo: start it by mpirun, or by horovodrun --mpi"
+            )
+        if not self._hvd.mpi_threads_supported():
+            raise RuntimeError(
+                "Asynchronous exchange needs an MPI with MPI_THREAD_MULTIPLE: call hvd.init() before anything else "
+                "starts MPI, and unset HOROVOD_MPI_THREADS_DISABLE"
+            )
+        return communicator_of_ranks(self.allgather_object(world_rank(), "hvd_periodic.mpi"))
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         return np.asarray(self.allgather(self._tensor(array), name))

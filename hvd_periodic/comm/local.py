@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 
 
 class LocalCommunicator(Communicator):
@@ -18,6 +19,7 @@ class LocalCommunicator(Communicator):
 
     rank = 0
     size = 1
+    processes = False
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Return the buffer itself."""
@@ -38,3 +40,11 @@ class LocalCommunicator(Communicator):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the one value."""
         return [value]
+
+    def shares_memory(self) -> bool:
+        """Yes."""
+        return True
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Return memory of this process."""
+        return LocalMemory(nbytes)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.memory import SharedMemory
+from hvd_periodic.comm.messages import Messages
+from hvd_periodic.comm.window import on_one_host, open_window
 from hvd_periodic.layout import chunk
 
 if TYPE_CHECKING:
@@ -67,3 +71,55 @@ class MPICommunicator(Communicator):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects."""
         return list(self._comm.allgather(value))
+
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one host."""
+        return on_one_host(self._comm)
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Return a shared window."""
+        return open_window(self._comm, nbytes)
+
+    def messages(self) -> Messages:
+        """Return those of a duplicate."""
+        return Messages(self._comm.Dup())
+
+    def barrier(self) -> None:
+        """Wait for all ranks, asleep: MPI's own waiting takes a core."""
+        request = self._comm.Ibarrier()
+        while not request.Test():
+            time.sleep(1e-3)
+
+    def abort(self) -> None:
+        """End all processes of the job."""
+        self._comm.Abort(1)
+
+
+def world_rank() -> int:
+    """Return this process's rank in all of the job.
+
+    Raises:
+        RuntimeError: there is no mpi4py.
+    """
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(
+            f"Asynchronous exchange needs mpi4py, built for the MPI of Horovod ({error}): pip install mpi4py"
+        ) from error
+    return int(MPI.COMM_WORLD.Get_rank())
+
+
+def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
+    """Return the communicator of these ranks of the job, in this order; collective among them.
+
+    Raises:
+        RuntimeError: mpi4py counts fewer ranks than there are.
+    """
+    from mpi4py import MPI
+
+    if len(set(ranks)) < len(ranks):
+        raise RuntimeError(
+            "mpi4py was built for another MPI than Horovod, and knows one rank alone: install both for one MPI"
+        )
+    return MPICommunicator(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.layout import chunk
 
 T = TypeVar("T")
@@ -21,6 +23,8 @@ class ThreadCommunicator(Communicator):
 
     Sums run in rank order, so that results are reproducible to the bit.
     """
+
+    processes = False
 
     def __init__(self, rank: int, group: _Group) -> None:
         self.rank = rank
@@ -56,12 +60,34 @@ class ThreadCommunicator(Communicator):
         """Return the values of all threads."""
         return self._group.exchange(self.rank, (name,), value)
 
+    def shares_memory(self) -> bool:
+        """Yes."""
+        return True
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Return memory of this process."""
+        made = _ThreadMemory(nbytes) if self.rank == 0 else None
+        memory: SharedMemory = self._group.exchange(self.rank, ("memory",), made)[0]
+        return memory
+
     def _reduced(self, buffer: Any, name: str, op: str) -> Any:
         values = self._group.exchange(self.rank, (name, op), np.asarray(buffer).copy())
         total = values[0].copy()
         for value in values[1:]:
             _OPS[op](total, value, out=total)
         return total
+
+
+class _ThreadMemory(LocalMemory):
+    """Memory of one process, with a lock for all of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._lock = threading.Lock()
+
+    def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
+        """Hold the lock."""
+        return self._lock
 
 
 class _Group:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -23,8 +24,12 @@ class CenterOptimizer:
         source: the optimizer to copy, or a function that makes one.
         local: the local optimizer, whose parameter groups such a function is given.
         parameters: the model's parameters.
-        centers: their centers, in the same order.
+        centers: their centers, in the same order, or parts of them.
         gradients: what will hold the gradients of the centers.
+        owners: which parameter each center belongs to, where they are parts of centers.
+
+    Attributes:
+        keys: group, number in the group and key of every tensor of the state, once :meth:`shapes` has found them.
 
     Raises:
         TypeError: the source makes no torch optimizer, its class cannot be constructed from parameter groups alone, or
@@ -43,6 +48,7 @@ class CenterOptimizer:
     ) -> None:
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
+        self.keys: list[tuple[int, int, str]] = []
         self._template = source if isinstance(source, torch.optim.Optimizer) else None
         self._follows_local = source is local
         grouping = local if self._template is None else self._template
@@ -102,6 +108,50 @@ class CenterOptimizer:
         if self._template is not None and not self._follows_local:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
                 self._template.param_groups[index].update(_hyperparameters(group))
+
+    def shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the tensors of the state after the first step: let a copy take one.
+
+        Raises:
+            ValueError: the state holds something else than tensors.
+        """
+        self._follow()
+        trial = copy.deepcopy(self.optimizer)
+        for group in trial.param_groups:
+            for center in group["params"]:
+                center.grad = torch.zeros_like(center)
+        trial.step()
+        shapes = []
+        self.keys = []
+        for g, group in enumerate(trial.param_groups):
+            for i, center in enumerate(group["params"]):
+                for key, value in sorted(trial.state.get(center, {}).items()):
+                    if value is None:
+                        continue
+                    if not isinstance(value, torch.Tensor):
+                        raise ValueError(
+                            f"{type(trial).__name__} keeps {key!r} as {type(value).__name__}: processes can share "
+                            "tensors only. Pass another `center_optimizer`"
+                        )
+                    shapes.append((tuple(value.shape), str(value.dtype).removeprefix("torch.")))
+                    self.keys.append((g, i, key))
+        return shapes
+
+    def pull(self, arrays: Sequence[np.ndarray]) -> None:
+        """Make these arrays the state."""
+        for (state, key), array in zip(self._entries(), arrays, strict=True):
+            state[key] = torch.from_numpy(array)
+
+    def push(self, arrays: Sequence[np.ndarray]) -> None:
+        """Put the state into these arrays, if they are not the state itself."""
+        for (state, key), array in zip(self._entries(), arrays, strict=True):
+            shared = torch.from_numpy(array)
+            if state[key].data_ptr() != shared.data_ptr():
+                shared.copy_(state[key])
+
+    def _entries(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for g, i, key in self.keys:
+            yield self.optimizer.state[self.optimizer.param_groups[g]["params"][i]], key
 
     def _follow(self) -> None:
         if self._template is not None:

@@ -31,6 +31,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
         center_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
+        asynchronous: exchange without waiting for other ranks, as in :class:`Synchronizer`.
         argument: what the caller calls ``period``, for its error messages.
         buffers, center, root_rank, process_set: as in :class:`Synchronizer`.
 
@@ -57,6 +58,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         period: int | Schedule,
         *,
         center_optimizer: CenterOptimizerLike | None = None,
+        asynchronous: bool = False,
         argument: str = "period",
         buffers: str | None = None,
         center: str = "replicated",
@@ -69,6 +71,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             period,
             optimizer=optimizer,
             center_optimizer=center_optimizer,
+            asynchronous=asynchronous,
             argument=argument,
             buffers=buffers,
             center=center,
@@ -224,7 +227,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: exchanges without waiting for other ranks; not available yet.
+        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
+            is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
         buffers: ``"average"`` or ``"local"``; default: average.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
@@ -265,16 +269,12 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         root_rank: int = 0,
         process_set: Any = None,
     ) -> None:
-        def algorithm() -> EASGD:
-            if asynchronous:
-                raise ValueError("`asynchronous=True` is not available yet: use asynchronous=False, the default")
-            return EASGD(moving_rate, beta, rho)
-
         super().__init__(
             optimizer,
             named_parameters,
-            algorithm,
+            lambda: EASGD(moving_rate, beta, rho),
             communication_period,
+            asynchronous=asynchronous,
             argument="communication_period",
             buffers=buffers,
             center=center,
@@ -337,6 +337,8 @@ class AGNOptimizer(PeriodicOptimizer):
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own, and
             follows the hyper-parameters of the original.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
+        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
+            in turn has its gradients applied by the center's optimizer.
         buffers: ``"average"`` or ``"local"``; default: average.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
@@ -356,6 +358,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
+        asynchronous: bool = False,
         *,
         buffers: str | None = None,
         center: str = "replicated",
@@ -368,6 +371,7 @@ class AGNOptimizer(PeriodicOptimizer):
             lambda: AGN(op),
             communication_period,
             center_optimizer=center_optimizer,
+            asynchronous=asynchronous,
             argument="communication_period",
             buffers=buffers,
             center=center,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.nn.parameter import UninitializedParameter
 
@@ -163,6 +164,8 @@ class TorchReplica:
         self._signatures = [_signature(parameter) for parameter in self.tensors]
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
         self.parameters: Store[torch.Tensor] = self._store(taking_part)
         self.buffers: Store[torch.Tensor] | None = self._store(averaged) if averaged else None
         self.integers: Store[torch.Tensor] | None = self._store(counted) if counted else None
@@ -290,6 +293,55 @@ class TorchReplica:
         if self._center_optimizer is not None:
             self._center_optimizer.load_state_dict(state)
 
+    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
+        """Make the center optimizer, on tensors that are views of numpy arrays."""
+        views = [
+            FlatStore(store.layout, lambda kind, size, store=store: torch.from_numpy(store.arena(kind)))  # type: ignore[misc]
+            for store in (center, total)
+        ]
+        keys = [] if self._center_optimizer is None else self._center_optimizer.keys
+        self.bind_center(*views)
+        if self._center_optimizer is not None:
+            self._center_optimizer.keys = keys
+
+    def center_optimizer_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the tensors of its state."""
+        return [] if self._center_optimizer is None else self._center_optimizer.shapes()
+
+    def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
+        """Make these arrays its state."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.pull(arrays)
+
+    def push_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
+        """Put its state into these arrays."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.push(arrays)
+
+    def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
+        """Return a view, or what a stream of its own copies from the device to pinned memory."""
+        if value.device.type != "cuda":
+            return value.detach().cpu().numpy()
+        stream, pinned = self._stream(value.device), self._pinned(bucket)
+        stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(stream):
+            pinned.copy_(value, non_blocking=True)
+        stream.synchronize()
+        return pinned.numpy()
+
+    def from_host(self, array: np.ndarray, bucket: Bucket) -> torch.Tensor:
+        """Return a view, or what a stream of its own copies from pinned memory to the device."""
+        value, device = torch.from_numpy(array), self._kinds[bucket.kind][1]
+        if device.type != "cuda":
+            return value.to(device)
+        stream, pinned = self._stream(device), self._pinned(bucket)
+        pinned.copy_(value)
+        with torch.cuda.stream(stream):
+            value = pinned.to(device, non_blocking=True)
+        stream.synchronize()
+        value.record_stream(torch.cuda.current_stream(device))
+        return value
+
     def control(self, values: list[int]) -> torch.Tensor:
         """Return the values as int64 in host memory."""
         return torch.tensor(values, dtype=torch.int64)
@@ -323,6 +375,17 @@ class TorchReplica:
         kind = f"{str(dtype).removeprefix('torch.')} on {device.type} {index}"
         self._kinds[kind] = (dtype, device)
         return kind
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _pinned(self, bucket: Bucket) -> torch.Tensor:
+        key = (bucket.kind, bucket.index, bucket.size)
+        if key not in self._staging:
+            self._staging[key] = torch.empty(bucket.size, dtype=self._kinds[bucket.kind][0], pin_memory=True)
+        return self._staging[key]
 
     def _empty(self, bucket: Bucket) -> torch.Tensor:
         dtype, device = self._kinds[bucket.kind]

@@ -49,12 +49,13 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
         process_set: the Horovod process set that exchanges, default all ranks; or any
             :class:`~hvd_periodic.Communicator`.
+        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
         argument: what the caller calls ``period``, for its error messages.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
             one whose argument was refused gets its own error, the others a RuntimeError that cites it.
-        RuntimeError: Horovod is not initialized.
+        RuntimeError: Horovod is not initialized; or asynchronous exchange was asked for without MPI.
     """
 
     replica: TorchReplica
@@ -71,6 +72,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         center: str = "replicated",
         root_rank: int = 0,
         process_set: Any = None,
+        asynchronous: bool = False,
         argument: str = "period",
     ) -> None:
         communicator = communicator_of(process_set)
@@ -83,13 +85,15 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             root = communicator.rank_of(root_rank)
             super(Synchronizer, self).__init__(
-                replica, made, as_schedule(period, argument), communicator, root, name, center
+                replica, made, as_schedule(period, argument), communicator, root, name, center, asynchronous
             )
 
         build_on_all(communicator, name, build)
         self.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.asynchronous is not None:
+            raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
         replica = self.replica
         parts = (replica.named, replica.optimizer, replica.center_optimizer, replica.bucket_bytes)
         return (

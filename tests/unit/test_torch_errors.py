@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
-from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic import Averaging, LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 
 LOCAL = {"process_set": LocalCommunicator()}
@@ -73,9 +73,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"rho=.*Received: -0\.1",
     ),
     "asynchronous": (
-        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, asynchronous=True, **LOCAL),
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=1.5, asynchronous=True, **LOCAL),
         ValueError,
-        "not available yet",
+        r"must be in \(0, 1\] in asynchronous exchange. Received: moving_rate=1.5",
+    ),
+    "asynchronous averaging": (
+        lambda: hvdp.PeriodicOptimizer(sgd(LINEAR), LINEAR, Averaging(), 2, asynchronous=True, **LOCAL),
+        ValueError,
+        "Averaging is for synchronous exchange",
     ),
     "op": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, op="mean", **LOCAL), ValueError, "Received: op='mean'"),
     "center": (

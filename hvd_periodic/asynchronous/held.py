@@ -1,0 +1,112 @@
+"""The center in the memory of whoever holds it, and the transactions on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.store import FlatStore
+from hvd_periodic.vector import ArraySpace
+
+_ALIGNMENT = 64
+"""Bytes; a cache line, and the widest vector register."""
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """Tensors that are exchanged together, as all ranks know them.
+
+    Attributes:
+        layout: of the whole; the first word of a kind names the dtype, as numpy does.
+        algorithm: what a transaction computes.
+    """
+
+    layout: Layout
+    algorithm: Algorithm
+
+
+class HeldCenter:
+    """One holder's share of the center.
+
+    Buckets are counted through all parts. A transaction on a bucket takes the worker's replica x, or its message where
+    the algorithm forms that without the center, and returns the center that the worker then pulls:
+
+        m  = message(x, c)
+        c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
+        returned: c, or c' where the algorithm pulls what has moved
+
+    Args:
+        parts: what is exchanged.
+        shares: the layout of this holder's share of each part.
+        buffer: ``uint8`` memory of :meth:`nbytes`.
+    """
+
+    def __init__(self, parts: Sequence[SharedPart], shares: Sequence[Layout], buffer: np.ndarray) -> None:
+        self._space = ArraySpace()
+        self._buckets: list[tuple[int, Bucket]] = []
+        self.parts = list(parts)
+        self.centers: list[FlatStore[Any]] = []
+        self.total: FlatStore[Any] | None = None
+        """Sum of the messages, where an optimizer moves the center: of the first part alone."""
+        pieces = _pieces(parts, shares)
+
+        def arena(kind: str, size: int) -> np.ndarray:
+            start, stop = next(pieces)
+            return buffer[start:stop].view(kind.split()[0])
+
+        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            self.centers.append(FlatStore(share, arena))
+            if part.algorithm.optimizes_center:
+                self.total = FlatStore(share, arena)
+            self._buckets += [(index, bucket) for bucket in share.buckets]
+
+    @staticmethod
+    def nbytes(parts: Sequence[SharedPart], shares: Sequence[Layout]) -> int:
+        """Return the bytes that shares of these parts take."""
+        return max((stop for _, stop in _pieces(parts, shares)), default=0)
+
+    def read(self, index: int) -> np.ndarray:
+        """Return a copy of a bucket."""
+        part, bucket = self._buckets[index]
+        return np.array(self.centers[part].read(bucket))
+
+    def write(self, index: int, values: np.ndarray) -> None:
+        """Set a bucket."""
+        part, bucket = self._buckets[index]
+        self.centers[part].write(bucket, values)
+
+    def set_total(self, index: int, message: np.ndarray) -> None:
+        """Keep a message for the optimizer of the center."""
+        if self.total is not None:
+            self.total.write(self._buckets[index][1], message)
+
+    def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """Run one transaction; return a copy of what the worker pulls."""
+        part, bucket = self._buckets[index]
+        algorithm = self.parts[part].algorithm
+        center = self.centers[part].read(bucket)
+        before = np.array(center) if not algorithm.reads_after else center
+        message = payload
+        if algorithm.reads_before:
+            message = algorithm.message(self._space, payload, {"center": center}, exchange)
+        moved = algorithm.move(self._space, center, message, exchange)
+        if moved is not center:
+            self.centers[part].write(bucket, moved)
+        return np.array(moved) if algorithm.reads_after else before
+
+
+def _pieces(parts: Sequence[SharedPart], shares: Sequence[Layout]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the past-the-last byte of every arena, in the order in which a center allocates them."""
+    position = 0
+    for part, share in zip(parts, shares, strict=True):
+        itemsizes = {bucket.kind: bucket.itemsize for bucket in share.buckets}
+        for _ in range(2 if part.algorithm.optimizes_center else 1):
+            for kind, size in share.arenas.items():
+                stop = position + size * itemsizes.get(kind, 1)
+                yield position, stop
+                position = -(-stop // _ALIGNMENT) * _ALIGNMENT

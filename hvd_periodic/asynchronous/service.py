@@ -1,0 +1,389 @@
+"""The transport through messages: whoever holds the center serves it, in a thread of its own."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
+from hvd_periodic.asynchronous.transport import Transport, bind
+from hvd_periodic.comm.messages import LONG, SHORT, Messages
+from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.replica import CenterOptimizer
+
+_REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
+"""Tags: of a request and of its answer; that of bucket i is ``_PAYLOAD + 2 i``, of the reply one more."""
+
+_BEGIN, _READ, _WRITE, _STATE, _LOAD, _COUNTS = range(6)
+"""Requests, of five integers. ``_BEGIN`` says what the payloads that follow belong to; the first holder answers it."""
+
+Bounds = Callable[[Bucket], list[tuple[int, int]]]
+"""Gives the first and the past-the-last element that each holder has of a bucket."""
+
+
+class ServiceTransport(Transport):
+    """Every holder of the center, the root or all ranks, serves its share from a thread.
+
+    A bucket is one message there and one back, and one transaction at the holder. Where an optimizer moves the center,
+    a holder takes all messages of one worker, steps, and replies, before it turns to the next worker.
+
+    Args:
+        requests: what workers send.
+        replies: what holders send: apart, because a rank may be both.
+        parts: what is exchanged.
+        holders: the ranks that hold the center; the first of them counts.
+        bounds: what each of them holds of a bucket.
+        optimizer: of the center, where there is one.
+    """
+
+    def __init__(
+        self,
+        requests: Messages,
+        replies: Messages,
+        parts: Sequence[SharedPart],
+        holders: Sequence[int],
+        bounds: Bounds,
+        optimizer: CenterOptimizer,
+    ) -> None:
+        self._requests, self._replies = requests, replies
+        self._rank = requests.rank
+        self._holders = list(holders)
+        self._bounds = [bounds(bucket) for part in parts for bucket in part.layout.buckets]
+        self._dtypes = [np.dtype(bucket.kind.split()[0]) for part in parts for bucket in part.layout.buckets]
+        self._optimized = len(parts[0].layout.buckets) if parts[0].algorithm.optimizes_center else 0
+        self._seen = 0
+        place = self._holders.index(self._rank) if self._rank in self._holders else None
+
+        def owned(bucket: Bucket) -> tuple[int, int]:
+            return (0, 0) if place is None else bounds(bucket)[place]
+
+        shares = [_share(part.layout, owned) for part in parts]
+        held = HeldCenter(parts, shares, np.zeros(HeldCenter.nbytes(parts, shares), np.uint8))
+        bind(optimizer, held)
+        self._service: _Service | None = None
+        if place is not None:
+            sizes = [bounds_of[place][1] - bounds_of[place][0] for bounds_of in self._bounds]
+            self._service = _Service(requests, replies, held, optimizer, sizes, self._dtypes, self._optimized)
+        where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
+        self.description = f"messages to a service thread on {where}"
+        requests.barrier()
+
+    def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Send bucket by bucket, receive what is pulled."""
+        counts = self._begin(exchange)
+        optimized = [next(payloads) for _ in range(self._optimized)]
+        if optimized:
+            yield from self._step(optimized)
+        for index in range(self._optimized, len(self._bounds)):
+            yield self._transact(index, next(payloads), exchange)
+        pushes = counts()
+        self.missed, self._seen = pushes - self._seen, pushes + 1
+
+    def read(self, index: int) -> np.ndarray:
+        """Ask for it."""
+        return self._gather(index)
+
+    def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
+        """Send it to the holders."""
+        for index, values in enumerate(buckets):
+            for holder, start, stop in self._slices(index):
+                part = np.ascontiguousarray(values[start:stop])
+                if holder == self._rank:
+                    self._own.write(index, part)
+                else:
+                    self._request(holder, _WRITE, index)
+                    self._requests.wait(self._requests.send(part, holder, _tag(index)))
+                    self._answer(holder)
+        states = optimizer_state["sharded"] if len(self._holders) > 1 and optimizer_state else [optimizer_state]
+        for holder, state in zip(self._holders, states, strict=False):
+            if holder == self._rank:
+                self._own.load(state)
+            else:
+                self._request(holder, _LOAD)
+                data = np.frombuffer(pickle.dumps(state), np.uint8)
+                self._requests.wait(self._requests.send(data, holder, _ANSWER))
+                self._answer(holder)
+
+    def optimizer_state(self) -> Any:
+        """Ask the holders."""
+        states = []
+        for holder in self._holders:
+            if holder == self._rank:
+                states.append(self._own.state())
+            else:
+                self._request(holder, _STATE)
+                states.append(pickle.loads(self._answer(holder)))
+        return states[0] if len(states) == 1 else {"sharded": states}
+
+    def restarts(self) -> int:
+        """Ask the first holder."""
+        first = self._holders[0]
+        if first == self._rank:
+            return self._own.restarts
+        self._request(first, _COUNTS)
+        return int(np.frombuffer(self._answer(first), np.int64)[1])
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if self._service is not None:
+            self._service.stop()
+            self._service = None
+        self._requests.close()
+        self._replies.close()
+
+    @property
+    def _own(self) -> _Service:
+        if self._service is None:
+            raise RuntimeError("This rank does not hold the center")
+        return self._service
+
+    def _begin(self, exchange: Exchange) -> Callable[[], int]:
+        """Announce the payloads of an exchange; what is returned waits for the number of pushes before it."""
+        sent = []
+        for place, holder in enumerate(self._holders):
+            if holder != self._rank:
+                header = np.array([_BEGIN, place, exchange.gradients, exchange.size, 0], np.int64)
+                header[4:].view(np.float64)[0] = exchange.period
+                sent.append(self._requests.send(header, holder, _REQUEST))
+            elif place > 0:
+                self._own.count()
+        first = self._holders[0]
+        if first == self._rank:
+            before = self._own.count()
+        else:
+            counts = np.empty(2, np.int64)
+            reply = self._replies.receive(counts, first, _ANSWER)
+
+        def wait() -> int:
+            for request in sent:
+                self._requests.wait(request)
+            if first == self._rank:
+                return before
+            self._requests.wait(reply)
+            return int(counts[0])
+
+        return wait
+
+    def _transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
+        pulled = np.empty_like(payload)
+        requests = self._exchange_with_others(index, payload, pulled)
+        for holder, start, stop in self._slices(index):
+            if holder == self._rank:
+                pulled[start:stop] = self._own.transact(index, payload[start:stop], exchange)
+        for request in requests:
+            self._requests.wait(request)
+        return pulled
+
+    def _step(self, payloads: list[np.ndarray]) -> Iterator[np.ndarray]:
+        pulled = [np.empty_like(payload) for payload in payloads]
+        requests = [self._exchange_with_others(index, payloads[index], pulled[index]) for index in range(len(payloads))]
+        for place, holder in enumerate(self._holders):
+            if holder == self._rank:
+                parts = [payload[slice(*self._bounds[i][place])] for i, payload in enumerate(payloads)]
+                for i, part in enumerate(self._own.step(parts)):
+                    pulled[i][slice(*self._bounds[i][place])] = part
+        for index, pending in enumerate(requests):
+            for request in pending:
+                self._requests.wait(request)
+            yield pulled[index]
+
+    def _exchange_with_others(self, index: int, payload: np.ndarray, pulled: np.ndarray) -> list[Any]:
+        requests = []
+        for holder, start, stop in self._slices(index):
+            if holder != self._rank:
+                requests.append(self._replies.receive(pulled[start:stop], holder, _tag(index) + 1))
+                requests.append(self._requests.send(payload[start:stop], holder, _tag(index)))
+        return requests
+
+    def _gather(self, index: int) -> np.ndarray:
+        size = max(stop for _, stop in self._bounds[index])
+        values = np.empty(size, self._dtypes[index])
+        for holder, start, stop in self._slices(index):
+            if holder == self._rank:
+                values[start:stop] = self._own.read(index)
+            else:
+                reply = self._replies.receive(values[start:stop], holder, _tag(index) + 1)
+                self._request(holder, _READ, index)
+                self._requests.wait(reply)
+        return values
+
+    def _slices(self, index: int) -> Iterator[tuple[int, int, int]]:
+        for holder, (start, stop) in zip(self._holders, self._bounds[index], strict=True):
+            if stop > start:
+                yield holder, start, stop
+
+    def _request(self, holder: int, operation: int, index: int = 0) -> None:
+        self._requests.wait(self._requests.send(np.array([operation, index, 0, 0, 0], np.int64), holder, _REQUEST))
+
+    def _answer(self, holder: int) -> bytes:
+        return self._replies.receive_bytes(holder, _ANSWER)
+
+
+class _Service:
+    """A holder's share, and the thread that runs the transactions of other ranks on it."""
+
+    def __init__(
+        self,
+        requests: Messages,
+        replies: Messages,
+        held: HeldCenter,
+        optimizer: CenterOptimizer,
+        sizes: list[int],
+        dtypes: list[np.dtype[Any]],
+        optimized: int,
+    ) -> None:
+        self._held = held
+        self.restarts = self._pushes = 0
+        self._requests, self._replies = requests, replies
+        self._optimizer = optimizer
+        self._sizes = sizes
+        self._dtypes = dtypes
+        self._optimized = optimized
+        self._first = next((i for i in range(optimized) if sizes[i]), -1)
+        self._stepped = False
+        self._exchanges: dict[int, Exchange] = {}
+        self._sending: list[tuple[Any, Any]] = []
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvd_periodic service", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; nobody may send any more."""
+        self._stopping.set()
+        self._thread.join()
+
+    def count(self) -> int:
+        """Return the pushes so far, and count one more."""
+        with self._lock:
+            self._pushes += 1
+            return self._pushes - 1
+
+    def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """Run one transaction."""
+        with self._lock:
+            return self._held.transact(index, payload, exchange)
+
+    def step(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Apply the messages of one worker by the optimizer; return copies of the center."""
+        with self._lock:
+            for index, message in enumerate(messages):
+                self._held.set_total(index, message)
+            self._optimizer.step_center()
+            self._stepped = True
+            return [self._held.read(index) for index in range(self._optimized)]
+
+    def read(self, index: int) -> np.ndarray:
+        """Return a copy of a bucket."""
+        with self._lock:
+            return self._held.read(index)
+
+    def write(self, index: int, values: np.ndarray) -> None:
+        """Set a bucket."""
+        with self._lock:
+            self._held.write(index, values)
+
+    def state(self) -> Any:
+        """Return a copy of the optimizer's state; None before its first step."""
+        with self._lock:
+            return self._optimizer.center_optimizer_state() if self._stepped else None
+
+    def load(self, state: Any) -> None:
+        """End a restart, after the buckets have been written."""
+        with self._lock:
+            if state is not None:
+                self._optimizer.load_center_optimizer_state(state)
+                self._stepped = True
+            self.restarts += 1
+
+    def _run(self) -> None:
+        """Serve until stopped."""
+        try:
+            idle = time.monotonic()
+            while True:
+                if self._serve():
+                    idle = time.monotonic()
+                    continue
+                self._sending = [sent for sent in self._sending if not self._replies.done(sent[0])]
+                if self._stopping.is_set() and not self._sending:
+                    return
+                waiting = self._sending or time.monotonic() - idle < 10 * LONG
+                time.sleep(SHORT if waiting else LONG)
+        except BaseException:
+            # The other ranks wait for replies that will never come.
+            traceback.print_exc()
+            self._requests.abort()
+
+    def _serve(self) -> bool:
+        """Serve one message, if there is one."""
+        arrival = self._requests.next()
+        if arrival is None:
+            return False
+        if arrival.tag == _REQUEST:
+            header = np.empty(5, np.int64)
+            arrival.receive(header)
+            self._answer(arrival.source, header)
+            return True
+        index = (arrival.tag - _PAYLOAD) // 2
+        payload = np.empty(self._sizes[index], self._dtypes[index])
+        arrival.receive(payload)
+        if index == self._first:
+            self._serve_step(arrival.source, payload)
+        else:
+            self._send(self.transact(index, payload, self._exchanges[arrival.source]), arrival.source, _tag(index) + 1)
+        return True
+
+    def _serve_step(self, source: int, first: np.ndarray) -> None:
+        messages = []
+        for index in range(self._optimized):
+            payload = first
+            if index != self._first:
+                payload = np.empty(self._sizes[index], self._dtypes[index])
+                if payload.size:
+                    self._requests.wait(self._requests.receive(payload, source, _tag(index)))
+            messages.append(payload)
+        for index, part in enumerate(self.step(messages)):
+            if part.size:
+                self._send(part, source, _tag(index) + 1)
+
+    def _answer(self, source: int, header: np.ndarray) -> None:
+        operation, index = int(header[0]), int(header[1])
+        if operation == _BEGIN:
+            period = float(header[4:].view(np.float64)[0])
+            self._exchanges[source] = Exchange(int(header[3]), period, int(header[2]))
+            before = self.count()
+            if index == 0:
+                self._send(np.array([before, self.restarts], np.int64), source, _ANSWER)
+        elif operation == _COUNTS:
+            self._send(np.array([self._pushes, self.restarts], np.int64), source, _ANSWER)
+        elif operation == _READ:
+            self._send(self.read(index), source, _tag(index) + 1)
+        elif operation == _STATE:
+            self._send(np.frombuffer(pickle.dumps(self.state()), np.uint8), source, _ANSWER)
+        elif operation == _WRITE:
+            payload = np.empty(self._sizes[index], self._dtypes[index])
+            self._requests.wait(self._requests.receive(payload, source, _tag(index)))
+            self.write(index, payload)
+            self._send(np.zeros(1, np.uint8), source, _ANSWER)
+        elif operation == _LOAD:
+            self.load(pickle.loads(self._requests.receive_bytes(source, _ANSWER)))
+            self._send(np.zeros(1, np.uint8), source, _ANSWER)
+
+    def _send(self, data: np.ndarray, destination: int, tag: int) -> None:
+        self._sending.append((self._replies.send(data, destination, tag), data))
+
+
+def _tag(index: int) -> int:
+    return _PAYLOAD + 2 * index
+
+
+def _share(layout: Layout, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
+    whole = all(owned(bucket) == (0, bucket.size) for bucket in layout.buckets)
+    return layout if whole else layout.restrict(owned)

@@ -1,0 +1,173 @@
+"""What a worker needs of an asynchronous center, and the transport through memory that all workers share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
+from hvd_periodic.comm.memory import SharedMemory
+from hvd_periodic.replica import CenterOptimizer
+
+
+class Transport(ABC):
+    """A worker's way to the one center.
+
+    Attributes:
+        description: what it is, for the log.
+        missed: pushes of other workers between the last two of this one: the staleness of the last exchange.
+    """
+
+    description: str
+    missed = 0
+
+    @abstractmethod
+    def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Run one transaction per bucket, in their order; yield what the worker pulls.
+
+        Where an optimizer moves the center, all payloads of that part are taken before its first result is given.
+        """
+
+    @abstractmethod
+    def read(self, index: int) -> np.ndarray:
+        """Return a copy of a bucket of the center."""
+
+    @abstractmethod
+    def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
+        """Set the whole center, on one rank alone, and count a restart."""
+
+    @abstractmethod
+    def optimizer_state(self) -> Any:
+        """Return a copy of the state of the center's optimizer."""
+
+    @abstractmethod
+    def restarts(self) -> int:
+        """Return how often the center was written as a whole."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, when all ranks are done."""
+
+
+_PUSHES, _RESTARTS, _STEPPED, _HEADER = 0, 1, 2, 8
+"""Places in the header, in integers of 64 bits: pushes so far, restarts, whether the center's optimizer has stepped."""
+
+
+class MemoryTransport(Transport):
+    """Every worker does the whole exchange itself, in memory that all see, under a lock per bucket.
+
+    Where an optimizer moves the center, one lock spans all its buckets, and its state lies in the same memory.
+
+    Args:
+        allocate: returns shared memory of so many bytes.
+        parts: what is exchanged.
+        optimizer: of the center, where there is one.
+        shapes: shape and dtype of the arrays of its state.
+        use_locking: whether reading and adding exclude those of others. Without it, additions that collide may be lost.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], SharedMemory],
+        parts: Sequence[SharedPart],
+        optimizer: CenterOptimizer,
+        shapes: Sequence[tuple[tuple[int, ...], str]],
+        use_locking: bool,
+    ) -> None:
+        shares = [part.layout for part in parts]
+        self._counts = [len(share.buckets) for share in shares]
+        self._optimized = self._counts[0] if parts[0].algorithm.optimizes_center else 0
+        self._optimizer = optimizer
+        self._use_locking = use_locking
+        header, center = 8 * _HEADER, HeldCenter.nbytes(parts, shares)
+        offsets = [header + center + 64]
+        for shape, dtype in shapes:
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            offsets.append(offsets[-1] + -(-size // 64) * 64)
+        self._memory = allocate(offsets[-1])
+        self.description = self._memory.description
+        buffer = self._memory.buffer
+        self._header = buffer[:header].view(np.int64)
+        self._held = HeldCenter(parts, shares, buffer[header : header + center])
+        self._state = []
+        for (shape, dtype), start in zip(shapes, offsets, strict=False):
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            self._state.append(buffer[start : start + size].view(dtype).reshape(shape))
+        bind(optimizer, self._held)
+        self._seen = 0
+
+    def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """Read and add, bucket by bucket."""
+        with self._memory.lock(sum(self._counts)):
+            pushes = int(self._header[_PUSHES])
+            self._header[_PUSHES] += 1
+        self.missed, self._seen = pushes - self._seen, pushes + 1
+        if self._optimized:
+            yield from self._step(payloads)
+        for index in range(self._optimized, sum(self._counts)):
+            payload = next(payloads)
+            with self._locked(index):
+                pulled = self._held.transact(index, payload, exchange)
+            yield pulled
+
+    def read(self, index: int) -> np.ndarray:
+        """Copy it."""
+        with self._locked(index):
+            return self._held.read(index)
+
+    def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
+        """Copy them."""
+        with self._memory.lock(0, sum(self._counts) + 1):
+            for index, values in enumerate(buckets):
+                self._held.write(index, values)
+            if optimizer_state is not None:
+                self._optimizer.load_center_optimizer_state(optimizer_state)
+                self._optimizer.push_center_optimizer(self._state)
+                self._header[_STEPPED] = 1
+            self._header[_RESTARTS] += 1
+
+    def optimizer_state(self) -> Any:
+        """Return the state in the memory."""
+        with self._memory.lock(0, max(self._optimized, 1)):
+            if not self._header[_STEPPED]:
+                return None
+            self._optimizer.pull_center_optimizer(self._state)
+            return self._optimizer.center_optimizer_state()
+
+    def restarts(self) -> int:
+        """Read the counter."""
+        return int(self._header[_RESTARTS])
+
+    def close(self) -> None:
+        """Release the memory."""
+        del self._held, self._header, self._state
+        self._memory.close()
+
+    def _step(self, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        pulled = []
+        messages = [next(payloads) for _ in range(self._optimized)]
+        with self._memory.lock(0, self._optimized):
+            for index, message in enumerate(messages):
+                self._held.set_total(index, message)
+            if self._header[_STEPPED]:
+                self._optimizer.pull_center_optimizer(self._state)
+            self._optimizer.step_center()
+            self._optimizer.push_center_optimizer(self._state)
+            self._header[_STEPPED] = 1
+            for index in range(self._optimized):
+                pulled.append(self._held.read(index))
+        yield from pulled
+
+    def _locked(self, index: int) -> AbstractContextManager[object]:
+        return self._memory.lock(index) if self._use_locking else nullcontext()
+
+
+def bind(optimizer: CenterOptimizer, held: HeldCenter) -> None:
+    """Let the optimizer act on a center, if the algorithm has one."""
+    if held.total is not None:
+        optimizer.bind_host_center(held.centers[0], held.total)

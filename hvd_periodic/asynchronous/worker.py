@@ -1,0 +1,226 @@
+"""One worker's side of asynchronous exchange."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
+from hvd_periodic.asynchronous.service import ServiceTransport
+from hvd_periodic.asynchronous.transport import MemoryTransport, Transport, bind
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.layout import Bucket, chunk
+from hvd_periodic.part import Part
+from hvd_periodic.placement import Placement
+from hvd_periodic.replica import Replica
+from hvd_periodic.store import Store
+
+VARIABLE = "HVD_PERIODIC_TRANSPORT"
+"""Environment variable: ``service`` forces the service thread where all ranks share memory; ``window`` forbids it."""
+
+logger = logging.getLogger("hvd_periodic")
+
+
+class Elsewhere(Placement):
+    """The center is behind a transport; a rank reads it without the others.
+
+    Args:
+        communicator: the ranks.
+        root: the rank that starts and restores the center.
+        worker: has the transport that leads to it.
+        first: number of the first bucket of the part, counted through all parts.
+    """
+
+    name = "asynchronous"
+
+    def __init__(self, communicator: Communicator, root: int, worker: Worker, first: int) -> None:
+        super().__init__(communicator, root)
+        self._worker, self._first = worker, first
+
+    def bounds(self, bucket: Bucket) -> tuple[int, int]:
+        """Nothing is here."""
+        return 0, 0
+
+    def fetch(self, communicator: Communicator, store: Store[Any], bucket: Bucket, name: str, out: Any) -> Any:
+        """Read it through the transport."""
+        return self._worker.read(self._first + bucket.index, bucket)
+
+    def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
+        """Refuse: there are no reductions."""
+        raise NotImplementedError("Nothing is reduced in asynchronous exchange")
+
+
+class Worker:
+    """One rank that exchanges with the center on its own clock.
+
+    :meth:`open` is collective, and so is :meth:`close`, which happens by itself when the process ends. Everything else
+    is this rank's alone.
+
+    Args:
+        communicator: all workers.
+        replica: of this rank.
+        parts: what is exchanged.
+        root: the rank that holds the center, and starts and restores it.
+        sharded: every rank holds one n-th of the center, where it is not in memory that all share.
+        use_locking: whether transactions in shared memory exclude each other.
+
+    Raises:
+        TypeError, ValueError: the center cannot have the optimizer that it needs.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        replica: Replica[Any],
+        parts: Sequence[SharedPart],
+        root: int,
+        sharded: bool,
+        use_locking: bool,
+    ) -> None:
+        self._communicator, self._replica, self._root = communicator, replica, root
+        self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
+        self._restarts: int | None = None
+        self._known_restarts = 0
+        self._transport: Transport | None = None
+        self.finished = False
+        firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
+        self.placements = [Elsewhere(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)]
+        self._shapes: list[tuple[tuple[int, ...], str]] = []
+        if parts[0].algorithm.optimizes_center:
+            shares = [part.layout for part in parts]
+            trial = HeldCenter(parts, shares, np.zeros(HeldCenter.nbytes(parts, shares), np.uint8))
+            bind(replica, trial)
+            self._shapes = replica.center_optimizer_shapes()
+
+    @property
+    def transport(self) -> Transport:
+        """Leads to the center.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self._transport is None:
+            raise RuntimeError("The synchronizer has not been started: call start() on all ranks")
+        return self._transport
+
+    def open(self) -> None:
+        """Make the center, and the way to it; collective.
+
+        Raises:
+            RuntimeError: these ranks cannot exchange asynchronously, as the job was launched.
+        """
+        communicator, replica = self._communicator, self._replica
+        if _in_memory(communicator):
+            allocate = communicator.shared_memory
+            self._transport = MemoryTransport(allocate, self._shared, replica, self._shapes, self._use_locking)
+        else:
+            holders = list(range(communicator.size)) if self._sharded else [self._root]
+
+            def bounds(bucket: Bucket) -> list[tuple[int, int]]:
+                return [chunk(bucket.size, place, len(holders)) for place in range(len(holders))]
+
+            requests, replies = communicator.messages(), communicator.messages()
+            self._transport = ServiceTransport(requests, replies, self._shared, holders, bounds, replica)
+        if communicator.rank == self._root:
+            logger.info("Asynchronous exchange of %d ranks through %s", communicator.size, self.transport.description)
+        if communicator.processes and communicator.size > 1:
+            atexit.register(self._leave)
+
+    def exchange(self, parts: Sequence[Part[Any]], exchange: Exchange) -> int:
+        """Run one exchange of this worker; return the bytes it pushed."""
+        self.wait_for_restart()
+        self.finished = False
+        buckets = [(part, bucket) for part in parts for bucket in part.values.layout.buckets]
+
+        def payloads() -> Iterator[np.ndarray]:
+            for part, bucket in buckets:
+                yield self._replica.to_host(part.payload(bucket, exchange), bucket)
+
+        for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
+            part.take(bucket, self._replica.from_host(pulled, bucket), exchange)
+        return sum(bucket.nbytes for _, bucket in buckets)
+
+    def read(self, index: int, bucket: Bucket) -> Any:
+        """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
+        return self._replica.from_host(self.transport.read(index), bucket)
+
+    def start(self, parts: Sequence[Part[Any]]) -> int:
+        """On the root, set the center to its replica; return how often the center was set."""
+        if self._communicator.rank == self._root:
+            self.transport.write(
+                self._replica.to_host(part.values.read(bucket), bucket)
+                for part in parts
+                for bucket in part.values.layout.buckets
+            )
+        return self.transport.restarts()
+
+    def restore(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
+        """On the root, set the center to what was saved; elsewhere, expect that the root does."""
+        expected = self._known_restarts + 1
+        self.started(expected)
+        if self._communicator.rank != self._root:
+            self._restarts = expected
+            return
+
+        def buckets() -> Iterator[np.ndarray]:
+            for part in parts:
+                store = self._replica.new_temporary_store(part.values.layout)
+                self._replica.load(store, state["vectors"][part.name]["center"])
+                for bucket in part.values.layout.buckets:
+                    yield self._replica.to_host(store.read(bucket), bucket)
+
+        self.transport.write(buckets(), state["center_optimizer"])
+
+    def started(self, restarts: int) -> None:
+        """Know how often the center was set."""
+        self._known_restarts = restarts
+        self._restarts = None
+
+    def wait_for_restart(self) -> None:
+        """Wait until the root has restored the center, if this rank has restored its state before it."""
+        if self._restarts is not None:
+            while self.transport.restarts() < self._restarts:
+                time.sleep(1e-3)
+            self._restarts = None
+
+    def finish(self) -> None:
+        """Wait for all workers to be done; collective."""
+        self._communicator.barrier()
+        self.finished = True
+
+    def close(self) -> None:
+        """Wait for all ranks, then release everything; collective."""
+        atexit.unregister(self._leave)
+        self._communicator.barrier()
+        self.transport.close()
+
+    def _leave(self) -> None:
+        """End with the process: others may still need what this rank serves."""
+        if getattr(sys, "last_type", None) is not None:
+            logger.error("Rank %d fails in asynchronous training, and ends the job", self._communicator.rank)
+            self._communicator.abort()
+        if not self.finished:
+            logger.warning("Rank %d ends without finalize(), and waits for the others", self._communicator.rank)
+        self.close()
+
+
+def _in_memory(communicator: Communicator) -> bool:
+    wish = os.environ.get(VARIABLE, "")
+    if wish not in ("", "window", "service"):
+        raise ValueError(f"The environment variable {VARIABLE} must be 'window' or 'service'. Received: {wish!r}")
+    if communicator.size == 1:
+        return True
+    if wish == "service":
+        return False
+    together = communicator.shares_memory()
+    if wish == "window" and not together:
+        raise RuntimeError(f"{VARIABLE}=window needs all ranks on one host, and they are not")
+    return together

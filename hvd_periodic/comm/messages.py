@@ -1,0 +1,102 @@
+"""Messages between two ranks, through mpi4py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SHORT, LONG = 5e-5, 1e-3
+"""Seconds between two looks: at what is under way, and when nothing has come for a while.
+
+Whoever waits sleeps: waiting inside of MPI would take a core from whoever computes.
+"""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that has come and is not received yet.
+
+    Attributes:
+        source: the rank that sent it.
+        tag: its tag.
+        receive: receives it into an array of its size.
+    """
+
+    source: int
+    tag: int
+    receive: Callable[[np.ndarray], None]
+
+
+class Messages:
+    """Sends and receives arrays; the messages of one rank arrive in their order.
+
+    Args:
+        comm: a communicator of which nobody else knows.
+
+    Attributes:
+        rank: this one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self.rank: int = comm.Get_rank()
+
+    def send(self, data: np.ndarray, rank: int, tag: int) -> Any:
+        """Start to send; return what :meth:`wait` and :meth:`done` take. The data must not change until then."""
+        return self._comm.Isend(data, rank, tag)
+
+    def receive(self, out: np.ndarray, rank: int, tag: int) -> Any:
+        """Start to receive into ``out``; return what :meth:`wait` takes."""
+        return self._comm.Irecv(out, rank, tag)
+
+    def done(self, request: Any) -> bool:
+        """Return whether a request is complete."""
+        return bool(request.Test())
+
+    def wait(self, request: Any) -> None:
+        """Wait for a request, asleep."""
+        pause = SHORT
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(LONG, pause * 1.1)
+
+    def next(self) -> Arrival | None:
+        """Return the next message that has come from anybody, or None."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+        if message is None:
+            return None
+        return Arrival(status.Get_source(), status.Get_tag(), lambda out: self.wait(message.Irecv(out)))
+
+    def receive_bytes(self, rank: int, tag: int) -> bytes:
+        """Wait for a message of unknown length."""
+        from mpi4py import MPI
+
+        pause, status = SHORT, MPI.Status()
+        while (message := self._comm.Improbe(rank, tag, status)) is None:
+            time.sleep(pause)
+            pause = min(LONG, pause * 1.1)
+        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self.wait(message.Irecv(data))
+        return data.tobytes()
+
+    def barrier(self) -> None:
+        """Wait for all ranks, asleep."""
+        self.wait(self._comm.Ibarrier())
+
+    def abort(self) -> None:
+        """End all processes of the job."""
+        self._comm.Abort(1)
+
+    def close(self) -> None:
+        """Free the communicator; collective."""
+        self._comm.Free()
