@@ -175,12 +175,13 @@ class NumpyReplica:
         """The center is in host memory anyway."""
         self.bind_center(center, total)
 
-    def center_optimizer_shapes(self) -> list[tuple[tuple[int, ...], str]]:
+    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
         """Let a copy step, and look."""
+        zeros = self.new_temporary_store(layout)
+        self.bind_center(zeros, self.new_temporary_store(layout))
         trial = copy.deepcopy(self._center_source)
-        centers = [np.zeros_like(center) for center in self._center_views[0]]
         if trial is not None:
-            trial.step(centers, [np.zeros_like(center) for center in centers])
+            trial.step(zeros.tensors(), [np.zeros_like(center) for center in zeros.tensors()])
         arrays = _arrays(trial)
         return [(array.shape, array.dtype.name) for array in arrays]
 

@@ -34,11 +34,11 @@ class CenterOptimizer(Protocol):
     def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
         """Make the center optimizer act on numpy arrays; ``total`` will hold what it is to apply."""
 
-    def center_optimizer_shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the arrays that the state will consist of after the first step.
+    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the arrays that the state will consist of, over a center of this layout.
 
         Raises:
-            ValueError: it has other state than arrays.
+            TypeError, ValueError: there is no center optimizer, or it cannot have such a center, or has other state.
         """
 
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:

@@ -317,6 +317,9 @@ class Synchronizer(Generic[V]):
         replica, root, calls = self.replica, self.root, itertools.count()
         is_root = self.communicator.rank == root
 
+        if self.asynchronous is not None:
+            self.asynchronous.wake()
+
         def send(value: Any) -> Any:
             return self.communicator.broadcast(value, f"{self.name}.broadcast.{next(calls)}", root)
 
@@ -428,7 +431,7 @@ class Synchronizer(Generic[V]):
         not on every rank, all ranks have to call this.
         """
         if self.asynchronous is not None:
-            optimizer_state = self.asynchronous.transport.optimizer_state()
+            optimizer_state = self.asynchronous.optimizer_state()
         else:
             optimizer_state = self.replica.center_optimizer_state()
         if self.parts[0].total is not None and self.asynchronous is None:

@@ -130,11 +130,19 @@ class ServiceTransport(Transport):
         self._request(first, _COUNTS)
         return int(np.frombuffer(self._answer(first), np.int64)[1])
 
-    def close(self) -> None:
+    def pause(self) -> None:
         """Stop the thread."""
         if self._service is not None:
             self._service.stop()
-            self._service = None
+
+    def resume(self) -> None:
+        """Start it again."""
+        if self._service is not None:
+            self._service.start()
+
+    def close(self) -> None:
+        """Stop the thread for good."""
+        self.pause()
         self._requests.close()
         self._replies.close()
 
@@ -252,13 +260,22 @@ class _Service:
         self._sending: list[tuple[Any, Any]] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hvd_periodic service", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread, if it does not run."""
+        if self._thread is None:
+            self._stopping.clear()
+            self._thread = threading.Thread(target=self._run, name="hvd_periodic service", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; nobody may send any more."""
-        self._stopping.set()
-        self._thread.join()
+        """End the thread, when nobody sends any more."""
+        if self._thread is not None:
+            self._stopping.set()
+            self._thread.join()
+            self._thread = None
 
     def count(self) -> int:
         """Return the pushes so far, and count one more."""

@@ -49,6 +49,12 @@ class Transport(ABC):
     def restarts(self) -> int:
         """Return how often the center was written as a whole."""
 
+    def pause(self) -> None:
+        """Rest: no rank asks for anything until it has called :meth:`resume`."""
+
+    def resume(self) -> None:
+        """Work again."""
+
     @abstractmethod
     def close(self) -> None:
         """Release everything, when all ranks are done."""

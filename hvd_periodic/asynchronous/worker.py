@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
+from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.service import ServiceTransport
-from hvd_periodic.asynchronous.transport import MemoryTransport, Transport, bind
+from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.layout import Bucket, chunk
 from hvd_periodic.part import Part
@@ -90,15 +90,14 @@ class Worker:
         self._restarts: int | None = None
         self._known_restarts = 0
         self._transport: Transport | None = None
-        self.finished = False
+        self._final: list[np.ndarray] | None = None
+        self._final_state: Any = None
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
+        self._count = firsts[-1]
         self.placements = [Elsewhere(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].algorithm.optimizes_center:
-            shares = [part.layout for part in parts]
-            trial = HeldCenter(parts, shares, np.zeros(HeldCenter.nbytes(parts, shares), np.uint8))
-            bind(replica, trial)
-            self._shapes = replica.center_optimizer_shapes()
+            self._shapes = replica.center_optimizer_shapes(parts[0].layout)
 
     @property
     def transport(self) -> Transport:
@@ -136,8 +135,7 @@ class Worker:
 
     def exchange(self, parts: Sequence[Part[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
-        self.wait_for_restart()
-        self.finished = False
+        self.prepare()
         buckets = [(part, bucket) for part in parts for bucket in part.values.layout.buckets]
 
         def payloads() -> Iterator[np.ndarray]:
@@ -150,10 +148,16 @@ class Worker:
 
     def read(self, index: int, bucket: Bucket) -> Any:
         """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
-        return self._replica.from_host(self.transport.read(index), bucket)
+        values = self.transport.read(index) if self._final is None else self._final[index]
+        return self._replica.from_host(values, bucket)
+
+    def optimizer_state(self) -> Any:
+        """Return a copy of the state of the center's optimizer, for a checkpoint; on the root at least."""
+        return self.transport.optimizer_state() if self._final is None else self._final_state
 
     def start(self, parts: Sequence[Part[Any]]) -> int:
         """On the root, set the center to its replica; return how often the center was set."""
+        self.wake()
         if self._communicator.rank == self._root:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
@@ -164,50 +168,79 @@ class Worker:
 
     def restore(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
         """On the root, set the center to what was saved; elsewhere, expect that the root does."""
+        self.wake()
         expected = self._known_restarts + 1
         self.started(expected)
         if self._communicator.rank != self._root:
             self._restarts = expected
+        else:
+            self.resume(parts, state)
+
+    def resume(self, parts: Sequence[Part[Any]], state: dict[str, Any] | None) -> None:
+        """On the root, set the center to what was saved, or where nothing was to its replica."""
+        self.wake()
+        if self._communicator.rank != self._root:
             return
+        if state is None:
+            logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
+            self.start(parts)
+            return
+        saved = state
 
         def buckets() -> Iterator[np.ndarray]:
             for part in parts:
                 store = self._replica.new_temporary_store(part.values.layout)
-                self._replica.load(store, state["vectors"][part.name]["center"])
+                self._replica.load(store, saved["vectors"][part.name]["center"])
                 for bucket in part.values.layout.buckets:
                     yield self._replica.to_host(store.read(bucket), bucket)
 
-        self.transport.write(buckets(), state["center_optimizer"])
+        self.transport.write(buckets(), saved["center_optimizer"])
 
     def started(self, restarts: int) -> None:
         """Know how often the center was set."""
         self._known_restarts = restarts
         self._restarts = None
 
-    def wait_for_restart(self) -> None:
-        """Wait until the root has restored the center, if this rank has restored its state before it."""
+    def prepare(self) -> None:
+        """Before an exchange, wait until the root has restored the center, if this rank has been restored before it."""
+        self.wake()
         if self._restarts is not None:
             while self.transport.restarts() < self._restarts:
                 time.sleep(1e-3)
             self._restarts = None
 
     def finish(self) -> None:
-        """Wait for all workers to be done; collective."""
+        """Wait for all workers to be done, and keep the final center; collective."""
         self._communicator.barrier()
-        self.finished = True
+        self._final = [self.transport.read(index) for index in range(self._count)]
+        self._final_state = self.transport.optimizer_state() if self._communicator.rank == self._root else None
+        self._communicator.barrier()
+        self.transport.pause()
+
+    def wake(self) -> None:
+        """Go on after :meth:`finish`, if that was called."""
+        if self._final is not None:
+            self._final = self._final_state = None
+            self.transport.resume()
 
     def close(self) -> None:
         """Wait for all ranks, then release everything; collective."""
         atexit.unregister(self._leave)
-        self._communicator.barrier()
-        self.transport.close()
+        if self._communicator.alive():
+            self._communicator.barrier()
+            self.transport.close()
+            # The first rank that leaves Horovod ends MPI on all of them: none may be inside of MPI then. Horovod's own
+            # collectives are safe.
+            self._communicator.allgather_object(None, "hvd_periodic.close")
 
     def _leave(self) -> None:
         """End with the process: others may still need what this rank serves."""
+        if not self._communicator.alive():
+            return
         if getattr(sys, "last_type", None) is not None:
             logger.error("Rank %d fails in asynchronous training, and ends the job", self._communicator.rank)
             self._communicator.abort()
-        if not self.finished:
+        if self._final is None:
             logger.warning("Rank %d ends without finalize(), and waits for the others", self._communicator.rank)
         self.close()
 

@@ -92,6 +92,10 @@ class Communicator(ABC):
         """Wait for all ranks; for hours, if need be, without taking a core."""
         self.allgather_object(None, "hvd_periodic.barrier")
 
+    def alive(self) -> bool:
+        """Return whether ranks can still reach each other."""
+        return True
+
     def abort(self) -> None:
         """End the processes of all ranks, if they are processes."""
 

@@ -116,6 +116,10 @@ class HorovodCommunicator(Communicator):
         if self.size > 1:
             self._mpi.barrier()
 
+    def alive(self) -> bool:
+        """Whether Horovod has not been shut down, here or elsewhere."""
+        return bool(self._hvd.is_initialized()) and (self.size == 1 or self._mpi.alive())
+
     def abort(self) -> None:
         """End all processes of the job."""
         if self.size > 1:

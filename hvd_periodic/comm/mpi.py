@@ -90,6 +90,12 @@ class MPICommunicator(Communicator):
         while not request.Test():
             time.sleep(1e-3)
 
+    def alive(self) -> bool:
+        """Whether MPI has not ended."""
+        from mpi4py import MPI
+
+        return not MPI.Is_finalized()
+
     def abort(self) -> None:
         """End all processes of the job."""
         self._comm.Abort(1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
@@ -90,6 +91,30 @@ class CenterOptimizer:
                 rate = maximum(tf.where(iterations == maximum(iterations), rate, 0.0))
             self.optimizer.learning_rate = rate
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
+
+    def shapes(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the variables that the optimizer has over such centers: ask a copy."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trial = type(self.optimizer).from_config({**self.optimizer.get_config(), "learning_rate": 0.0})
+        trial.build([tf.Variable(tf.zeros(shape, dtype), trainable=False) for shape, dtype in centers])
+        return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
+
+    def bind_host(
+        self, parameters: Sequence[Any], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
+    ) -> None:
+        """Build the optimizer over variables that stand for arrays in host memory."""
+        variables = [tf.Variable(tf.zeros_like(array), trainable=False) for array in (*centers, *gradients)]
+        self.bind(parameters, variables[: len(centers)], variables[len(centers) :])
+
+    def step_host(self, centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
+        """Move the arrays."""
+        pairs = [*zip(self._centers, centers, strict=True), *zip(self._gradients, gradients, strict=True)]
+        for variable, array in pairs:
+            variable.assign(array)
+        self.step(lambda value: value)
+        for variable, array in zip(self._centers, centers, strict=True):
+            array[...] = variable.numpy()
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.schedules import next_exchange
 from hvd_periodic.synchronizer import Counters
 
@@ -34,16 +36,20 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     Attributes:
         opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
             others.
+        saved_center: what a checkpoint held of an asynchronous center, in the form of :meth:`state_dict`, until
+            :meth:`start`.
     """
 
     replica: Any
     opening: Callable[[], None] | None = None
+    saved_center: dict[str, Any] | None = None
 
     def __init__(self, new_variable: NewVariable, *arguments: Any) -> None:
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         super().__init__(*arguments)
-        self.replica.maximum = self._maximum
+        if self.asynchronous is None:
+            self.replica.maximum = self._maximum
         with tf.init_scope():
             self._center_held = tf.Variable(False, trainable=False) if tf.executing_eagerly() else None
         self._compiled_distance = tf.function(self._distance, autograph=False)
@@ -51,7 +57,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     def start(self) -> None:
         """Check that all ranks are about to do the same, then give all the root's values.
 
-        Where all ranks come from a checkpoint of the same step, they go on as they are.
+        Where all ranks come from a checkpoint of the same step, they go on as they are; in asynchronous exchange the
+        steps may differ.
 
         Raises:
             ValueError: ranks differ; raised on all of them.
@@ -59,8 +66,14 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """
         self.check_agreement()
         steps = set(self.communicator.allgather_object(self.counters.local_steps, f"{self.name}.steps"))
-        if len(steps) > 1 or steps == {0}:
+        if self.asynchronous is not None and self.counters.local_steps > 0:
+            self.asynchronous.resume(self.parts, self.saved_center)
+        self.saved_center = None
+        new = 0 in steps if self.asynchronous is not None else len(steps) > 1 or steps == {0}
+        if new:
             self.broadcast()
+        elif self.asynchronous is not None:
+            self._start_center(self.counters)
         else:
             self.audit()
 
@@ -128,7 +141,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
-        return float(self._compiled_distance())
+        return float(self._distance() if self.asynchronous is not None else self._compiled_distance())
 
     def _reset(self) -> None:
         """Set the state of the algorithm, unless a checkpoint has just given its values to the new variables."""
@@ -201,6 +214,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     def _run_exchange(self, leaving: bool) -> Any:
         if tf.executing_eagerly():
             return super()._run_exchange(leaving)
+        if self.asynchronous is not None:
+            return self._exchange_alone_in_graph(self.asynchronous)
         started = tf.timestamp()
         before = tf.stack([self._counter_variables[name] for name in _INTEGERS])
         announced = on_host(self._announce_in_graph, [before])
@@ -218,6 +233,40 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._counter_variables["last_exchange"].assign(local_steps)
         self._counter_variables["next_exchange"].assign(plan[1])
         self._counter_variables["gradients"].assign(0)
+        with tf.control_dependencies(_operations_so_far()):
+            self._count(exchange_seconds=tf.timestamp() - started)
+        return tf.constant(True)
+
+    def _exchange_alone_in_graph(self, worker: Worker) -> Any:
+        """Exchange with the center: one call of Python on host memory, between reading the replica and its pull."""
+        started, variables = tf.timestamp(), self._counter_variables
+        before = tf.stack([variables[name] for name in _INTEGERS])
+        gradients = tf.maximum(variables["gradients"], 1)
+        period = variables["next_exchange"] - variables["last_exchange"]
+        exchange: Any = Exchange(self.communicator.size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
+        buckets = [(part, bucket) for part in self.parts for bucket in part.values.layout.buckets]
+        payloads = [part.payload(bucket, exchange) for part, bucket in buckets]
+
+        def run(integers: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
+            counters = self._from_integers(integers.numpy().tolist())
+            planned = counters.next_exchange - counters.last_exchange
+            alone = Exchange(self.communicator.size, planned, max(counters.gradients, 1))
+            worker.prepare()
+            pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
+            missed = worker.transport.missed
+            following = next_exchange(self.schedule, counters.local_steps)
+            return [np.array([missed, following, max(missed, counters.staleness_max)]), *pulled]
+
+        with tf.device("CPU:0"):
+            results = tf.py_function(run, [before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)])
+        plan = tf.ensure_shape(results[0], [3])
+        for (part, bucket), pulled in zip(buckets, results[1:], strict=True):
+            part.take(bucket, tf.ensure_shape(pulled, [bucket.size]), exchange)
+        self._count(rounds=1, bytes_sent=sum(bucket.nbytes for _, bucket in buckets), pushes_missed=plan[0])
+        variables["last_exchange"].assign(variables["local_steps"])
+        variables["next_exchange"].assign(plan[1])
+        variables["staleness_max"].assign(plan[2])
+        variables["gradients"].assign(0)
         with tf.control_dependencies(_operations_so_far()):
             self._count(exchange_seconds=tf.timestamp() - started)
         return tf.constant(True)

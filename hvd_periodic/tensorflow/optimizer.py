@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
@@ -28,6 +29,9 @@ from hvd_periodic.tensorflow.space import scaled
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
 _PACKAGE = "hvd_periodic"
+
+_CENTER = "asynchronous_center"
+"""Begins the names under which an asynchronous center is saved."""
 
 
 class _Later(LocalCommunicator):
@@ -50,6 +54,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         period: local steps between exchanges, or a schedule.
         center_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
             ``optimizer``, with its learning rate at the time of the exchange.
+        asynchronous: exchange without waiting for other ranks, as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
         argument: what the caller calls ``period``, for its error messages.
         buffers, center, root_rank, process_set: as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
         name: of the optimizer.
@@ -73,6 +78,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         period: int | Schedule,
         *,
         center_optimizer: keras.optimizers.Optimizer | None = None,
+        asynchronous: bool = False,
         argument: str = "period",
         buffers: str | None = None,
         center: str = "replicated",
@@ -92,7 +98,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             if not loaded:
                 communicator.rank_of(root_rank)
-                made.check(communicator.size)
+                (made.check_asynchronous if asynchronous else made.check)(communicator.size)
             moved = CenterOptimizer(optimizer, center_optimizer) if made.optimizes_center else None
             return made, as_schedule(period, argument), moved
 
@@ -102,9 +108,11 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._loaded = loaded
         self._root_rank = root_rank
         self._placement = center
+        self._asynchronous = bool(asynchronous)
         self._buffers = buffers
         self._model: weakref.ref[keras.Model] | None = None
         self._saved = SavedVariables()
+        self._center_values: dict[str, np.ndarray] = {}
         self._synchronizer: VariableSynchronizer | None = None
         self._started = self._opened = False
         self.inner_optimizer = optimizer
@@ -212,7 +220,8 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         def check() -> None:
             if tf.distribute.has_strategy():
                 raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
-            self._algorithm.check(self._communicator.size)
+            made = self._algorithm
+            (made.check_asynchronous if self._asynchronous else made.check)(self._communicator.size)
             self._refuse_other_ranks()
             self._construct()
 
@@ -307,7 +316,8 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         """Return the arguments of the constructor as plain values; those that are objects of this process are not
         among them: model and process set, see :meth:`attach`.
         """
-        return self._common_config() | {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
+        own = {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
+        return self._common_config() | own | {"asynchronous": self._asynchronous}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -322,6 +332,19 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
         for name, value in self._saved.values().items():
             store[name] = value
+        if not self._asynchronous or self._synchronizer is None or not self._started:
+            return
+        state = self._synchronizer.state_dict()
+        if isinstance(state["center_optimizer"], dict):
+            raise ValueError(
+                "The state of a center optimizer that is sharded over ranks is not saved with the model: save "
+                "optimizer.synchronizer.state_dict()"
+            )
+        for part in self._synchronizer.parts:
+            for i, spec in enumerate(part.values.layout.specs):
+                store[f"{_CENTER}.{part.name}.{i}"] = state["vectors"][part.name]["center"][spec.name]
+        for i, value in enumerate(state["center_optimizer"] or []):
+            store[f"{_CENTER}_optimizer.{i}"] = value
 
     def load_own_variables(self, store: Any) -> None:
         """Take over what :meth:`save_own_variables` wrote, now or when the variables are there.
@@ -331,7 +354,26 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         if store.keys() and "local_steps" not in store.keys():  # noqa: SIM118
             warnings.warn(f"Skipping what was saved by another optimizer than {type(self).__name__}", stacklevel=2)
             return
-        self._saved.load({name: store[name] for name in store.keys()})  # noqa: SIM118
+        values = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
+        self._center_values = {name: values.pop(name) for name in list(values) if name.startswith(_CENTER)}
+        self._saved.load(values)
+
+    def _saved_center(self) -> dict[str, Any] | None:
+        """Return what was loaded of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
+        if not self._center_values or self._synchronizer is None:
+            return None
+        vectors = {
+            part.name: {
+                "center": {
+                    spec.name: self._center_values[f"{_CENTER}.{part.name}.{i}"]
+                    for i, spec in enumerate(part.values.layout.specs)
+                }
+            }
+            for part in self._synchronizer.parts
+        }
+        of_optimizer = [name for name in self._center_values if name.startswith(f"{_CENTER}_optimizer.")]
+        state = [self._center_values[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
+        return {"vectors": vectors, "center_optimizer": state or None}
 
     def _common_config(self) -> dict[str, Any]:
         ranks = None
@@ -394,14 +436,25 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         named = named_variables(self._trainable_variables, model, self._buffers)
         replica = VariableReplica(named, self._new_variable, self._center)
         ranks, root = self._communicator, 0
-        if self._placement != "replicated":  # Which share this rank holds, has to be known before it is loaded.
+        if (
+            self._asynchronous or self._placement != "replicated"
+        ):  # Which share this rank holds, has to be known before it is loaded.
             ranks = communicator_of(self._process_set)
             root = ranks.rank_of(self._root_rank)
         self._synchronizer = VariableSynchronizer(
-            self._new_variable, replica, self._algorithm, self._schedule, ranks, root, self._prefix, self._placement
+            self._new_variable,
+            replica,
+            self._algorithm,
+            self._schedule,
+            ranks,
+            root,
+            self._prefix,
+            self._placement,
+            self._asynchronous,
         )
         self._synchronizer.opening = self._open
-        if self._center is not None:
+        self._synchronizer.saved_center = self._saved_center()
+        if self._center is not None and not self._asynchronous:
             for i, variable in enumerate(self._center.optimizer.variables):
                 self._saved.variables[f"center_optimizer.{i}"] = variable
         self._saved.settle()
@@ -458,7 +511,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: exchanges without waiting for other ranks; not available yet.
+        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
+            is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
         buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
@@ -499,16 +553,12 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         process_set: Any = None,
         name: str | None = None,
     ) -> None:
-        def algorithm() -> EASGD:
-            if asynchronous:
-                raise ValueError("`asynchronous=True` is not available yet: use asynchronous=False, the default")
-            return EASGD(moving_rate, beta, rho)
-
         super().__init__(
             optimizer,
             model,
-            algorithm,
+            lambda: EASGD(moving_rate, beta, rho),
             communication_period,
+            asynchronous=asynchronous,
             argument="communication_period",
             buffers=buffers,
             center=center,
@@ -519,7 +569,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values."""
-        return self._common_config() | {"communication_period": encode(self._schedule), **vars(self._algorithm)}
+        own = {"communication_period": encode(self._schedule), "asynchronous": self._asynchronous}
+        return self._common_config() | own | vars(self._algorithm)
 
 
 @keras.saving.register_keras_serializable(_PACKAGE)
@@ -584,6 +635,8 @@ class AGNOptimizer(PeriodicOptimizer):
         center_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
             its own, whose learning rate is that of ``optimizer`` at the time of the exchange.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
+        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
+            in turn has its gradients applied by the center's optimizer.
         buffers: ``"average"`` or ``"local"``; default: average, where a model is given.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
@@ -604,6 +657,7 @@ class AGNOptimizer(PeriodicOptimizer):
         communication_period: int | Schedule = 10,
         center_optimizer: keras.optimizers.Optimizer | None = None,
         op: str = "sum",
+        asynchronous: bool = False,
         *,
         buffers: str | None = None,
         center: str = "replicated",
@@ -617,6 +671,7 @@ class AGNOptimizer(PeriodicOptimizer):
             lambda: AGN(op),
             communication_period,
             center_optimizer=center_optimizer,
+            asynchronous=asynchronous,
             argument="communication_period",
             buffers=buffers,
             center=center,
@@ -627,7 +682,8 @@ class AGNOptimizer(PeriodicOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values."""
-        return self._common_config() | {"communication_period": encode(self._schedule), **vars(self._algorithm)}
+        own = {"communication_period": encode(self._schedule), "asynchronous": self._asynchronous}
+        return self._common_config() | own | vars(self._algorithm)
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -83,6 +83,7 @@ class VariableReplica:
         self.space: VectorSpace[Any] = TensorSpace()
         self._new_variable = new_variable
         self._center_optimizer = center_optimizer
+        self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self.parameters: Store[Any] = self._store(named.parameters)
         self.buffers: Store[Any] | None = self._store(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self._store(named.counted) if named.counted else None
@@ -146,8 +147,12 @@ class VariableReplica:
 
     def step_center(self) -> None:
         """Let the center optimizer step."""
-        if self._center_optimizer is not None:
+        if self._center_optimizer is None:
+            return
+        if self._host is None:
             self._center_optimizer.step(self.maximum)
+        else:
+            self._center_optimizer.step_host(*self._host)
 
     def center_settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the center optimizer."""
@@ -161,6 +166,38 @@ class VariableReplica:
         """Load what :meth:`center_optimizer_state` returned."""
         if self._center_optimizer is not None:
             self._center_optimizer.load_state(state)
+
+    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
+        """Give the center optimizer variables, which are filled from the arrays before every step."""
+        self._host = (center.tensors(), total.tensors())
+        if self._center_optimizer is not None:
+            parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
+            self._center_optimizer.bind_host(parameters, *self._host)
+
+    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the variables of the center optimizer."""
+        if self._center_optimizer is None:
+            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        return self._center_optimizer.shapes([(spec.shape, spec.kind) for spec in layout.specs])
+
+    def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
+        """Assign the arrays."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.load_state(list(arrays))
+
+    def push_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copy the variables."""
+        if self._center_optimizer is not None:
+            for array, value in zip(arrays, self._center_optimizer.state(), strict=True):
+                array[...] = value
+
+    def to_host(self, value: Any, bucket: Bucket) -> np.ndarray:
+        """Return an array of an eager tensor."""
+        return np.asarray(value)
+
+    def from_host(self, array: np.ndarray, bucket: Bucket) -> Any:
+        """Return a tensor."""
+        return tf.constant(array)
 
     def control(self, values: list[int]) -> tf.Tensor:
         """Return the values as int64 in host memory."""

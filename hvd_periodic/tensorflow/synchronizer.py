@@ -56,6 +56,8 @@ class Synchronizer(VariableSynchronizer):
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
         process_set: the Horovod process set that exchanges, default all ranks; or any
             :class:`~hvd_periodic.Communicator`.
+        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. The center
+            is not among ``variables`` then: save :meth:`state_dict`.
 
     Attributes:
         variables: counters, center and the rest of the state, for checkpoints.
@@ -77,6 +79,7 @@ class Synchronizer(VariableSynchronizer):
         center: str = "replicated",
         root_rank: int = 0,
         process_set: Any = None,
+        asynchronous: bool = False,
     ) -> None:
         communicator = communicator_of(process_set)
         name = communicator.unique_name()
@@ -94,9 +97,19 @@ class Synchronizer(VariableSynchronizer):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             root = communicator.rank_of(root_rank)
             super(Synchronizer, self).__init__(
-                self._make_variable, replica, made, as_schedule(period, "period"), communicator, root, name, center
+                self._make_variable,
+                replica,
+                made,
+                as_schedule(period, "period"),
+                communicator,
+                root,
+                name,
+                center,
+                asynchronous,
             )
-            self.variables += [] if moved is None else [variable.value for variable in moved.optimizer.variables]
+            self.variables += (
+                [] if moved is None or asynchronous else [variable.value for variable in moved.optimizer.variables]
+            )
 
         build_on_all(communicator, name, build)
         self.start()

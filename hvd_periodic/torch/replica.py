@@ -304,8 +304,13 @@ class TorchReplica:
         if self._center_optimizer is not None:
             self._center_optimizer.keys = keys
 
-    def center_optimizer_shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the tensors of its state."""
+    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the tensors of its state, once one has been made over zeros in host memory."""
+
+        def zeros(kind: str, size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=self._kinds[kind][0])
+
+        self.bind_center(FlatStore(layout, zeros), FlatStore(layout, zeros))
         return [] if self._center_optimizer is None else self._center_optimizer.shapes()
 
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:

@@ -431,9 +431,9 @@ def test_two_optimizers_on_parts_of_a_model() -> None:
         ),
         (lambda **k: wrap("average", keras.optimizers.SGD(0.1), period=0, **k), ValueError, "`interval_steps`, unless"),
         (
-            lambda **k: hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), asynchronous=True, **k),
+            lambda **k: hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), moving_rate=2, asynchronous=True, **k),
             ValueError,
-            "asynchronous=True` is not available yet",
+            "in asynchronous exchange",
         ),
         (
             lambda **k: hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), moving_rate=1.0, **k),
