@@ -185,6 +185,10 @@ class NumpyReplica:
         arrays = _arrays(trial)
         return [(array.shape, array.dtype.name) for array in arrays]
 
+    def reset_center_optimizer(self) -> None:
+        """Copy it anew."""
+        self._center_optimizer = copy.deepcopy(self._center_source)
+
     def pull_center_optimizer(self, arrays: Sequence[Array]) -> None:
         """Copy from the arrays, which a step has filled."""
         if not _arrays(self._center_optimizer) and self._center_optimizer is not None:

@@ -41,6 +41,9 @@ class CenterOptimizer(Protocol):
             TypeError, ValueError: there is no center optimizer, or it cannot have such a center, or has other state.
         """
 
+    def reset_center_optimizer(self) -> None:
+        """Forget all state of the center optimizer, as if it had not stepped."""
+
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
         """Go on from the state in these arrays, which may become the state itself."""
 

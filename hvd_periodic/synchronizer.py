@@ -494,6 +494,7 @@ class Synchronizer(Generic[V]):
             "root rank": self.root,
             "place of the center": self.placement.name,
             "asynchronous": self.asynchronous is not None,
+            **({} if self.asynchronous is None else self.asynchronous.facts()),
             **self.replica.facts(),
             **self.replica.center_settings(),
         }

@@ -24,6 +24,9 @@ _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 _BEGIN, _READ, _WRITE, _STATE, _LOAD, _COUNTS = range(6)
 """Requests, of five integers. ``_BEGIN`` says what the payloads that follow belong to; the first holder answers it."""
 
+_REST = 0.05
+"""Seconds between two looks for a message after training has ended."""
+
 Bounds = Callable[[Bucket], list[tuple[int, int]]]
 """Gives the first and the past-the-last element that each holder has of a bucket."""
 
@@ -101,8 +104,11 @@ class ServiceTransport(Transport):
                     self._request(holder, _WRITE, index)
                     self._requests.wait(self._requests.send(part, holder, _tag(index)))
                     self._answer(holder)
-        states = optimizer_state["sharded"] if len(self._holders) > 1 and optimizer_state else [optimizer_state]
-        for holder, state in zip(self._holders, states, strict=False):
+        states = [optimizer_state] * len(self._holders)
+        if len(states) > 1 and optimizer_state is not None:
+            states = optimizer_state["sharded"]
+        # The first holder is the last to know: its counter says that the restart is complete.
+        for holder, state in reversed(list(zip(self._holders, states, strict=True))):
             if holder == self._rank:
                 self._own.load(state)
             else:
@@ -120,6 +126,8 @@ class ServiceTransport(Transport):
             else:
                 self._request(holder, _STATE)
                 states.append(pickle.loads(self._answer(holder)))
+        if all(state is None for state in states):
+            return None
         return states[0] if len(states) == 1 else {"sharded": states}
 
     def restarts(self) -> int:
@@ -130,19 +138,15 @@ class ServiceTransport(Transport):
         self._request(first, _COUNTS)
         return int(np.frombuffer(self._answer(first), np.int64)[1])
 
-    def pause(self) -> None:
+    def rest(self) -> None:
+        """Let the thread look for messages less often, until one comes."""
+        if self._service is not None:
+            self._service.resting = True
+
+    def close(self) -> None:
         """Stop the thread."""
         if self._service is not None:
             self._service.stop()
-
-    def resume(self) -> None:
-        """Start it again."""
-        if self._service is not None:
-            self._service.start()
-
-    def close(self) -> None:
-        """Stop the thread for good."""
-        self.pause()
         self._requests.close()
         self._replies.close()
 
@@ -260,22 +264,14 @@ class _Service:
         self._sending: list[tuple[Any, Any]] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.start()
-
-    def start(self) -> None:
-        """Start the thread, if it does not run."""
-        if self._thread is None:
-            self._stopping.clear()
-            self._thread = threading.Thread(target=self._run, name="hvd_periodic service", daemon=True)
-            self._thread.start()
+        self.resting = False
+        self._thread = threading.Thread(target=self._run, name="hvd_periodic service", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End the thread, when nobody sends any more."""
-        if self._thread is not None:
-            self._stopping.set()
-            self._thread.join()
-            self._thread = None
+        self._stopping.set()
+        self._thread.join()
 
     def count(self) -> int:
         """Return the pushes so far, and count one more."""
@@ -315,24 +311,26 @@ class _Service:
     def load(self, state: Any) -> None:
         """End a restart, after the buckets have been written."""
         with self._lock:
+            self._stepped = state is not None
             if state is not None:
                 self._optimizer.load_center_optimizer_state(state)
-                self._stepped = True
+            elif self._optimized:
+                self._optimizer.reset_center_optimizer()
             self.restarts += 1
 
     def _run(self) -> None:
         """Serve until stopped."""
         try:
             idle = time.monotonic()
-            while True:
+            while self._requests.alive():
                 if self._serve():
-                    idle = time.monotonic()
+                    idle, self.resting = time.monotonic(), False
                     continue
                 self._sending = [sent for sent in self._sending if not self._replies.done(sent[0])]
                 if self._stopping.is_set() and not self._sending:
                     return
                 waiting = self._sending or time.monotonic() - idle < 10 * LONG
-                time.sleep(SHORT if waiting else LONG)
+                time.sleep(SHORT if waiting else _REST if self.resting else LONG)
         except BaseException:
             # The other ranks wait for replies that will never come.
             traceback.print_exc()

@@ -39,7 +39,7 @@ class Transport(ABC):
 
     @abstractmethod
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Set the whole center, on one rank alone, and count a restart."""
+        """Set the whole center and the state of its optimizer, None for a new one; on one rank. Count a restart."""
 
     @abstractmethod
     def optimizer_state(self) -> Any:
@@ -49,11 +49,8 @@ class Transport(ABC):
     def restarts(self) -> int:
         """Return how often the center was written as a whole."""
 
-    def pause(self) -> None:
-        """Rest: no rank asks for anything until it has called :meth:`resume`."""
-
-    def resume(self) -> None:
-        """Work again."""
+    def rest(self) -> None:
+        """Expect nothing for a while."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,10 +128,10 @@ class MemoryTransport(Transport):
         with self._memory.lock(0, sum(self._counts) + 1):
             for index, values in enumerate(buckets):
                 self._held.write(index, values)
+            self._header[_STEPPED] = optimizer_state is not None
             if optimizer_state is not None:
                 self._optimizer.load_center_optimizer_state(optimizer_state)
                 self._optimizer.push_center_optimizer(self._state)
-                self._header[_STEPPED] = 1
             self._header[_RESTARTS] += 1
 
     def optimizer_state(self) -> Any:
@@ -162,6 +159,8 @@ class MemoryTransport(Transport):
                 self._held.set_total(index, message)
             if self._header[_STEPPED]:
                 self._optimizer.pull_center_optimizer(self._state)
+            else:
+                self._optimizer.reset_center_optimizer()
             self._optimizer.step_center()
             self._optimizer.push_center_optimizer(self._state)
             self._header[_STEPPED] = 1

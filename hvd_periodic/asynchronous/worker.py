@@ -19,7 +19,7 @@ from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.layout import Bucket, chunk
 from hvd_periodic.part import Part
-from hvd_periodic.placement import Placement
+from hvd_periodic.placement import Placement, Sharded
 from hvd_periodic.replica import Replica
 from hvd_periodic.store import Store
 
@@ -91,7 +91,6 @@ class Worker:
         self._known_restarts = 0
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
-        self._final_state: Any = None
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
         self._count = firsts[-1]
         self.placements = [Elsewhere(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)]
@@ -117,7 +116,9 @@ class Worker:
             RuntimeError: these ranks cannot exchange asynchronously, as the job was launched.
         """
         communicator, replica = self._communicator, self._replica
-        if _in_memory(communicator):
+        memory = _in_memory(communicator)
+        self._divided = self._sharded and not memory
+        if memory:
             allocate = communicator.shared_memory
             self._transport = MemoryTransport(allocate, self._shared, replica, self._shapes, self._use_locking)
         else:
@@ -148,12 +149,31 @@ class Worker:
 
     def read(self, index: int, bucket: Bucket) -> Any:
         """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
-        values = self.transport.read(index) if self._final is None else self._final[index]
-        return self._replica.from_host(values, bucket)
+        if self._final is not None:
+            return self._replica.from_host(self._final[index], bucket)
+        self._wait_for_restart()
+        return self._replica.from_host(self.transport.read(index), bucket)
 
     def optimizer_state(self) -> Any:
-        """Return a copy of the state of the center's optimizer, for a checkpoint; on the root at least."""
-        return self.transport.optimizer_state() if self._final is None else self._final_state
+        """Return a copy of the state of the center's optimizer, for a checkpoint.
+
+        Raises:
+            RuntimeError: Horovod has been shut down.
+        """
+        if not self._shared[0].algorithm.optimizes_center:
+            return None
+        if not self._communicator.alive():
+            raise RuntimeError("The state of the center's optimizer has gone with hvd.shutdown(): save it before")
+        self._wait_for_restart()
+        return self.transport.optimizer_state()
+
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks have to agree on.
+
+        Raises:
+            ValueError: the environment asks for a transport that does not exist.
+        """
+        return {f"environment variable {VARIABLE}": _wish(), "use_locking": self._use_locking}
 
     def start(self, parts: Sequence[Part[Any]]) -> int:
         """On the root, set the center to its replica; return how often the center was set."""
@@ -167,8 +187,14 @@ class Worker:
         return self.transport.restarts()
 
     def restore(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
-        """On the root, set the center to what was saved; elsewhere, expect that the root does."""
+        """On the root, set the center to what was saved; elsewhere, expect that the root does.
+
+        Raises:
+            ValueError: the state of the center's optimizer was saved of other holders.
+        """
         self.wake()
+        holders = Sharded(self._communicator, self._root) if self._divided else self.placements[0]
+        holders.select(state["center_optimizer"])
         expected = self._known_restarts + 1
         self.started(expected)
         if self._communicator.rank != self._root:
@@ -202,32 +228,46 @@ class Worker:
         self._restarts = None
 
     def prepare(self) -> None:
-        """Before an exchange, wait until the root has restored the center, if this rank has been restored before it."""
+        """Go on training, if it had ended; wait for the root to have restored the center."""
         self.wake()
+        self._wait_for_restart()
+
+    def _wait_for_restart(self) -> None:
         if self._restarts is not None:
             while self.transport.restarts() < self._restarts:
                 time.sleep(1e-3)
             self._restarts = None
 
-    def finish(self) -> None:
-        """Wait for all workers to be done, and keep the final center; collective."""
-        self._communicator.barrier()
+    def finish(self, leaving: bool = False) -> bool:
+        """Wait for all workers to be done, and keep the final center; collective.
+
+        Args:
+            leaving: this rank will not train any more.
+
+        Returns:
+            Whether all ranks are leaving.
+        """
+        everybody = self._communicator.meet(leaving)
         self._final = [self.transport.read(index) for index in range(self._count)]
-        self._final_state = self.transport.optimizer_state() if self._communicator.rank == self._root else None
-        self._communicator.barrier()
-        self.transport.pause()
+        self._communicator.meet()
+        self.transport.rest()
+        return everybody
+
+    def final(self, index: int) -> np.ndarray:
+        """Return a bucket of the final center, after :meth:`finish`."""
+        if self._final is None:
+            raise RuntimeError("There is no final center before finish()")
+        return self._final[index]
 
     def wake(self) -> None:
-        """Go on after :meth:`finish`, if that was called."""
-        if self._final is not None:
-            self._final = self._final_state = None
-            self.transport.resume()
+        """Go on after :meth:`finish`: forget the center that was final."""
+        self._final = None
 
     def close(self) -> None:
         """Wait for all ranks, then release everything; collective."""
         atexit.unregister(self._leave)
         if self._communicator.alive():
-            self._communicator.barrier()
+            self._communicator.meet()
             self.transport.close()
             # The first rank that leaves Horovod ends MPI on all of them: none may be inside of MPI then. Horovod's own
             # collectives are safe.
@@ -242,13 +282,13 @@ class Worker:
             self._communicator.abort()
         if self._final is None:
             logger.warning("Rank %d ends without finalize(), and waits for the others", self._communicator.rank)
+        while not self.finish(leaving=True):
+            pass
         self.close()
 
 
 def _in_memory(communicator: Communicator) -> bool:
-    wish = os.environ.get(VARIABLE, "")
-    if wish not in ("", "window", "service"):
-        raise ValueError(f"The environment variable {VARIABLE} must be 'window' or 'service'. Received: {wish!r}")
+    wish = _wish()
     if communicator.size == 1:
         return True
     if wish == "service":
@@ -257,3 +297,10 @@ def _in_memory(communicator: Communicator) -> bool:
     if wish == "window" and not together:
         raise RuntimeError(f"{VARIABLE}=window needs all ranks on one host, and they are not")
     return together
+
+
+def _wish() -> str:
+    wish = os.environ.get(VARIABLE, "")
+    if wish not in ("", "window", "service"):
+        raise ValueError(f"The environment variable {VARIABLE} must be 'window' or 'service'. Received: {wish!r}")
+    return wish

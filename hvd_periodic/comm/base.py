@@ -88,9 +88,9 @@ class Communicator(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} has no messages between two ranks")
 
-    def barrier(self) -> None:
-        """Wait for all ranks; for hours, if need be, without taking a core."""
-        self.allgather_object(None, "hvd_periodic.barrier")
+    def meet(self, agreed: bool = True) -> bool:
+        """Wait for all ranks, for hours if need be, without taking a core; return whether all agreed."""
+        return all(self.allgather_object(agreed, "hvd_periodic.meet"))
 
     def alive(self) -> bool:
         """Return whether ranks can still reach each other."""

@@ -111,10 +111,9 @@ class HorovodCommunicator(Communicator):
         """Return those of MPI."""
         return self._mpi.messages()
 
-    def barrier(self) -> None:
-        """Wait for all ranks; outside of Horovod, which would report a stall."""
-        if self.size > 1:
-            self._mpi.barrier()
+    def meet(self, agreed: bool = True) -> bool:
+        """Wait for all ranks, outside of Horovod, which would report a stall."""
+        return agreed if self.size == 1 else self._mpi.meet(agreed)
 
     def alive(self) -> bool:
         """Whether Horovod has not been shut down, here or elsewhere."""

@@ -93,6 +93,12 @@ class Messages:
         """Wait for all ranks, asleep."""
         self.wait(self._comm.Ibarrier())
 
+    def alive(self) -> bool:
+        """Return whether MPI has not ended."""
+        from mpi4py import MPI
+
+        return not MPI.Is_finalized()
+
     def abort(self) -> None:
         """End all processes of the job."""
         self._comm.Abort(1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.memory import SharedMemory
-from hvd_periodic.comm.messages import Messages
+from hvd_periodic.comm.messages import LONG, Messages
 from hvd_periodic.comm.window import on_one_host, open_window
 from hvd_periodic.layout import chunk
 
@@ -84,11 +84,13 @@ class MPICommunicator(Communicator):
         """Return those of a duplicate."""
         return Messages(self._comm.Dup())
 
-    def barrier(self) -> None:
+    def meet(self, agreed: bool = True) -> bool:
         """Wait for all ranks, asleep: MPI's own waiting takes a core."""
-        request = self._comm.Ibarrier()
+        disagreeing = np.array([not agreed], dtype=np.int32)
+        request = self._comm.Iallreduce(self._in_place, disagreeing, op=self._operations["max"])
         while not request.Test():
-            time.sleep(1e-3)
+            time.sleep(LONG)
+        return not disagreeing[0]
 
     def alive(self) -> bool:
         """Whether MPI has not ended."""

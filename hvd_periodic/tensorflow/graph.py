@@ -14,8 +14,10 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.asynchronous.worker import Worker
+from hvd_periodic.layout import Bucket
 from hvd_periodic.schedules import next_exchange
 from hvd_periodic.synchronizer import Counters
+from hvd_periodic.tensorflow.store import VariableStore
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
@@ -38,11 +40,15 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             others.
         saved_center: what a checkpoint held of an asynchronous center, in the form of :meth:`state_dict`, until
             :meth:`start`.
+        as_read, as_left: where a graph keeps the center of the parameters as this rank read it last in asynchronous
+            exchange, and as it was after its own push.
     """
 
     replica: Any
     opening: Callable[[], None] | None = None
     saved_center: dict[str, Any] | None = None
+    as_read: VariableStore | None = None
+    as_left: VariableStore | None = None
 
     def __init__(self, new_variable: NewVariable, *arguments: Any) -> None:
         self._new_variable = new_variable
@@ -261,7 +267,10 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             results = tf.py_function(run, [before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)])
         plan = tf.ensure_shape(results[0], [3])
         for (part, bucket), pulled in zip(buckets, results[1:], strict=True):
-            part.take(bucket, tf.ensure_shape(pulled, [bucket.size]), exchange)
+            center = tf.ensure_shape(pulled, [bucket.size])
+            if part is self.parts[0]:
+                self._mirror(bucket, center, exchange)
+            part.take(bucket, center, exchange)
         self._count(rounds=1, bytes_sent=sum(bucket.nbytes for _, bucket in buckets), pushes_missed=plan[0])
         variables["last_exchange"].assign(variables["local_steps"])
         variables["next_exchange"].assign(plan[1])
@@ -270,6 +279,18 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         with tf.control_dependencies(_operations_so_far()):
             self._count(exchange_seconds=tf.timestamp() - started)
         return tf.constant(True)
+
+    def _mirror(self, bucket: Bucket, center: Any, exchange: Exchange) -> None:
+        """Keep what was pulled of the center, and what the transaction made of it."""
+        if self.as_read is not None:
+            self.as_read.write(bucket, center)
+        if self.as_left is None:
+            return
+        algorithm, space, part = self.algorithm, self.replica.space, self.parts[0]
+        if not algorithm.reads_after:
+            message = algorithm.message(space, part.values.read(bucket), {"center": center}, exchange)
+            center = algorithm.move(space, center, message, exchange)
+        self.as_left.write(bucket, center)
 
     def _announce_in_graph(self, before: list[int]) -> list[int]:
         return self.announce(self._from_integers(before), leaving=False)

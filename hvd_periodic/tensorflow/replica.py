@@ -173,12 +173,18 @@ class VariableReplica:
         if self._center_optimizer is not None:
             parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
             self._center_optimizer.bind_host(parameters, *self._host)
+            self._initial = self._center_optimizer.state()
 
     def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables of the center optimizer."""
         if self._center_optimizer is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
         return self._center_optimizer.shapes([(spec.shape, spec.kind) for spec in layout.specs])
+
+    def reset_center_optimizer(self) -> None:
+        """Set the variables of the center optimizer to their initial values."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.load_state(self._initial)
 
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
         """Assign the arrays."""

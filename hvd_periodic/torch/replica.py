@@ -313,6 +313,11 @@ class TorchReplica:
         self.bind_center(FlatStore(layout, zeros), FlatStore(layout, zeros))
         return [] if self._center_optimizer is None else self._center_optimizer.shapes()
 
+    def reset_center_optimizer(self) -> None:
+        """Forget its state."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.optimizer.state.clear()
+
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
         """Make these arrays its state."""
         if self._center_optimizer is not None:

@@ -1,4 +1,4 @@
-"""The hook that starts training."""
+"""The hook that starts and ends training."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
     Args:
         get_init_op: makes the operation.
         is_chief: what ``MonitoredTrainingSession`` is told.
+        get_final_op: makes the operation that ends asynchronous training; None elsewhere.
     """
 
-    def __init__(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> None:
+    def __init__(
+        self,
+        get_init_op: Callable[[], tf.Operation],
+        is_chief: bool,
+        get_final_op: Callable[[], tf.Operation] | None = None,
+    ) -> None:
         self._get_init_op = get_init_op
+        self._get_final_op = get_final_op
         self._is_chief = is_chief
+        self._final: Any = None
         self._operation: Any = None
 
     def begin(self) -> None:
         """Make the operation, before the graph is finalized."""
         self._operation = self._get_init_op()
+        self._final = None if self._get_final_op is None else self._get_final_op()
         keys = tf.compat.v1.GraphKeys
         graph = tf.compat.v1.get_default_graph()
         if not self._is_chief and not graph.get_collection(keys.LOCAL_INIT_OP):
@@ -41,3 +50,8 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Run it."""
         session.run(self._operation)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """End asynchronous training: wait for the other ranks."""
+        if self._final is not None:
+            session.run(self._final)

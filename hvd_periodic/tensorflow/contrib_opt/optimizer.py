@@ -13,6 +13,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.layout import Layout
 from hvd_periodic.schedules import Every
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import (
@@ -23,10 +24,11 @@ from hvd_periodic.tensorflow.contrib_opt.getters import (
     parts,
 )
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
-from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphReplica
+from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphReplica, HostCenterOptimizer
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.space import TensorSpace
+from hvd_periodic.tensorflow.store import VariableStore
 
 Pairs = list[tuple[Any, Any]]
 """(gradient, variable) pairs."""
@@ -45,8 +47,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         algorithm: makes the algorithm, or raises.
         period: local steps between exchanges, by the name of its argument.
         buffers: ``"average"`` or ``"local"``.
-        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        use_locking: whether asynchronous exchanges in shared memory exclude each other.
         name: of the optimizer.
+        asynchronous: exchange without waiting for other ranks.
     """
 
     BETA = BETA
@@ -62,6 +65,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         buffers: str,
         use_locking: bool,
         name: str,
+        asynchronous: bool = False,
     ) -> None:
         super().__init__(use_locking, name)
         self._communicator = TensorFlowCommunicator()
@@ -85,7 +89,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
             require_int(period[1], f"`{cls}({period[0]}=...)`", minimum=1)
             made = algorithm()
-            made.check(self._communicator.size)
+            (made.check_asynchronous if asynchronous else made.check)(self._communicator.size)
             return made
 
         self._algorithm = build_on_all(self._communicator, prefix, check)
@@ -94,7 +98,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._getter = getter
         self._buffers = buffers
         self._global_step: Any = None
-        self._center_optimizer: CenterOptimizer | None = None
+        self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
+        self._asynchronous = bool(asynchronous)
+        self._shared: list[_SharedCenter] = []
         self._buffer_centers: list[tuple[tf.Variable, Any]] = []
         self._initializations = 0
 
@@ -147,7 +153,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def variables(self) -> list[Any]:
         """Return the variables of the wrapped optimizer and of the one that moves the center."""
-        center = [] if self._center_optimizer is None else self._center_optimizer.optimizer.variables()
+        center = [] if self._center_optimizer is None else self._center_optimizer.variables()
         return [*self._opt.variables(), *center]
 
     def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver", **kwargs: Any) -> Any:
@@ -183,15 +189,16 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         getter, self._initializations = self._getter, self._initializations + 1
         shared = [*getter.centers.values(), *getter.statistics]
         if self._center_optimizer is not None:
-            shared += self._center_optimizer.optimizer.variables()
+            shared += self._center_optimizer.variables()
         if self._global_step is not None:
             shared.append(self._global_step)
         name = f"{self._name}.initialize.{self._initializations}"
         with tf.compat.v1.name_scope(None), tf.device(None):
-            received = [
-                variable.assign(self._communicator.broadcast(variable.read_value(), f"{name}.{i}", _ROOT))
-                for i, variable in enumerate(shared)
-            ]
+            with tf.control_dependencies([center.write() for center in self._shared]):
+                received = [
+                    variable.assign(self._communicator.broadcast(variable.read_value(), f"{name}.{i}", _ROOT))
+                    for i, variable in enumerate(shared)
+                ]
             with tf.control_dependencies(received):
                 # A resource would share the memory of a reference variable, which changes in place: copy it.
                 assigned = [
@@ -204,6 +211,26 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                     if reference in getter.companions:
                         assigned.append(getter.companions[reference].assign(self._first_companion(value)))
             return tf.group(*assigned, name=name)
+
+    def get_final_op(self) -> tf.Operation:
+        """Return the operation that ends asynchronous training.
+
+        It waits, asleep, until all ranks run it, and puts the final center into the center variables. The hook of
+        :meth:`make_session_run_hook` runs it at the end of its session; in a plain session run it after the last step.
+
+        Raises:
+            RuntimeError: the optimizer is synchronous, or ``apply_gradients`` has not been called.
+        """
+        if not self._shared:
+            raise RuntimeError(
+                "get_final_op() ends asynchronous training: construct the optimizer with asynchronous=True, and call "
+                "apply_gradients() or minimize() first"
+            )
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            return tf.group(*(center.finish() for center in self._shared), name=f"{self._name}.final")
+
+    def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
+        return InitializationHook(get_init_op, is_chief, self.get_final_op if self._asynchronous else None)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return what the second variable per trainable variable starts from."""
@@ -218,6 +245,10 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _before_exchange(self, references: Sequence[Any]) -> None:
         """Build what else happens first at an exchange of some variables."""
+
+    def _as_read(self, references: Sequence[Any], layout: Layout) -> VariableStore | None:
+        """Return where the center is kept as an asynchronous exchange has read it, if that is no state anyway."""
+        return None
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
@@ -255,12 +286,27 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             averaged=[(v.op.name, v) for v in self._getter.statistics] if self._buffers == "average" else [],
         )
         if self._algorithm.optimizes_center and self._center_optimizer is None:
-            self._center_optimizer = CenterOptimizer(self._opt)
+            made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
+            self._center_optimizer = made(self._opt)
         replica = GraphReplica(named, self._vectors(references), self._new_variable, self._center_optimizer)
         synchronizer = VariableSynchronizer(
-            self._new_variable, replica, self._algorithm, self._schedule, self._communicator, _ROOT, prefix
+            self._new_variable,
+            replica,
+            self._algorithm,
+            self._schedule,
+            self._communicator,
+            _ROOT,
+            prefix,
+            "replicated",
+            self._asynchronous,
+            self._use_locking,
         )
-        for part in synchronizer.parts[1:]:
+        if self._asynchronous:
+            centers = [self._getter.centers[reference] for reference in references]
+            self._shared.append(_SharedCenter(synchronizer, centers, [v for _, v in named.averaged]))
+            synchronizer.as_left = self._shared[-1].centers
+            synchronizer.as_read = self._as_read(references, synchronizer.parts[0].values.layout)
+        for part in [] if self._asynchronous else synchronizer.parts[1:]:
             pairs = zip(part.center.tensors(), part.values.tensors(), strict=True)
             self._buffer_centers += pairs
         return synchronizer
@@ -336,13 +382,13 @@ class _InitializedByTask(_GraphOptimizer):
 
     def make_session_run_hook(self, is_chief: bool, task_index: int) -> InitializationHook:
         """Return the hook that runs :meth:`get_init_op` when the session is created."""
-        return InitializationHook(lambda: self.get_init_op(task_index), is_chief)
+        return self._hook(lambda: self.get_init_op(task_index), is_chief)
 
 
 class ElasticAverageOptimizer(_InitializedByTask):
     """Elastic averaging of the local replicas; see :class:`hvd_periodic.EASGD` for the equations.
 
-    Every rank takes ``communication_period`` local steps; then all exchange once, synchronously.
+    Every rank takes ``communication_period`` local steps; then all exchange once, synchronously by default.
 
     Args:
         opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
@@ -352,11 +398,15 @@ class ElasticAverageOptimizer(_InitializedByTask):
         moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
             1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``.
-        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
+            ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         synchronous: accepted; all ranks start together.
         name: of the optimizer.
         buffers: ``"average"``: variables of the getter that are not trainable, such as moving averages of batch
             normalization, become their mean over ranks at every exchange; ``"local"``: they are left alone.
+        asynchronous: exchange with one center on its own clock, without waiting for other ranks, as ``tf.contrib.opt``
+            does; needs MPI. The center variables hold the center as this rank last left it, and the final one after
+            :meth:`get_final_op`. The rate is in (0, 1].
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size; no ``rho``
@@ -391,6 +441,7 @@ class ElasticAverageOptimizer(_InitializedByTask):
         name: str = "ElasticAverageOptimizer",
         *,
         buffers: str = "average",
+        asynchronous: bool = False,
     ) -> None:
         def algorithm() -> EASGD:
             made = EASGD(moving_rate)
@@ -409,6 +460,7 @@ class ElasticAverageOptimizer(_InitializedByTask):
             buffers,
             use_locking,
             name,
+            asynchronous,
         )
 
     def compute_gradients(
@@ -436,6 +488,11 @@ class ElasticAverageOptimizer(_InitializedByTask):
         if not self._algorithm.uses_gradients:  # Otherwise it is part of the algorithm's state.
             for reference in references:
                 self._getter.companions[reference].assign(self._getter.centers[reference])
+
+    def _as_read(self, references: Sequence[Any], layout: Layout) -> VariableStore | None:
+        if self._algorithm.uses_gradients:
+            return None
+        return VariableStore(layout, [self._getter.companions[reference] for reference in references])
 
     def _elastic(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or variable.ref() not in self._getter.companions:
@@ -503,7 +560,7 @@ class ModelAverageOptimizer(_GraphOptimizer):
 
     def make_session_run_hook(self) -> InitializationHook:
         """Return the hook that runs :meth:`get_init_op` when the session is created."""
-        return InitializationHook(self.get_init_op, self._is_chief)
+        return self._hook(self.get_init_op, self._is_chief)
 
     def _require_global_step(self, global_step: Any) -> None:
         if global_step is None:
@@ -522,9 +579,12 @@ class AGNOptimizer(_InitializedByTask):
         num_worker: number of ranks, ``hvd.size()``.
         custom_getter: the getter that the model was created with.
         communication_period: local steps between exchanges (τ).
-        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
+            ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         name: of the optimizer.
         buffers: as in :class:`ElasticAverageOptimizer`.
+        asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
+            numbers, starts anew with every process.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
@@ -544,6 +604,7 @@ class AGNOptimizer(_InitializedByTask):
         name: str = "AGNOptimizer",
         *,
         buffers: str = "average",
+        asynchronous: bool = False,
     ) -> None:
         super().__init__(
             optimizer,
@@ -555,6 +616,7 @@ class AGNOptimizer(_InitializedByTask):
             buffers,
             use_locking,
             name,
+            asynchronous,
         )
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
@@ -572,6 +634,63 @@ class AGNOptimizer(_InitializedByTask):
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         accumulators = [self._getter.companions[reference] for reference in references]
         return super()._vectors(references) | {"parameters.gradient": accumulators}
+
+
+class _SharedCenter:
+    """The operations of an asynchronous center that are not part of a step.
+
+    Args:
+        synchronizer: whose center it is.
+        centers: the variables of this rank that stand for the center of the parameters.
+        statistics: the variables that are averaged.
+
+    Attributes:
+        centers: the center variables as a store of whole buckets.
+    """
+
+    def __init__(
+        self, synchronizer: VariableSynchronizer, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
+    ) -> None:
+        if synchronizer.asynchronous is None:
+            raise ValueError("The synchronizer is not asynchronous")
+        self._worker = synchronizer.asynchronous
+        self._rank = synchronizer.communicator.rank
+        self.centers = VariableStore(synchronizer.parts[0].values.layout, centers)
+        self._stores = [self.centers]
+        if statistics:
+            self._stores.append(VariableStore(synchronizer.parts[1].values.layout, statistics))
+
+    def write(self) -> tf.Operation:
+        """Return the operation that lets the root set the center to the values of the variables."""
+        if self._rank != _ROOT:
+            return tf.no_op()
+        values = [store.read(bucket) for store in self._stores for bucket in store.layout.buckets]
+
+        def write(*buckets: tf.Tensor) -> tf.Tensor:
+            self._worker.wake()
+            self._worker.transport.write(bucket.numpy() for bucket in buckets)
+            return tf.constant(True)
+
+        with tf.device("CPU:0"):
+            return tf.py_function(write, values, tf.bool).op
+
+    def finish(self) -> tf.Operation:
+        """Return the operation that waits for all ranks and reads the final center."""
+        buckets = self.centers.layout.buckets
+
+        def finish() -> list[Any]:
+            self._worker.finish()
+            return [self._worker.final(index) for index in range(len(buckets))]
+
+        with tf.device("CPU:0"):
+            values = tf.py_function(finish, [], [tf.as_dtype(bucket.kind) for bucket in buckets])
+
+        def assign(*values: tf.Tensor) -> tf.Tensor:
+            for bucket, value in zip(buckets, values, strict=True):
+                self.centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
+            return tf.constant(True)
+
+        return tf.function(assign, autograph=False)(*values).op
 
 
 @contextmanager

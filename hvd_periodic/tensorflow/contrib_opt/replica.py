@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.layout import Layout
@@ -77,6 +78,10 @@ class CenterOptimizer:
         self.optimizer._deferred_slot_restorations = {}
         self.optimizer._name = f"center_{local.get_name()}"
 
+    def variables(self) -> list[Any]:
+        """Return the slots and other variables."""
+        return list(self.optimizer.variables())
+
     def bind(self, parameters: Sequence[Any], centers: Sequence[tf.Variable], gradients: Sequence[tf.Variable]) -> None:
         """Take the centers, and what will hold their gradients."""
         self._centers, self._gradients = list(centers), list(gradients)
@@ -93,3 +98,83 @@ class CenterOptimizer:
             for name, value in sorted(vars(self.optimizer).items())
             if isinstance(value, Number) and name != "_use_locking"
         }
+
+
+class HostCenterOptimizer:
+    """A copy of the local optimizer in a graph and a session of its own, for a center in host memory.
+
+    It may have to step while the session of the user does something else, or on behalf of another rank.
+
+    Args:
+        local: the local optimizer.
+
+    Attributes:
+        optimizer: that one.
+
+    Raises:
+        ValueError: a hyper-parameter is a tensor, which belongs to the graph of the user.
+    """
+
+    def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
+        for name, value in vars(local).items():
+            if isinstance(value, (tf.Tensor, tf.Variable)):
+                raise ValueError(
+                    f"The optimizer of an asynchronous center is outside of the graph, where {name.lstrip('_')!r} of "
+                    f"{type(local).__name__}, a tensor, has no value: pass a number"
+                )
+        self.optimizer = local
+
+    def shapes(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the variables that the optimizer has over such centers: make one and look."""
+        self._make(centers)
+        return [(tuple(variable.shape), variable.dtype.base_dtype.name) for variable in self._state]
+
+    def bind_host(
+        self, parameters: Sequence[Any], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
+    ) -> None:
+        """Make the graph for these centers."""
+        self._make([(center.shape, center.dtype.name) for center in centers])
+
+    def step_host(self, centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
+        """Move the arrays."""
+        fed = dict(zip(self._placeholders, (*centers, *gradients), strict=True))
+        self._session.run(self._assigned, fed)
+        self._session.run(self._applied, fed)
+        for array, value in zip(centers, self._session.run(self._centers), strict=True):
+            array[...] = value
+
+    def variables(self) -> list[Any]:
+        """Return none: they are not in the graph of the user."""
+        return []
+
+    def state(self) -> list[np.ndarray]:
+        """Return copies of the slots and other variables."""
+        return list(self._session.run(self._state))
+
+    def load_state(self, state: Sequence[np.ndarray]) -> None:
+        """Assign what :meth:`state` returned."""
+        for variable, value in zip(self._state, state, strict=True):
+            variable.load(value, self._session)
+
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters that are numbers."""
+        return CenterOptimizer(self.optimizer).settings()
+
+    def _make(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> None:
+        graph, v1 = tf.Graph(), tf.compat.v1
+        with graph.as_default(), tf.device("CPU:0"):
+            self._centers = [
+                v1.Variable(tf.zeros(shape, dtype), trainable=False, use_resource=True) for shape, dtype in centers
+            ]
+            self._placeholders = [v1.placeholder(dtype, shape) for shape, dtype in (*centers, *centers)]
+            size = len(centers)
+            self._assigned = [v.assign(p) for v, p in zip(self._centers, self._placeholders[:size], strict=True)]
+            optimizer = CenterOptimizer(self.optimizer).optimizer
+            self._applied = tf.group()
+            if centers:
+                pairs = list(zip(self._placeholders[size:], self._centers, strict=True))
+                self._applied = optimizer.apply_gradients(pairs)
+            self._state = list(optimizer.variables()) if centers else []
+            initialized = v1.global_variables_initializer()
+        self._session = v1.Session(graph=graph, config=v1.ConfigProto(device_count={"GPU": 0}))
+        self._session.run(initialized)
