@@ -173,7 +173,11 @@ class Worker:
         Raises:
             ValueError: the environment asks for a transport that does not exist.
         """
-        return {f"environment variable {VARIABLE}": _wish(), "use_locking": self._use_locking}
+        return {
+            f"environment variable {VARIABLE}": _wish(),
+            "sharded center": self._sharded,
+            "use_locking": self._use_locking,
+        }
 
     def start(self, parts: Sequence[Part[Any]]) -> int:
         """On the root, set the center to its replica; return how often the center was set."""

@@ -140,7 +140,7 @@ class HostCenterOptimizer:
         fed = dict(zip(self._placeholders, (*centers, *gradients), strict=True))
         self._session.run(self._assigned, fed)
         self._session.run(self._applied, fed)
-        for array, value in zip(centers, self._session.run(self._centers), strict=True):
+        for array, value in zip(centers, self._session.run(self._results), strict=True):
             array[...] = value
 
     def variables(self) -> list[Any]:
@@ -149,12 +149,11 @@ class HostCenterOptimizer:
 
     def state(self) -> list[np.ndarray]:
         """Return copies of the slots and other variables."""
-        return list(self._session.run(self._state))
+        return list(self._session.run(self._read))
 
     def load_state(self, state: Sequence[np.ndarray]) -> None:
         """Assign what :meth:`state` returned."""
-        for variable, value in zip(self._state, state, strict=True):
-            variable.load(value, self._session)
+        self._session.run(self._loaded, dict(zip(self._values, state, strict=True)))
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters that are numbers."""
@@ -175,6 +174,12 @@ class HostCenterOptimizer:
                 pairs = list(zip(self._placeholders[size:], self._centers, strict=True))
                 self._applied = optimizer.apply_gradients(pairs)
             self._state = list(optimizer.variables()) if centers else []
+            self._read = [variable.read_value() for variable in self._state]
+            self._values = [v1.placeholder(variable.dtype.base_dtype, variable.shape) for variable in self._state]
+            self._loaded = [v.assign(value) for v, value in zip(self._state, self._values, strict=True)]
+            self._results = [center.read_value() for center in self._centers]
             initialized = v1.global_variables_initializer()
-        self._session = v1.Session(graph=graph, config=v1.ConfigProto(device_count={"GPU": 0}))
+        # Threads of its own: it runs while those of the user's session may all wait for it.
+        config = v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)
+        self._session = v1.Session(graph=graph, config=config)
         self._session.run(initialized)
