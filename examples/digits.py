@@ -27,8 +27,10 @@ TITLES = {
 }
 
 
-def parse_arguments(description: str, loops: tuple[str, ...] = ()) -> argparse.Namespace:
-    """Return the flags; they are the same for every framework, but for the kinds of training loops that it has."""
+def parse_arguments(
+    description: str, loops: tuple[str, ...] = (), placements: tuple[str, ...] = ()
+) -> argparse.Namespace:
+    """Return the flags; they are the same for every framework, but for the choices that it has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="easgd", help="how the workers exchange")
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges")
@@ -36,6 +38,7 @@ def parse_arguments(description: str, loops: tuple[str, ...] = ()) -> argparse.N
     parser.add_argument("--beta", type=float, help="easgd: moving rate times the number of workers, instead")
     parser.add_argument("--rho", type=float, default=0.0, help="easgd: elastic term in the local loss")
     parser.add_argument("--op", choices=("sum", "average"), default="sum", help="agn: over the workers' gradients")
+    parser.add_argument("--asynchronous", action="store_true", help="easgd, agn: exchange without waiting for others")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the shard of each worker")
     parser.add_argument("--batch-size", type=int, default=32, help="images per step and worker")
     parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD")
@@ -46,7 +49,12 @@ def parse_arguments(description: str, loops: tuple[str, ...] = ()) -> argparse.N
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     if loops:
         parser.add_argument("--loop", choices=loops, default=loops[0], help="who writes the training loop")
-    return parser.parse_args()
+    if placements:
+        parser.add_argument("--center", choices=placements, default=placements[0], help="where the center lives")
+    args = parser.parse_args()
+    if args.asynchronous and args.algorithm not in ("easgd", "agn"):
+        parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")
+    return args
 
 
 @dataclass
@@ -92,6 +100,8 @@ class Run:
     losses: list[list[float]]
     distances: list[list[float]]
     exchange_steps: list[int] = field(default_factory=list)
+    staleness: float | None = None
+    """Of asynchronous exchange: pushes of other workers per exchange of this one."""
 
     def save(self, folder: Path) -> None:
         """Write ``<algorithm>.json`` and ``<algorithm>.png``."""
@@ -112,8 +122,10 @@ def show(runs: list[Run]) -> None:
     table.add_row("accuracy of the center", *(f"[bold]{run.center_accuracy:.4f}" for run in runs), end_section=True)
     table.add_row("local steps", *(str(run.steps) for run in runs))
     table.add_row("exchanges", *(str(run.exchanges) for run in runs))
+    if any(run.staleness is not None for run in runs):
+        table.add_row("pushes missed per exchange", *(_number(run.staleness, "") for run in runs))
     table.add_row("MB sent per worker", *(f"{run.bytes_sent / 1e6:.2f}" for run in runs))
-    table.add_row("seconds in exchanges", *(_seconds(run.exchange_seconds) for run in runs))
+    table.add_row("seconds in exchanges", *(_number(run.exchange_seconds, "unknown") for run in runs))
     table.add_row("seconds of training", *(f"{run.seconds:.2f}" for run in runs))
     Console(width=100, color_system=None).print(table)
 
@@ -131,7 +143,7 @@ def compare(folder: Path) -> None:
     show(runs)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for run in runs:
-        label = f"{TITLES[run.algorithm]}: {run.center_accuracy:.3f}, {run.exchanges} exchanges"
+        label = f"{_title(run)}: {run.center_accuracy:.3f}, {run.exchanges} exchanges"
         axes.plot(_steps(run), _smooth(np.mean(run.losses, axis=0)), label=label)
     axes.set(xlabel="local step", ylabel="training loss, mean of workers", yscale="log")
     axes.legend(title="test accuracy of the center")
@@ -153,7 +165,7 @@ def _plot(run: Run, file: Path) -> None:
     top, bottom = panels[0, 0], panels[-1, 0]
     for rank, losses in enumerate(run.losses):
         top.plot(_steps(run), _smooth(np.array(losses)), linewidth=1, label=f"worker {rank}")
-    top.set(yscale="log", ylabel="training loss", title=f"{TITLES[run.algorithm]}, {run.workers} workers")
+    top.set(yscale="log", ylabel="training loss", title=f"{_title(run)}, {run.workers} workers")
     if replicas_differ:
         for rank, distances in enumerate(run.distances):
             bottom.plot(_steps(run), distances, linewidth=1, label=f"worker {rank}")
@@ -170,8 +182,12 @@ def _plot(run: Run, file: Path) -> None:
     plt.close(figure)
 
 
-def _seconds(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds:.2f}"
+def _title(run: Run) -> str:
+    return TITLES[run.algorithm] + (", asynchronous" if run.staleness is not None else "")
+
+
+def _number(value: float | None, otherwise: str) -> str:
+    return otherwise if value is None else f"{value:.2f}"
 
 
 def _steps(run: Run) -> NDArray[np.int64]:

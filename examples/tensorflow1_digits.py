@@ -68,12 +68,18 @@ def make_optimizer(args: digits.argparse.Namespace, getter: Any) -> Any:
     if args.algorithm == "easgd":
         rate = args.moving_rate if args.beta is None else args.beta / hvd.size()
         return contrib_opt.ElasticAverageOptimizer(
-            local, hvd.size(), getter, communication_period=args.period, moving_rate=rate, rho=args.rho
+            local,
+            hvd.size(),
+            getter,
+            communication_period=args.period,
+            moving_rate=rate,
+            rho=args.rho,
+            asynchronous=args.asynchronous,
         )
     if args.algorithm == "average":
         return contrib_opt.ModelAverageOptimizer(local, hvd.size(), hvd.rank() == 0, getter, args.period)
     if args.algorithm == "agn":
-        return contrib_opt.AGNOptimizer(local, hvd.size(), getter, args.period)
+        return contrib_opt.AGNOptimizer(local, hvd.size(), getter, args.period, asynchronous=args.asynchronous)
     return hvd.DistributedOptimizer(local)
 
 
@@ -134,6 +140,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
     optimizer = make_optimizer(args, getter)
     with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
         train_op = optimizer.minimize(loss, global_step=global_step)
+    final = optimizer.get_final_op() if args.asynchronous else tf.no_op()
     distance = distance_to_center() if periodic else tf.constant(0.0)
     counters = {variable.op.name.rpartition("/")[2]: variable for variable in tf.local_variables()}
     averages = tf.get_collection(tf.GraphKeys.MOVING_AVERAGE_VARIABLES)
@@ -167,6 +174,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         checkpoints = [str(Path(folder) / name) for name in ("worker", "center")]
 
         def save(step_context: Any) -> None:
+            step_context.session.run(final)
             for saver, checkpoint in zip(savers, checkpoints, strict=True):
                 saver.save(step_context.session, checkpoint)
 
@@ -176,6 +184,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         exchange_seconds = None  # Horovod's DistributedOptimizer does not tell
         if periodic:
             bytes_sent, exchange_seconds = session.run([counters["bytes_sent"], counters["exchange_seconds"]])
+            missed = session.run(counters["pushes_missed"])
     workers = hvd.allgather_object((worker_accuracy, losses, distances), session=tf.Session(), name="record")
     return digits.Run(
         algorithm=args.algorithm,
@@ -192,6 +201,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         losses=[worker[1] for worker in workers],
         distances=[worker[2] for worker in workers],
         exchange_steps=exchange_steps,
+        staleness=float(missed) / max(rounds, 1) if args.asynchronous else None,
     )
 
 

@@ -68,11 +68,20 @@ def make_optimizer(args: digits.argparse.Namespace, model: keras.Model) -> keras
     optimizer = keras.optimizers.SGD(**options)
     if args.algorithm == "easgd":
         return hvdp.ElasticAverageOptimizer(
-            optimizer, model, args.period, moving_rate=args.moving_rate, beta=args.beta, rho=args.rho
+            optimizer,
+            model,
+            args.period,
+            moving_rate=args.moving_rate,
+            beta=args.beta,
+            rho=args.rho,
+            asynchronous=args.asynchronous,
+            center=args.center,
         )
     if args.algorithm == "average":
-        return hvdp.ModelAverageOptimizer(optimizer, model, args.period)
-    return hvdp.AGNOptimizer(optimizer, model, args.period, op=args.op)
+        return hvdp.ModelAverageOptimizer(optimizer, model, args.period, center=args.center)
+    return hvdp.AGNOptimizer(
+        optimizer, model, args.period, op=args.op, asynchronous=args.asynchronous, center=args.center
+    )
 
 
 class Recorder(keras.callbacks.Callback):
@@ -177,12 +186,13 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         losses=[worker[1] for worker in workers],
         distances=[worker[2] for worker in workers],
         exchange_steps=recorder.exchange_steps,
+        staleness=counters.staleness_mean if args.asynchronous else None,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = digits.parse_arguments(__doc__.splitlines()[0], loops=("fit", "tape"))
+    args = digits.parse_arguments(__doc__.splitlines()[0], ("fit", "tape"), ("replicated", "root", "sharded"))
     if args.compare:
         digits.compare(args.compare)
         return

@@ -50,7 +50,7 @@ class EveryStep:
         self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         self.bytes_per_step = sum(p.numel() * p.element_size() for p in model.parameters())
         self.exchanges = self.bytes_sent = 0
-        self.exchange_seconds = 0.0
+        self.exchange_seconds = self.staleness = 0.0
 
     def step(self) -> bool:
         started = time.perf_counter()
@@ -76,14 +76,24 @@ class EveryPeriod:
     """Periodic exchange: the wrapped optimizer does everything by itself."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: digits.argparse.Namespace) -> None:
-        if args.algorithm == "easgd":
-            self.optimizer: hvdp.PeriodicOptimizer = hvdp.ElasticAverageOptimizer(
-                optimizer, model, args.period, moving_rate=args.moving_rate, beta=args.beta, rho=args.rho
+        where = {"center": args.center}
+        if args.algorithm == "average":
+            self.optimizer: hvdp.PeriodicOptimizer = hvdp.ModelAverageOptimizer(optimizer, model, args.period, **where)
+        elif args.algorithm == "easgd":
+            self.optimizer = hvdp.ElasticAverageOptimizer(
+                optimizer,
+                model,
+                args.period,
+                moving_rate=args.moving_rate,
+                beta=args.beta,
+                rho=args.rho,
+                asynchronous=args.asynchronous,
+                **where,
             )
-        elif args.algorithm == "average":
-            self.optimizer = hvdp.ModelAverageOptimizer(optimizer, model, args.period)
         else:
-            self.optimizer = hvdp.AGNOptimizer(optimizer, model, args.period, op=args.op)
+            self.optimizer = hvdp.AGNOptimizer(
+                optimizer, model, args.period, op=args.op, asynchronous=args.asynchronous, **where
+            )
         self.synchronizer = self.optimizer.synchronizer
         self.distance = self.synchronizer.distance
         self.finalize = self.synchronizer.finalize
@@ -100,6 +110,10 @@ class EveryPeriod:
     @property
     def exchange_seconds(self) -> float:
         return self.synchronizer.counters.exchange_seconds
+
+    @property
+    def staleness(self) -> float:
+        return self.synchronizer.counters.staleness_mean
 
     def step(self) -> bool:
         rounds = self.synchronizer.rounds
@@ -157,12 +171,13 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         losses=[worker[1] for worker in workers],
         distances=[worker[2] for worker in workers],
         exchange_steps=exchange_steps,
+        staleness=method.staleness if args.asynchronous else None,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = digits.parse_arguments(__doc__.splitlines()[0])
+    args = digits.parse_arguments(__doc__.splitlines()[0], placements=("replicated", "root", "sharded"))
     if args.compare:
         digits.compare(args.compare)
         return

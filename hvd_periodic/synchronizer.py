@@ -403,6 +403,11 @@ class Synchronizer(Generic[V]):
         """Whether the model holds the center now."""
         return self._inside_center
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether all ranks have to take part where one reads the center."""
+        return not self.placement.everywhere and self.asynchronous is None
+
     def center_tensors(self) -> list[Any]:
         """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
         return self.parts[0].center.tensors()

@@ -61,9 +61,10 @@ class FinalizeAtEnd(keras.callbacks.Callback):
 class EvaluateCenter(keras.callbacks.Callback):
     """Evaluate the center at the end of every epoch; metrics appear in ``logs`` as ``val_center_loss`` and so on.
 
-    Nothing is communicated: the center is the same on all ranks, so that one rank may evaluate for all. With metrics
-    that drive decisions, let all ranks evaluate the same data, so that they decide alike; Keras wants to be told which
-    way is better: ``EarlyStopping("val_center_loss", mode="min")``.
+    Where every rank holds the center, nothing is communicated, and one rank may evaluate for all; with
+    ``center="root"`` or ``"sharded"`` all ranks have to. With metrics that drive decisions, let all ranks evaluate the
+    same data, so that they decide alike; Keras wants to be told which way is better:
+    ``EarlyStopping("val_center_loss", mode="min")``.
 
     Args:
         validation_data: ``(inputs, targets)``, ``(inputs, targets, sample_weights)``, or what else ``model.evaluate``
@@ -95,6 +96,8 @@ class EvaluateCenter(keras.callbacks.Callback):
 
 class SaveBestCenter(keras.callbacks.ModelCheckpoint):
     """Save the model with the values of the center, when it is the best so far; on the root rank only.
+
+    With ``center="root"`` or ``"sharded"`` all ranks have to use it.
 
     Args:
         filepath: as in ``keras.callbacks.ModelCheckpoint``; ``.weights.h5`` with ``save_weights_only=True``.
@@ -140,7 +143,8 @@ class SaveBestCenter(keras.callbacks.ModelCheckpoint):
     @contextmanager
     def _center_on_root(self) -> Iterator[bool]:
         optimizer = _optimizer_of(self)
-        with optimizer.center() if optimizer.is_root else nullcontext():
+        together = optimizer.synchronizer.reads_together
+        with optimizer.center() if optimizer.is_root or together else nullcontext():
             yield optimizer.is_root
 
 
@@ -148,7 +152,8 @@ class ReportExchanges(keras.callbacks.Callback):
     """Add the state of the exchanges to ``logs`` at the end of every epoch, for TensorBoard and the history.
 
     The entries are ``rounds``, ``center_distance`` (‖x − c‖₂ on this rank), ``skipped_updates``, ``bytes_sent`` and
-    ``exchange_seconds``, since the start of training. Nothing is communicated.
+    ``exchange_seconds``, since the start of training; of asynchronous exchange also ``staleness_mean`` and
+    ``staleness_max``. With ``center="root"`` or ``"sharded"`` all ranks have to use it.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
@@ -164,3 +169,6 @@ class ReportExchanges(keras.callbacks.Callback):
             logs["skipped_updates"] = counters.skipped_updates
             logs["bytes_sent"] = counters.bytes_sent
             logs["exchange_seconds"] = counters.exchange_seconds
+            if synchronizer.asynchronous is not None:
+                logs["staleness_mean"] = counters.staleness_mean
+                logs["staleness_max"] = counters.staleness_max
