@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,15 @@ from hvd_periodic.placement import Placement, Sharded
 from hvd_periodic.replica import Replica
 from hvd_periodic.store import Store
 
+_LEFT = object()
+
 VARIABLE = "HVD_PERIODIC_TRANSPORT"
 """Environment variable: ``service`` forces the service thread where all ranks share memory; ``window`` forbids it."""
 
 logger = logging.getLogger("hvd_periodic")
+
+_opened: list[Worker] = []
+"""Workers of this process that others may still need."""
 
 
 class Elsewhere(Placement):
@@ -132,7 +137,9 @@ class Worker:
         if communicator.rank == self._root:
             logger.info("Asynchronous exchange of %d ranks through %s", communicator.size, self.transport.description)
         if communicator.processes and communicator.size > 1:
-            atexit.register(self._leave)
+            if not _opened:
+                atexit.register(_leave_all)
+            _opened.append(self)
 
     def exchange(self, parts: Sequence[Part[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
@@ -242,20 +249,12 @@ class Worker:
                 time.sleep(1e-3)
             self._restarts = None
 
-    def finish(self, leaving: bool = False) -> bool:
-        """Wait for all workers to be done, and keep the final center; collective.
-
-        Args:
-            leaving: this rank will not train any more.
-
-        Returns:
-            Whether all ranks are leaving.
-        """
-        everybody = self._communicator.meet(leaving)
+    def finish(self) -> None:
+        """Wait for all workers to be done, and keep the final center; collective."""
+        self._communicator.meet(False)
         self._final = [self.transport.read(index) for index in range(self._count)]
         self._communicator.meet()
         self.transport.rest()
-        return everybody
 
     def final(self, index: int) -> np.ndarray:
         """Return a bucket of the final center, after :meth:`finish`."""
@@ -269,16 +268,15 @@ class Worker:
 
     def close(self) -> None:
         """Wait for all ranks, then release everything; collective."""
-        atexit.unregister(self._leave)
-        if self._communicator.alive():
-            self._communicator.meet()
-            self.transport.close()
-            # The first rank that leaves Horovod ends MPI on all of them: none may be inside of MPI then. Horovod's own
-            # collectives are safe.
-            self._communicator.allgather_object(None, "hvd_periodic.close")
+        _opened.remove(self)
+        self._communicator.meet()
+        self.transport.close()
+        # The first rank that leaves Horovod ends MPI on all of them: none may be inside of MPI then. Horovod's own
+        # collectives are safe.
+        self._communicator.allgather_object(None, "hvd_periodic.close")
 
-    def _leave(self) -> None:
-        """End with the process: others may still need what this rank serves."""
+    def leave(self) -> Iterator[None]:
+        """Take part in every :meth:`finish` of others, until all ranks leave; yield while there is nothing to do."""
         if not self._communicator.alive():
             return
         if getattr(sys, "last_type", None) is not None:
@@ -286,9 +284,23 @@ class Worker:
             self._communicator.abort()
         if self._final is None:
             logger.warning("Rank %d ends without finalize(), and waits for the others", self._communicator.rank)
-        while not self.finish(leaving=True):
-            pass
+        while not (yield from self._meeting()):
+            yield from self._meeting()  # the others have read the final center
         self.close()
+
+    def _meeting(self) -> Generator[None, None, bool]:
+        look = self._communicator.meeting(True)
+        while (everybody := look()) is None:
+            yield
+        return everybody
+
+
+def _leave_all() -> None:
+    """End with the process, all workers at once: other ranks may finish them in any order."""
+    leaving = [worker.leave() for worker in _opened]
+    while leaving:
+        leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
+        time.sleep(1e-3)
 
 
 def _in_memory(communicator: Communicator) -> bool:

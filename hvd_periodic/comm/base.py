@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.memory import SharedMemory
-from hvd_periodic.comm.messages import Messages
+from hvd_periodic.comm.messages import LONG, Messages
 
 
 class Communicator(ABC):
@@ -88,9 +89,17 @@ class Communicator(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} has no messages between two ranks")
 
+    def meeting(self, agreed: bool) -> Callable[[], bool | None]:
+        """Start to wait for all ranks; return what tells whether all agreed, and None until all are there."""
+        everybody = all(self.allgather_object(agreed, "hvd_periodic.meeting"))
+        return lambda: everybody
+
     def meet(self, agreed: bool = True) -> bool:
         """Wait for all ranks, for hours if need be, without taking a core; return whether all agreed."""
-        return all(self.allgather_object(agreed, "hvd_periodic.meet"))
+        look = self.meeting(agreed)
+        while (everybody := look()) is None:
+            time.sleep(LONG)
+        return everybody
 
     def alive(self) -> bool:
         """Return whether ranks can still reach each other."""

@@ -111,9 +111,9 @@ class HorovodCommunicator(Communicator):
         """Return those of MPI."""
         return self._mpi.messages()
 
-    def meet(self, agreed: bool = True) -> bool:
-        """Wait for all ranks, outside of Horovod, which would report a stall."""
-        return agreed if self.size == 1 else self._mpi.meet(agreed)
+    def meeting(self, agreed: bool) -> Callable[[], bool | None]:
+        """Start to wait for all ranks, outside of Horovod, which would report a stall."""
+        return (lambda: agreed) if self.size == 1 else self._mpi.meeting(agreed)
 
     def alive(self) -> bool:
         """Whether Horovod has not been shut down, here or elsewhere."""

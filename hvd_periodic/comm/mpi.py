@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.memory import SharedMemory
-from hvd_periodic.comm.messages import LONG, Messages
+from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.window import on_one_host, open_window
 from hvd_periodic.layout import chunk
 
@@ -84,13 +83,11 @@ class MPICommunicator(Communicator):
         """Return those of a duplicate."""
         return Messages(self._comm.Dup())
 
-    def meet(self, agreed: bool = True) -> bool:
-        """Wait for all ranks, asleep: MPI's own waiting takes a core."""
+    def meeting(self, agreed: bool) -> Callable[[], bool | None]:
+        """Start a nonblocking reduction: MPI's own waiting takes a core."""
         disagreeing = np.array([not agreed], dtype=np.int32)
         request = self._comm.Iallreduce(self._in_place, disagreeing, op=self._operations["max"])
-        while not request.Test():
-            time.sleep(LONG)
-        return not disagreeing[0]
+        return lambda: not disagreeing[0] if request.Test() else None
 
     def alive(self) -> bool:
         """Whether MPI has not ended."""

@@ -59,7 +59,7 @@ def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> La
     specs = []
     for name, variable in named:
         dtype = accumulation_dtype(variable.dtype.base_dtype)
-        specs.append(TensorSpec(name, tuple(variable.shape), dtype.name, dtype.size))
+        specs.append(TensorSpec(name, tuple(variable.shape.as_list()), dtype.name, dtype.size))
     return Layout(specs, bucket_bytes)
 
 
