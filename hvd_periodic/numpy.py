@@ -12,6 +12,7 @@ import numpy as np
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.comm import Communicator, LocalCommunicator
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.schedules import Schedule, as_schedule
@@ -145,6 +146,15 @@ class NumpyReplica:
         """Keep views of the center and of its gradient for the center optimizer."""
         if self._center_source is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        source = self._center_source
+
+        def steps(x: Array, gradients: list[Array]) -> Array:
+            optimizer, moved = copy.deepcopy(source), x.copy()
+            for gradient in gradients:
+                optimizer.step([moved], [gradient])
+            return moved
+
+        require_elementwise(type(source).__name__, center.layout, self.parameters.layout, steps)
         self._center_optimizer = copy.deepcopy(self._center_source)
         self._center_views = (center.tensors(), gradient.tensors())
 

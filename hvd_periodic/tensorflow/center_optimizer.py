@@ -100,6 +100,17 @@ class CenterOptimizer:
         trial.build([tf.Variable(tf.zeros(shape, dtype), trainable=False) for shape, dtype in centers])
         return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
 
+    def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+        """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
+        with warnings.catch_warnings(), tf.init_scope():
+            warnings.simplefilter("ignore")
+            trial = type(self.optimizer).from_config({**self.optimizer.get_config(), "learning_rate": 0.1})
+            moved = tf.Variable(x, dtype=tf.float32, trainable=False)
+            trial.build([moved])
+            for gradient in gradients:
+                trial.apply([tf.constant(gradient, tf.float32)], [moved])
+            return np.asarray(moved)
+
     def bind_host(
         self, parameters: Sequence[Any], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
     ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.store import FlatStore, Store
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
@@ -142,6 +143,7 @@ class VariableReplica:
         """Give the center optimizer its variables."""
         if self._center_optimizer is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
+        self._require_elementwise(center.layout)
         parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
         self._center_optimizer.bind(parameters, center.tensors(), gradient.tensors())
 
@@ -171,6 +173,7 @@ class VariableReplica:
         """Give the center optimizer variables, which are filled from the arrays before every step."""
         self._host = (center.tensors(), total.tensors())
         if self._center_optimizer is not None:
+            self._require_elementwise(center.layout)
             parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
             self._center_optimizer.bind_host(parameters, *self._host)
             self._initial = self._center_optimizer.state()
@@ -225,6 +228,11 @@ class VariableReplica:
                 variable[...] = tensors[spec.name]
             else:
                 variable.assign(tensors[spec.name])
+
+    def _require_elementwise(self, share: Layout) -> None:
+        if self._center_optimizer is not None and share is not self.parameters.layout:
+            name = type(self._center_optimizer.optimizer).__name__
+            require_elementwise(name, share, self.parameters.layout, self._center_optimizer.steps)
 
     def _store(self, named: Named) -> Store[Any]:
         return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])

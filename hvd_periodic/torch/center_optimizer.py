@@ -49,6 +49,7 @@ class CenterOptimizer:
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
         self.keys: list[tuple[int, int, str]] = []
+        self._source = source
         self._template = source if isinstance(source, torch.optim.Optimizer) else None
         self._follows_local = source is local
         grouping = local if self._template is None else self._template
@@ -82,6 +83,20 @@ class CenterOptimizer:
                 f"{type(self.optimizer).__name__} steps with a closure only, and there is no loss of the center to "
                 "evaluate. Pass another `center_optimizer`"
             )
+
+    def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+        """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
+        moved = torch.from_numpy(x.copy())
+        groups: list[dict[str, Any]] = [{"params": [moved]}]
+        if self._template is None:
+            optimizer = _make(self._source, groups)
+        else:
+            groups[0].update(_hyperparameters(self._template.param_groups[self._groups[0]]))
+            optimizer = _copy(self._template, groups)
+        for gradient in gradients:
+            moved.grad = torch.from_numpy(gradient.copy())
+            optimizer.step()
+        return moved.numpy()
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.store import FlatStore, PackedStore, Store
@@ -274,6 +275,8 @@ class TorchReplica:
             gradient.tensors(),
             [tensor for tensor, _, _ in center.layout.sources],
         )
+        name = type(self._center_optimizer.optimizer).__name__
+        require_elementwise(name, center.layout, self.parameters.layout, self._center_optimizer.steps)
 
     def step_center(self) -> None:
         """Let the center optimizer step."""

@@ -19,7 +19,7 @@ PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"vector", "layout", "store", "arguments", "named", "version"},
+    {"vector", "layout", "store", "arguments", "named", "version", "elementwise"},
     {"algorithms", "schedules", "comm"},
     {"consistency", "replica", "placement"},
     {"part"},
