@@ -3,7 +3,8 @@
     mpirun -np 2 python -m tests.benchmarks.exchange --framework torch
 
 The model has the sizes of ResNet-50: 25.6 million float32 parameters in 161 tensors. Each figure is the median of
-alternating repetitions, taken on the slowest rank.
+alternating repetitions, taken on the slowest rank. Asynchronous exchanges of all ranks begin at the same moment here,
+which is the worst case: they wait for each other at the center.
 """
 
 from __future__ import annotations

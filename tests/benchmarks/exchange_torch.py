@@ -23,11 +23,17 @@ def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]]:
         "flat allreduce": lambda: hvd.allreduce_(flat, op=hvd.Sum, name="flat"),
         "grouped allreduce of the parameters": lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped"),
     }
-    for wrap in (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer):
+    synchronous: list[Any] = [hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer]
+    for wrap in synchronous:
         parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
         named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
         optimizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000)
         measured[wrap.__name__] = optimizer.synchronizer.sync
+    for wrap in synchronous[1:] if hvd.mpi_enabled() else []:
+        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+        optimizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000, asynchronous=True)
+        measured[f"{wrap.__name__}, asynchronous"] = optimizer.synchronizer.sync
     return measured
 
 
