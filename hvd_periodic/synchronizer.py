@@ -143,7 +143,7 @@ class Synchronizer(Generic[V]):
         if replica.buffers is not None:
             exchanged.append(("buffers", replica.buffers, Averaging()))
         if replica.integers is not None:
-            exchanged.append(("integers", replica.integers, Maximum()))
+            exchanged.append(("integers", replica.integers, Maximum(rising=asynchronous)))
         place = placement_of(center)
         self.asynchronous: Worker | None = None
         placements: list[Placement] = [place(communicator, root), *[Replicated(communicator, root)] * 2]

@@ -43,6 +43,10 @@ class VectorSpace(Generic[V]):
         result: V = x + weight * (y - x)
         return result
 
+    def maximum(self, x: Any, y: Any) -> V:
+        """Return the larger of ``x`` and ``y``, element by element."""
+        return cast(V, np.maximum(x, y))
+
     def copy(self, x: Any, out: V | None = None) -> V:
         """Return a value equal to ``x`` that shares no memory with it."""
         return cast(V, np.copy(x))

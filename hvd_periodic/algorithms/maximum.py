@@ -20,10 +20,15 @@ class Maximum(Algorithm):
     This is how integer buffers follow, such as the number of batches that a batch normalization has seen: they have no
     mean of their own type, and a count should not fall behind.
 
+    Args:
+        rising: also the center takes part, for workers that exchange one by one: c ← max(c, x_i).
+
     Example:
         >>> Maximum().reduction
         'max'
     """
+
+    rising: bool = False
 
     reduction: ClassVar[str] = "max"
     reads_before: ClassVar[bool] = False
@@ -34,7 +39,7 @@ class Maximum(Algorithm):
 
     def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
         """Take over the maximum."""
-        return space.copy(total, out=center)
+        return space.maximum(center, total) if self.rising else space.copy(total, out=center)
 
     def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""

@@ -94,6 +94,7 @@ class Worker:
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._restarts: int | None = None
         self._known_restarts = 0
+        self._restored = False
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
@@ -187,9 +188,9 @@ class Worker:
         }
 
     def start(self, parts: Sequence[Part[Any]]) -> int:
-        """On the root, set the center to its replica; return how often the center was set."""
+        """On the root, set the center to its replica, unless it was restored; return how often the center was set."""
         self.wake()
-        if self._communicator.rank == self._root:
+        if self._communicator.rank == self._root and not self._restored:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
                 for part in parts
@@ -222,21 +223,25 @@ class Worker:
             logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
             self.start(parts)
             return
-        saved = state
+        self.transport.write(self._saved(parts, state), state["center_optimizer"])
+        self._restored = True
 
-        def buckets() -> Iterator[np.ndarray]:
-            for part in parts:
-                store = self._replica.new_temporary_store(part.values.layout)
-                self._replica.load(store, saved["vectors"][part.name]["center"])
-                for bucket in part.values.layout.buckets:
-                    yield self._replica.to_host(store.read(bucket), bucket)
+    def show(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
+        """Let what was saved be read as the center, until there is one."""
+        self._final = list(self._saved(parts, state))
 
-        self.transport.write(buckets(), saved["center_optimizer"])
+    def _saved(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> Iterator[np.ndarray]:
+        for part in parts:
+            store = self._replica.new_temporary_store(part.values.layout)
+            self._replica.load(store, state["vectors"][part.name]["center"])
+            for bucket in part.values.layout.buckets:
+                yield self._replica.to_host(store.read(bucket), bucket)
 
     def started(self, restarts: int) -> None:
         """Know how often the center was set."""
         self._known_restarts = restarts
         self._restarts = None
+        self._restored = False
 
     def prepare(self) -> None:
         """Go on training, if it had ended; wait for the root to have restored the center."""
@@ -269,6 +274,8 @@ class Worker:
     def close(self) -> None:
         """Wait for all ranks, then release everything; collective."""
         _opened.remove(self)
+        if not self._communicator.alive():
+            return
         self._communicator.meet()
         self.transport.close()
         # The first rank that leaves Horovod ends MPI on all of them: none may be inside of MPI then. Horovod's own
@@ -286,7 +293,6 @@ class Worker:
             logger.warning("Rank %d ends without finalize(), and waits for the others", self._communicator.rank)
         while not (yield from self._meeting()):
             yield from self._meeting()  # the others have read the final center
-        self.close()
 
     def _meeting(self) -> Generator[None, None, bool]:
         look = self._communicator.meeting(True)
@@ -301,6 +307,8 @@ def _leave_all() -> None:
     while leaving:
         leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
         time.sleep(1e-3)
+    for worker in list(_opened):
+        worker.close()
 
 
 def _in_memory(communicator: Communicator) -> bool:

@@ -71,17 +71,21 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             RuntimeError: ranks come from a checkpoint, and their centers differ; on all of them.
         """
         self.check_agreement()
-        steps = set(self.communicator.allgather_object(self.counters.local_steps, f"{self.name}.steps"))
-        if self.asynchronous is not None and self.counters.local_steps > 0:
-            self.asynchronous.resume(self.parts, self.saved_center)
+        worker, saved = self.asynchronous, self.saved_center
+        steps = self.communicator.allgather_object((self.counters.local_steps, saved is not None), f"{self.name}.steps")
+        if worker is None:
+            if len({step for step, _ in steps}) > 1 or not steps[0][0]:
+                self.broadcast()
+            else:
+                self.audit()
+            return
+        if any(steps[self.root]):
+            worker.resume(self.parts, saved)
         self.saved_center = None
-        new = 0 in steps if self.asynchronous is not None else len(steps) > 1 or steps == {0}
-        if new:
-            self.broadcast()
-        elif self.asynchronous is not None:
+        if all(any(of_rank) for of_rank in steps):
             self._start_center(self.counters)
         else:
-            self.audit()
+            self.broadcast()
 
     @property
     def counters(self) -> Counters:

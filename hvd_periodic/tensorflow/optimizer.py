@@ -332,7 +332,11 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
         for name, value in self._saved.values().items():
             store[name] = value
-        if not self._asynchronous or self._synchronizer is None or not self._started:
+        if not self._asynchronous:
+            return
+        if self._synchronizer is None or not self._started:
+            for name, value in self._center_values.items():
+                store[name] = value
             return
         state = self._synchronizer.state_dict()
         if isinstance(state["center_optimizer"], dict):
@@ -453,7 +457,9 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             self._asynchronous,
         )
         self._synchronizer.opening = self._open
-        self._synchronizer.saved_center = self._saved_center()
+        saved = self._synchronizer.saved_center = self._saved_center()
+        if saved is not None and self._synchronizer.asynchronous is not None:
+            self._synchronizer.asynchronous.show(self._synchronizer.parts, saved)
         if self._center is not None and not self._asynchronous:
             for i, variable in enumerate(self._center.optimizer.variables):
                 self._saved.variables[f"center_optimizer.{i}"] = variable

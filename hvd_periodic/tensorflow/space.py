@@ -38,6 +38,10 @@ class TensorSpace(VectorSpace[Any]):
         """Return ``x + weight (y - x)``."""
         return x + in_dtype(weight, x.dtype) * (y - x)
 
+    def maximum(self, x: Any, y: Any) -> Any:
+        """Return the larger of both."""
+        return tf.maximum(x, y)
+
     def copy(self, x: Any, out: Any = None) -> Any:
         """Return the tensor, which nothing can change."""
         return tf.identity(x)

@@ -26,6 +26,10 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         """Move ``x`` towards ``y``."""
         return x.lerp_(y, weight)
 
+    def maximum(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the larger of both."""
+        return torch.maximum(x, y)
+
     def copy(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy, in ``out`` if given."""
         return x.clone() if out is None else out.copy_(x)
@@ -67,6 +71,10 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
         """Move ``x`` towards ``y``."""
         torch._foreach_lerp_(x, y, weight)
         return x
+
+    def maximum(self, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the larger of both."""
+        return list(torch._foreach_maximum(x, y))
 
     def copy(self, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return a copy, in ``out`` if given."""
