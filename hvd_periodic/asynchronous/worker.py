@@ -92,7 +92,7 @@ class Worker:
     ) -> None:
         self._communicator, self._replica, self._root = communicator, replica, root
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
-        self._restarts: int | None = None
+        self._awaited: int | None = None
         self._known_restarts = 0
         self._restored = False
         self._transport: Transport | None = None
@@ -210,7 +210,7 @@ class Worker:
         expected = self._known_restarts + 1
         self.started(expected)
         if self._communicator.rank != self._root:
-            self._restarts = expected
+            self._awaited = expected
         else:
             self.resume(parts, state)
 
@@ -240,7 +240,7 @@ class Worker:
     def started(self, restarts: int) -> None:
         """Know how often the center was set."""
         self._known_restarts = restarts
-        self._restarts = None
+        self._awaited = None
         self._restored = False
 
     def prepare(self) -> None:
@@ -249,10 +249,10 @@ class Worker:
         self._wait_for_restart()
 
     def _wait_for_restart(self) -> None:
-        if self._restarts is not None:
-            while self.transport.restarts() < self._restarts:
+        if self._awaited is not None:
+            while self.transport.restarts() < self._awaited:
                 time.sleep(1e-3)
-            self._restarts = None
+            self._awaited = None
 
     def finish(self) -> None:
         """Wait for all workers to be done, and keep the final center; collective."""

@@ -230,7 +230,7 @@ class VariableReplica:
                 variable.assign(tensors[spec.name])
 
     def _require_elementwise(self, share: Layout) -> None:
-        if self._center_optimizer is not None and share is not self.parameters.layout:
+        if self._center_optimizer is not None and share.specs and share is not self.parameters.layout:
             name = type(self._center_optimizer.optimizer).__name__
             require_elementwise(name, share, self.parameters.layout, self._center_optimizer.steps)
 
