@@ -90,7 +90,7 @@ class Worker:
         sharded: bool,
         use_locking: bool,
     ) -> None:
-        self._communicator, self._replica, self._root = communicator, replica, root
+        self.communicator, self._replica, self._root = communicator, replica, root
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._awaited: int | None = None
         self._known_restarts = 0
@@ -121,7 +121,7 @@ class Worker:
         Raises:
             RuntimeError: these ranks cannot exchange asynchronously, as the job was launched.
         """
-        communicator, replica = self._communicator, self._replica
+        communicator, replica = self.communicator, self._replica
         memory = _in_memory(communicator)
         self._divided = self._sharded and not memory
         if memory:
@@ -170,7 +170,7 @@ class Worker:
         """
         if not self._shared[0].algorithm.optimizes_center:
             return None
-        if not self._communicator.alive():
+        if not self.communicator.alive():
             raise RuntimeError("The state of the center's optimizer has gone with hvd.shutdown(): save it before")
         self._wait_for_restart()
         return self.transport.optimizer_state()
@@ -190,7 +190,7 @@ class Worker:
     def start(self, parts: Sequence[Part[Any]]) -> int:
         """On the root, set the center to its replica, unless it was restored; return how often the center was set."""
         self.wake()
-        if self._communicator.rank == self._root and not self._restored:
+        if self.communicator.rank == self._root and not self._restored:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
                 for part in parts
@@ -205,11 +205,11 @@ class Worker:
             ValueError: the state of the center's optimizer was saved of other holders.
         """
         self.wake()
-        holders = Sharded(self._communicator, self._root) if self._divided else self.placements[0]
+        holders = Sharded(self.communicator, self._root) if self._divided else self.placements[0]
         holders.select(state["center_optimizer"])
         expected = self._known_restarts + 1
         self.started(expected)
-        if self._communicator.rank != self._root:
+        if self.communicator.rank != self._root:
             self._awaited = expected
         else:
             self.resume(parts, state)
@@ -217,7 +217,7 @@ class Worker:
     def resume(self, parts: Sequence[Part[Any]], state: dict[str, Any] | None) -> None:
         """On the root, set the center to what was saved, or where nothing was to its replica."""
         self.wake()
-        if self._communicator.rank != self._root:
+        if self.communicator.rank != self._root:
             return
         if state is None:
             logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
@@ -256,9 +256,9 @@ class Worker:
 
     def finish(self) -> None:
         """Wait for all workers to be done, and keep the final center; collective."""
-        self._communicator.meet(False)
+        self.communicator.meet(False)
         self._final = [self.transport.read(index) for index in range(self._count)]
-        self._communicator.meet()
+        self.communicator.meet()
         self.transport.rest()
 
     def final(self, index: int) -> np.ndarray:
@@ -274,28 +274,25 @@ class Worker:
     def close(self) -> None:
         """Wait for all ranks, then release everything; collective."""
         _opened.remove(self)
-        if not self._communicator.alive():
+        if not self.communicator.alive():
             return
-        self._communicator.meet()
+        self.communicator.meet()
         self.transport.close()
-        # The first rank that leaves Horovod ends MPI on all of them: none may be inside of MPI then. Horovod's own
-        # collectives are safe.
-        self._communicator.allgather_object(None, "hvd_periodic.close")
 
     def leave(self) -> Iterator[None]:
         """Take part in every :meth:`finish` of others, until all ranks leave; yield while there is nothing to do."""
-        if not self._communicator.alive():
+        if not self.communicator.alive():
             return
         if getattr(sys, "last_type", None) is not None:
-            logger.error("Rank %d fails in asynchronous training, and ends the job", self._communicator.rank)
-            self._communicator.abort()
+            logger.error("Rank %d fails in asynchronous training, and ends the job", self.communicator.rank)
+            self.communicator.abort()
         if self._final is None:
-            logger.warning("Rank %d ends without finalize(), and waits for the others", self._communicator.rank)
+            logger.warning("Rank %d ends without finalize(), and waits for the others", self.communicator.rank)
         while not (yield from self._meeting()):
             yield from self._meeting()  # the others have read the final center
 
     def _meeting(self) -> Generator[None, None, bool]:
-        look = self._communicator.meeting(True)
+        look = self.communicator.meeting(True)
         while (everybody := look()) is None:
             yield
         return everybody
@@ -307,8 +304,11 @@ def _leave_all() -> None:
     while leaving:
         leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
         time.sleep(1e-3)
+    communicators = {type(worker.communicator): worker.communicator for worker in _opened}
     for worker in list(_opened):
         worker.close()
+    for communicator in communicators.values():
+        communicator.depart()
 
 
 def _in_memory(communicator: Communicator) -> bool:

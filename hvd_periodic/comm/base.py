@@ -108,6 +108,9 @@ class Communicator(ABC):
     def abort(self) -> None:
         """End the processes of all ranks, if they are processes."""
 
+    def depart(self) -> None:
+        """Wait until all processes of the job are about to end, where the end of one ends the others' connections."""
+
     def rank_of(self, global_rank: int) -> int:
         """Return the rank within this set of a rank that the job knows as ``global_rank``.
 

@@ -6,6 +6,7 @@ import importlib
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -123,6 +124,18 @@ class HorovodCommunicator(Communicator):
         """End all processes of the job."""
         if self.size > 1:
             self._mpi.abort()
+
+    def depart(self) -> None:
+        """Wait for all ranks of the job.
+
+        The first that leaves Horovod ends MPI on all of them, and none may be inside of MPI then. Horovod's own
+        collectives are safe; this one fails if a rank that exchanges nothing has already left.
+        """
+        from horovod.common.exceptions import HorovodInternalError
+
+        if self.alive():
+            with suppress(HorovodInternalError):
+                self._hvd.allgather(self._tensor(np.zeros(1, np.int64)), name="hvd_periodic.depart")
 
     @cached_property
     def _mpi(self) -> MPICommunicator:

@@ -97,7 +97,8 @@ class EvaluateCenter(keras.callbacks.Callback):
 class SaveBestCenter(keras.callbacks.ModelCheckpoint):
     """Save the model with the values of the center, when it is the best so far; on the root rank only.
 
-    With ``center="root"`` or ``"sharded"`` all ranks have to use it.
+    With ``center="root"`` or ``"sharded"`` all ranks have to use it. In asynchronous exchange other workers may have
+    moved the center between its evaluation and this.
 
     Args:
         filepath: as in ``keras.callbacks.ModelCheckpoint``; ``.weights.h5`` with ``save_weights_only=True``.

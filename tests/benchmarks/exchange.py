@@ -41,7 +41,7 @@ def main() -> None:
     hvd = framework.hvd
     hvd.init()
     shapes = [(300, 20), (20,), ()] if arguments.small else resnet_50_shapes()
-    measured = framework.exchanges(shapes)
+    measured, synchronizers = framework.exchanges(shapes)
     seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(arguments.repetitions + 2):
         for name, exchange in measured.items():
@@ -50,6 +50,8 @@ def main() -> None:
             exchange()
             framework.wait()
             seconds[name].append(framework.slowest(time.perf_counter() - started))
+    for synchronizer in synchronizers:
+        synchronizer.finalize()
     if hvd.rank() == 0:
         medians = {name: median(values[2:]) for name, values in seconds.items()}
         unit = medians["flat allreduce"]

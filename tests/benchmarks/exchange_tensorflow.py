@@ -13,8 +13,8 @@ import tensorflow as tf
 import hvd_periodic.tensorflow as hvdp
 
 
-def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]]:
-    """Return what is measured, by name; the first is the unit."""
+def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
+    """Return what is measured, by name, the unit first; and the synchronizers in it."""
     tf.random.set_seed(hvd.rank())
     flat = tf.Variable(tf.random.normal([sum(prod(shape) for shape in shapes)]))
     tensors = [tf.Variable(tf.random.normal(shape)) for shape in shapes]
@@ -30,11 +30,13 @@ def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]]:
         "flat allreduce": tf.function(whole),
         "grouped allreduce of the parameters": tf.function(grouped),
     }
+    synchronizers = []
     for wrap in (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer):
         optimizer = wrap(keras.optimizers.SGD(0.1), None, 1_000_000)
         optimizer.build([tf.Variable(tf.random.normal(shape), name=f"p{i}") for i, shape in enumerate(shapes)])
+        synchronizers.append(optimizer.synchronizer)
         measured[wrap.__name__] = tf.function(optimizer.synchronizer.sync, autograph=False)
-    return measured
+    return measured, synchronizers
 
 
 def wait() -> None:

@@ -11,8 +11,8 @@ import torch
 import hvd_periodic.torch as hvdp
 
 
-def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]]:
-    """Return what is measured, by name; the first is the unit."""
+def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
+    """Return what is measured, by name, the unit first; and the synchronizers in it."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
     torch.manual_seed(hvd.rank())
@@ -23,18 +23,21 @@ def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Callable[[], Any]]:
         "flat allreduce": lambda: hvd.allreduce_(flat, op=hvd.Sum, name="flat"),
         "grouped allreduce of the parameters": lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped"),
     }
-    synchronous: list[Any] = [hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer]
-    for wrap in synchronous:
+    synchronizers = []
+
+    def add(name: str, wrap: Any, **options: Any) -> None:
         parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
         named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-        optimizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000)
-        measured[wrap.__name__] = optimizer.synchronizer.sync
-    for wrap in synchronous[1:] if hvd.mpi_enabled() else []:
-        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-        optimizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000, asynchronous=True)
-        measured[f"{wrap.__name__}, asynchronous"] = optimizer.synchronizer.sync
-    return measured
+        optimizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000, **options)
+        synchronizers.append(optimizer.synchronizer)
+        measured[name] = optimizer.synchronizer.sync
+
+    wrappers = (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer)
+    for wrap in wrappers:
+        add(wrap.__name__, wrap)
+    for wrap in wrappers[1:] if hvd.mpi_enabled() else []:
+        add(f"{wrap.__name__}, asynchronous", wrap, asynchronous=True)
+    return measured, synchronizers
 
 
 def wait() -> None:

@@ -63,6 +63,28 @@ def test_accuracies_in_tensorflow_agree_with_those_in_torch(
     assert (tmp_path / f"{algorithm}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("algorithm", "transport"), [("easgd", "window"), ("agn", "service")])
+def test_asynchronous_workers_learn(
+    algorithm: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
+    command = [EXAMPLE, "--algorithm", algorithm, "--asynchronous", "--period", "10", "--moving-rate", "0.3"]
+    start("mpirun", 3, [*command, "--output", str(tmp_path), "--no-progress"], 120)
+    run = json.loads((tmp_path / f"{algorithm}.json").read_text())
+    assert run["center_accuracy"] >= 0.95
+    assert run["exchanges"] == run["steps"] // 10 == len(run["exchange_steps"])
+    assert run["staleness"] > 0
+
+
+@pytest.mark.parametrize(("algorithm", "center"), [("easgd", "sharded"), ("agn", "root")])
+def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, results: Path, tmp_path: Path) -> None:
+    command = [EXAMPLE, "--algorithm", algorithm, "--center", center]
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120)
+    run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
+    for key in ("losses", "distances", "worker_accuracy", "center_accuracy"):
+        assert run[key] == other[key], key
+
+
 def test_comparison(results: Path) -> None:
     output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60)
     for word in ("allreduce", "easgd", "average", "agn", "accuracy of the center", "seconds in exchanges"):

@@ -1,0 +1,706 @@
+"""What every rank does in asynchronous exchange, on every transport; see ``scenarios.py``.
+
+mpirun -np 2 python -m tests.parallel.asynchronous_scenarios FOLDER transports
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import horovod.torch as hvd
+import torch
+
+import hvd_periodic.torch as hvdp
+from hvd_periodic import Averaging
+from hvd_periodic.asynchronous.worker import VARIABLE
+from hvd_periodic.layout import chunk
+from hvd_periodic.torch import synchronizer as module
+from hvd_periodic.torch.replica import TorchReplica
+from tests.helpers import random_arrays
+from tests.parallel.program import Scenarios, attempt
+
+MODES: dict[str, tuple[str, str]] = {
+    "window": ("window", "replicated"),
+    "service": ("service", "replicated"),
+    "sharded": ("service", "sharded"),
+}
+"""What the environment variable says, and where the center lives."""
+
+SECONDS = 100
+"""After so many a rank says where it stands, and ends."""
+
+NEVER = 2**40
+SMALL = 24
+"""Bytes of a bucket: three elements of float64, fewer than four ranks."""
+
+CENTER_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.6, nesterov=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.1, amsgrad=True),
+}
+
+Tensors = Sequence[torch.Tensor]
+
+transports, hosts, saving, loading, gloo = Scenarios(), Scenarios(), Scenarios(), Scenarios(), Scenarios()
+GROUPS = {"transports": transports, "hosts": hosts, "saving": saving, "loading": loading, "gloo": gloo}
+FOLDER: list[Path] = []
+
+
+def on_all(*groups: Scenarios) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Register a function of the mode for all modes; across hosts there is no window."""
+
+    def register(function: Callable[[str], Any]) -> Callable[[str], Any]:
+        for group in groups:
+
+            def run(modes: list[str] = [m for m in MODES if m != "window" or group is not hosts]) -> Any:  # noqa: B006
+                return {mode: function(mode) for mode in modes}
+
+            run.__name__ = function.__name__
+            group(run)
+        return function
+
+    return register
+
+
+@contextmanager
+def transport(mode: str, bucket_bytes: int = SMALL) -> Iterator[None]:
+    """Make optimizers on this transport, with small buckets."""
+    small = partial(TorchReplica, bucket_bytes=bucket_bytes)
+    with patch.dict(os.environ, {VARIABLE: MODES[mode][0]}), patch.object(module, "TorchReplica", small):
+        yield
+
+
+def named(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
+    return [(f"p{i}", tensor) for i, tensor in enumerate(tensors)]
+
+
+def elastic(mode: str, tensors: Tensors, period: int = NEVER, rate: float = 0.0, **options: Any) -> Any:
+    """Elastic averaging, by sync() alone unless there is a period."""
+    options = {"moving_rate": 0.25, "bucket_bytes": SMALL} | options
+    with transport(mode, options.pop("bucket_bytes")):
+        inner = torch.optim.SGD(tensors, lr=rate)
+        return hvdp.ElasticAverageOptimizer(
+            inner, named(tensors), period, asynchronous=True, center=MODES[mode][1], **options
+        )
+
+
+def in_groups(moves: Callable[[Any], torch.optim.Optimizer], tensors: Tensors) -> torch.optim.Optimizer:
+    """Make an optimizer of two groups, one of which is slow."""
+    middle = (len(tensors) + 1) // 2
+    return moves([{"params": tensors[:middle]}, {"params": tensors[middle:], "lr": 0.05}][: len(tensors)])
+
+
+def normalized(mode: str, tensors: Tensors, period: int, moves: Any, **options: Any) -> Any:
+    """Accumulated gradient normalization; the local optimizer stands still."""
+    options = {"bucket_bytes": SMALL} | options
+    with transport(mode, options.pop("bucket_bytes")):
+        inner = torch.optim.SGD(tensors, lr=0.0)
+        options = {"center": MODES[mode][1], "asynchronous": True} | options
+        return hvdp.AGNOptimizer(inner, named(tensors), period, moves, **options)
+
+
+def awkward(seed: int) -> list[torch.Tensor]:
+    """Parameters of awkward shapes."""
+    return [torch.nn.Parameter(torch.from_numpy(array)) for array in random_arrays(seed)]
+
+
+def flat(tensors: Tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+
+
+def center_of(tensors: Tensors, optimizer: Any) -> torch.Tensor:
+    with optimizer.center():
+        return flat(tensors)
+
+
+def bits(value: torch.Tensor) -> str:
+    return hashlib.sha256(value.numpy().tobytes()).hexdigest()
+
+
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    return max(float((here - there).abs().max()) for here, there in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def show(tensors: Tensors, gradient: torch.Tensor) -> None:
+    """Make the pieces of a flat vector the gradients."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, gradient.split(sizes), strict=True):
+        tensor.grad = part.reshape(tensor.shape).to(tensor.dtype, copy=True)
+
+
+def turns(count: int) -> list[int]:
+    """An order of the ranks; some come several times in a row."""
+    if hvd.size() == 2:
+        return [i % 2 for i in range(count - 2)] + [1, 1]
+    generator = random.Random(3)
+    return [*range(hvd.size()), *(generator.randrange(hvd.size()) for _ in range(count - hvd.size()))]
+
+
+def gradient_of(rank: int, step: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+@on_all(transports, hosts)
+def descriptions(mode: str) -> Any:
+    """Which way a rank says that it takes."""
+    synchronizer = elastic(mode, awkward(0)).synchronizer
+    synchronizer.finalize()
+    return synchronizer.asynchronous.transport.description
+
+
+@on_all(transports, hosts)
+def conservation(mode: str) -> Any:
+    """Workers on their own clocks: the sum of all replicas and the center, less what was added locally."""
+    found = []
+    for root in sorted({0, hvd.size() - 1}):
+        tensors = [*awkward(7), torch.nn.Parameter(torch.randn(8))]
+        optimizer = elastic(mode, tensors, moving_rate=0.3, root_rank=root)
+        start, generator = flat(tensors), random.Random(hvd.rank())
+        moved = torch.zeros_like(start)
+        for _ in range(15 + 7 * hvd.rank()):
+            for _ in range(generator.randrange(3)):
+                optimizer.step()
+            before = flat(tensors)
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor += torch.randn(tensor.shape) * (1 + hvd.rank())
+            moved += flat(tensors) - before
+            time.sleep(generator.choice([0, 0, 1e-4, 2e-3]))
+            optimizer.synchronizer.sync()
+        optimizer.synchronizer.finalize()
+        ours = flat(tensors) - moved
+        total = torch.stack(hvd.allgather_object(ours)).sum(0) + center_of(tensors, optimizer)
+        error = (total - (hvd.size() + 1) * start).abs()
+        apart = float((center_of(tensors, optimizer) - start).norm())
+        buckets = len(optimizer.synchronizer.replica.parameters.layout.buckets)
+        found.append([float(error[:-8].max()), float(error[-8:].max()), apart, buckets])
+    return found
+
+
+STRESS = {1: 200, 2: 1000, 3: 1200, 4: 10_000}
+"""Exchanges of all ranks together."""
+
+
+@on_all(transports)
+def stress(mode: str) -> Any:
+    """As fast as can be, with sums that are exact."""
+    each = STRESS[hvd.size()] // hvd.size()
+    tensors = [torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)), torch.nn.Parameter(torch.tensor(0.0).double())]
+    optimizer = normalized(mode, tensors, 1, lambda groups: torch.optim.SGD(groups, lr=1.0))
+    pushes = torch.randint(-9, 10, (each // 2, 6), generator=torch.Generator().manual_seed(hvd.rank())).double()
+    for push in pushes:
+        show(tensors, push)
+        optimizer.step()
+    optimizer.synchronizer.finalize()
+    expected = -torch.stack(hvd.allgather_object(pushes.sum(0))).sum(0)
+    nothing_lost = bool((center_of(tensors, optimizer) == expected).all())
+    counters = [optimizer.synchronizer.counters]
+
+    tensors = [torch.nn.Parameter(100 * torch.arange(7).double())]
+    optimizer = elastic(mode, tensors, moving_rate=1.0)
+    start = flat(tensors)
+    tensors[0].data += 1 + hvd.rank()
+    for _ in range(each - each // 2):
+        optimizer.synchronizer.sync()
+    optimizer.synchronizer.finalize()
+    values = torch.stack([*hvd.allgather_object(flat(tensors)), center_of(tensors, optimizer)])
+    swapped = bool((values.sort(0).values == torch.stack([start + i for i in range(hvd.size() + 1)])).all())
+    counters.append(optimizer.synchronizer.counters)
+    return {
+        "nothing lost": nothing_lost,
+        "swapped": swapped,
+        "rounds": [c.rounds for c in counters],
+        "last push": [c.rounds + c.pushes_missed for c in counters],
+    }
+
+
+@on_all(transports)
+def no_mixture(mode: str) -> Any:
+    """Vectors that are constant over a bucket, large enough to be torn; what is read is constant as well."""
+    size, count = 16_000, 3
+    pieces = [chunk(size, k, hvd.size()) for k in range(hvd.size())] if mode == "sharded" else [(0, size)]
+
+    def torn(values: torch.Tensor) -> int:
+        rows = values.reshape(count, size)
+        return sum(int(row[a:b].min() != row[a:b].max()) for row in rows for a, b in pieces)
+
+    found: dict[str, Any] = {}
+    generator = random.Random(hvd.rank())
+    tensor = torch.nn.Parameter(torch.zeros(count * size, dtype=torch.float64))
+    optimizer = elastic(mode, [tensor], bucket_bytes=8 * size)
+    seen = []
+    for _ in range(25):
+        tensor.data.fill_(generator.random())
+        optimizer.synchronizer.sync()
+        seen += [tensor.detach().clone(), center_of([tensor], optimizer)]
+    optimizer.synchronizer.finalize()
+    found["easgd"] = [sum(map(torn, seen)), len({float(values[0]) for values in seen})]
+
+    tensor.data.zero_()
+    moves = CENTER_OPTIMIZERS["momentum"]
+    optimizer = normalized(mode, [tensor], 1, moves, bucket_bytes=8 * size)
+    pulled, read = [], []
+    for _ in range(25):
+        tensor.grad = torch.full_like(tensor, generator.random())
+        optimizer.step()
+        pulled.append(tensor.detach().clone())
+        read.append(center_of([tensor], optimizer))
+    optimizer.synchronizer.finalize()
+    apart = [values.reshape(count, size)[:, a:b] for values in pulled for a, b in pieces]
+    found["agn"] = [sum(map(torn, pulled + read)), sum(int(part.min() != part.max()) for part in apart), len(apart)]
+    return found
+
+
+STEPS = {0: (3, 0, 1), 1: (0, 5, 0), 2: (9, 1, 0), 3: (6, 0, 0)}
+"""Of each rank, in three epochs, in periods of 2."""
+
+
+@on_all(transports)
+def uneven_data(mode: str) -> Any:
+    """Ranks with more, fewer and no steps; the last one with steps is slow."""
+    results: dict[str, Any] = {}
+    for name in ("easgd", "agn"):
+        tensors = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))]
+        if name == "agn":
+            optimizer = normalized(mode, tensors, 2, lambda groups: torch.optim.SGD(groups, lr=0.5))
+        else:
+            optimizer = elastic(mode, tensors, 2, rate=1.0)
+        seen = []
+        for steps in STEPS[hvd.rank()]:
+            for _ in range(steps):
+                time.sleep(0.02 * (hvd.rank() == 2))
+                show(tensors, torch.full((4,), -1.0 - 2 * hvd.rank()).double())
+                optimizer.step()
+            optimizer.synchronizer.finalize()
+            time.sleep(0.01 * hvd.rank())
+            seen.append((center_of(tensors, optimizer).tolist(), optimizer.synchronizer.rounds))
+            optimizer.synchronizer.finalize()
+            seen.append((center_of(tensors, optimizer).tolist(), optimizer.synchronizer.rounds))
+        results[name] = {"centers": [c for c, _ in seen], "rounds": [rounds for _, rounds in seen]}
+        replicas = torch.stack(hvd.allgather_object(flat(tensors))).sum(0)
+        results[name]["total"] = (replicas + center_of(tensors, optimizer)).tolist()
+    return results
+
+
+@on_all(transports, hosts)
+def elastic_in_turn(mode: str) -> Any:
+    """Two steps and an exchange of one rank at a time, gradient −1 − 2 rank: x, c and the counters."""
+    tensors = [torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))]
+    optimizer = elastic(mode, tensors, 2, rate=1.0)
+    order, seen = turns(11), []
+    for turn in order:
+        if turn == hvd.rank():
+            for _ in range(2):
+                show(tensors, torch.full((5,), -1.0 - 2 * hvd.rank()).double())
+                optimizer.step()
+        hvd.barrier()
+        seen.append((flat(tensors).tolist(), center_of(tensors, optimizer).tolist()))
+        hvd.barrier()
+    optimizer.synchronizer.finalize()
+    counters = optimizer.synchronizer.counters
+    staleness = [counters.pushes_missed, counters.staleness_max, counters.staleness_mean]
+    return {"order": order, "seen": seen, "staleness": staleness, "rounds": counters.rounds}
+
+
+@on_all(transports, hosts)
+def normalized_in_turn(mode: str) -> Any:
+    """One rank at a time; a plain optimizer that is given the same gradients, on this rank."""
+    results = {}
+    for name, moves in CENTER_OPTIMIZERS.items():
+        for op in ("sum", "average") if name == "momentum" else ("sum",):
+            tensors, plain = awkward(hvd.rank()), awkward(0)
+            optimizer = normalized(mode, tensors, 2, in_groups(moves, tensors), op=op)
+            reference = in_groups(moves, plain)
+            steps = [0] * hvd.size()
+            found, expected = [flat(tensors)], [flat(plain)]
+            for turn in turns(9):
+                gradients = [gradient_of(turn, steps[turn] + i, found[0].numel()) for i in range(2)]
+                steps[turn] += 2
+                scale = 2 * (hvd.size() if op == "average" else 1)
+                show(plain, sum(gradients) / scale)
+                reference.step()
+                if turn == hvd.rank():
+                    for gradient in gradients:
+                        show(tensors, gradient)
+                        optimizer.step()
+                    found.append(flat(tensors))
+                    expected.append(flat(plain))
+                hvd.barrier()
+                found.append(center_of(tensors, optimizer))
+                expected.append(flat(plain))
+                hvd.barrier()
+            optimizer.synchronizer.finalize()
+            results[f"{name}, {op}"] = [difference(found, expected), float((expected[-1] - expected[0]).norm())]
+    return results
+
+
+@transports
+def one_worker() -> Any:
+    """Alone, asynchronous exchange is synchronous exchange."""
+    if hvd.size() > 1:
+        return None
+    results: dict[str, Any] = {}
+    for name in ("easgd", "easgd_rho", *CENTER_OPTIMIZERS):
+        runs = []
+        for asynchronous in (False, True):
+            tensors = awkward(1)
+            with transport("window"):
+                inner = torch.optim.SGD(tensors, lr=0.2, momentum=0.5)
+                optimizer: Any
+                if name.startswith("easgd"):
+                    optimizer = hvdp.ElasticAverageOptimizer(
+                        inner, named(tensors), 2, rho=0.5 * ("rho" in name), asynchronous=asynchronous
+                    )
+                else:
+                    moves = CENTER_OPTIMIZERS[name]
+                    optimizer = hvdp.AGNOptimizer(inner, named(tensors), 2, moves, asynchronous=asynchronous)
+            seen = []
+            for step in range(9):
+                show(tensors, gradient_of(0, step, flat(tensors).numel()) + flat(tensors))
+                optimizer.step()
+                seen += [flat(tensors), center_of(tensors, optimizer)]
+            optimizer.synchronizer.finalize()
+            runs.append([*seen, flat(tensors), center_of(tensors, optimizer)])
+        results[name] = difference(*runs)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = elastic("window", [parameter], 2, rate=1.0)
+    results["numbers"] = []
+    for _ in range(6):
+        parameter.grad = -torch.ones_like(parameter)
+        optimizer.step()
+        results["numbers"].append((parameter.item(), center_of([parameter], optimizer).item()))
+    return results
+
+
+@on_all(transports)
+def statistics(mode: str) -> Any:
+    """Batch normalization, other data on every rank: the center's statistics, and bounds of what workers had."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    with transport(mode):
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 2, asynchronous=True, center=MODES[mode][1])
+    statistic = [buffer for name, buffer in model.named_buffers() if "running" in name]
+    held = [flat(statistic)]
+
+    def remember(*_: Any) -> None:
+        held.append(flat(statistic))
+
+    model.register_forward_hook(remember)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(8 + 2 * hvd.rank()):
+        optimizer.zero_grad()
+        data = torch.randn(16, 3, generator=generator) * (1 + hvd.rank()) + hvd.rank()
+        model(data).square().mean().backward()
+        optimizer.step()
+        time.sleep(5e-3 * (hvd.rank() == 0))
+    optimizer.synchronizer.finalize()
+    every = torch.cat([torch.stack(values) for values in hvd.allgather_object(held)])
+    state = hvdp.center_state_dict(model, optimizer)
+    center = flat([value for name, value in state.items() if "running" in name])
+    return {
+        "finite": bool(torch.cat([flat(list(state.values()))]).isfinite().all()),
+        "between": bool(((every.min(0).values <= center + 1e-6) & (center - 1e-6 <= every.max(0).values)).all()),
+        "moved": float((center - held[0]).norm()),
+        "center": bits(center),
+        "batches": int(state["1.num_batches_tracked"]),
+    }
+
+
+@on_all(transports)
+def refused(mode: str) -> Any:
+    """Arguments that some rank, or every rank, should be told to be wrong."""
+    last = hvd.rank() == hvd.size() - 1
+    service = "sharded" if mode == "service" else "replicated"
+
+    def construct(**options: Any) -> None:
+        elastic(mode, [torch.nn.Parameter(torch.zeros(3))], 2, **options).synchronizer.finalize()
+
+    def differ(**options: Any) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        common = {"asynchronous": True, "center": MODES[mode][1]} | (options if last else {})
+        with transport(mode):
+            inner = torch.optim.SGD([parameter], lr=0.1)
+            hvdp.ElasticAverageOptimizer(inner, [("w", parameter)], 2, **common)
+
+    def average() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        hvdp.Synchronizer([("w", parameter)], Averaging(), 2, asynchronous=True)
+
+    def copied() -> None:
+        optimizer = elastic(mode, [torch.nn.Parameter(torch.zeros(3))], 2)
+        optimizer.synchronizer.finalize()
+        pickle.dumps(optimizer)
+
+    return {
+        "rate": attempt(lambda: construct(moving_rate=1.01)),
+        "beta": attempt(lambda: construct(moving_rate=None, beta=1.01 * hvd.size())),
+        "limit": attempt(lambda: construct(moving_rate=1.0)),
+        "one rate": attempt(lambda: construct(moving_rate=1.5 if last else 0.5)),
+        "another rate": attempt(lambda: construct(moving_rate=0.25 if last else 0.5)),
+        "one synchronous": attempt(lambda: differ(asynchronous=False)),
+        "one place": attempt(lambda: differ(center=service)) if mode == "service" else "",
+        "average": attempt(average),
+        "copied": attempt(copied, pickle.PicklingError),
+    }
+
+
+PROCESS_SETS: list[Any] = []
+
+
+@on_all(transports)
+def process_set(mode: str) -> Any:
+    """Ranks 0 and 2 of three exchange around rank 2; rank 1 trains alone."""
+    if hvd.size() != 3:
+        return None
+    tensors = awkward(hvd.rank())
+    if hvd.rank() == 1:
+        return attempt(lambda: elastic(mode, tensors, process_set=PROCESS_SETS[0], root_rank=2))
+    optimizer = elastic(mode, tensors, process_set=PROCESS_SETS[0], root_rank=2)
+    started = bool((flat(tensors) == flat(awkward(2))).all())
+    tensors[0].data += 3.0
+    for _ in range(5):
+        optimizer.synchronizer.sync()
+    optimizer.synchronizer.finalize()
+    return [started, flat(tensors).tolist(), center_of(tensors, optimizer).tolist()]
+
+
+def train_in_turn(optimizer: Any, tensors: Tensors, order: list[int], first: int) -> list[torch.Tensor]:
+    """Exchange in an order that all ranks know; return what this rank saw after every turn."""
+    seen = []
+    for step, turn in enumerate(order, first):
+        if turn == hvd.rank():
+            show(tensors, gradient_of(turn, step, flat(tensors).numel()))
+            optimizer.step()
+        hvd.barrier()
+        seen += [flat(tensors), center_of(tensors, optimizer)]
+        hvd.barrier()
+    return seen
+
+
+CASES = ("easgd", "adam")
+
+
+def saved_optimizer(mode: str, case: str, tensors: Tensors) -> Any:
+    if case == "easgd":
+        return elastic(mode, tensors, 1, rate=0.1, rho=0.5)
+    return normalized(mode, tensors, 1, CENTER_OPTIMIZERS[case])
+
+
+@on_all(saving)
+def save(mode: str) -> Any:
+    """Every rank saves while the others are elsewhere; training goes on, and its results are kept for comparison."""
+    results = {}
+    for case in CASES:
+        tensors = awkward(0)
+        optimizer = saved_optimizer(mode, case, tensors)
+        unused = optimizer.state_dict()
+        train_in_turn(optimizer, tensors, turns(7), 0)
+        center = center_of(tensors, optimizer)
+        hvd.barrier()
+        taken = {}
+        for rank in range(hvd.size()):
+            if rank == hvd.rank():
+                started = time.perf_counter()
+                taken = {"model": [t.detach().clone() for t in tensors], "optimizer": optimizer.state_dict()}
+                seconds = time.perf_counter() - started
+            else:
+                time.sleep(0.1)
+            hvd.barrier()
+        seen = train_in_turn(optimizer, tensors, turns(5), 7)
+        optimizer.synchronizer.finalize()
+        final = optimizer.state_dict()
+        hvd.barrier()
+        kept = {"taken": taken, "unused": unused, "final": final, "center": center, "seen": seen}
+        kept["later"] = train_in_turn(optimizer, tensors, turns(5), 12)
+        optimizer.synchronizer.finalize()
+        torch.save(kept, FOLDER[0] / f"{mode} {case} {hvd.rank()}.pt")
+        results[case] = seconds
+    return results
+
+
+def file(mode: str, case: str, rank: int) -> Any:
+    return torch.load(FOLDER[0] / f"{mode} {case} {rank}.pt", weights_only=True)
+
+
+def restore(mode: str, case: str, saved: Any, here: bool = True, delay: float = 0.0) -> tuple[list[torch.Tensor], Any]:
+    tensors = awkward(3)
+    optimizer = saved_optimizer(mode, case, tensors)
+    time.sleep(delay)
+    if here:
+        optimizer.load_state_dict(saved["optimizer"])
+        for tensor, value in zip(tensors, saved["model"], strict=True):
+            tensor.data.copy_(value)
+    return tensors, optimizer
+
+
+@on_all(loading)
+def every_rank_its_own(mode: str) -> Any:
+    """Each rank loads its file, the root later than the others."""
+    results = {}
+    for case in CASES:
+        saved = file(mode, case, hvd.rank())
+        tensors, optimizer = restore(mode, case, saved["taken"], delay=0.1 * (hvd.rank() == 0))
+        center = bool((center_of(tensors, optimizer) == saved["center"]).all())
+        hvd.barrier()
+        seen = train_in_turn(optimizer, tensors, turns(5), 7)
+        results[case] = {"center": center, "difference": difference(seen, saved["seen"])}
+        optimizer.synchronizer.finalize()
+    return results
+
+
+@on_all(loading)
+def the_same_file(mode: str) -> Any:
+    """All ranks load the file of the last rank, saved by it alone; the centers go on as they did.
+
+    Compared from the turn in which the last rank has trained: until then the center that was final is what it reads.
+    """
+    results = {}
+    for key, first in (("taken", 7), ("final", 12)):
+        saved = file(mode, "adam", hvd.size() - 1)
+        states = {"taken": saved["taken"]["optimizer"], "final": saved["final"]}
+        tensors, optimizer = restore(mode, "adam", {"model": saved["taken"]["model"], "optimizer": states[key]})
+        hvd.barrier()
+        seen = train_in_turn(optimizer, tensors, turns(5), first)
+        expected = {"taken": saved["seen"], "final": saved["later"]}[key]
+        woken = 2 * hvd.size() - 1
+        results[key] = difference(seen[woken::2], expected[woken::2])
+        optimizer.synchronizer.finalize()
+    return results
+
+
+@on_all(loading)
+def the_root_alone(mode: str) -> Any:
+    """The root loads its file, and broadcast() tells the others."""
+    results = {}
+    for case in CASES:
+        saved = file(mode, case, 0)
+        tensors, optimizer = restore(mode, case, saved["taken"], here=hvd.rank() == 0)
+        optimizer.synchronizer.broadcast()
+        counters = optimizer.synchronizer.counters
+        x = difference([flat(tensors)], [flat(saved["taken"]["model"])])
+        center = difference([center_of(tensors, optimizer)], [saved["center"]])
+        hvd.barrier()
+        seen = train_in_turn(optimizer, tensors, turns(5), 7)
+        optimizer.synchronizer.finalize()
+        results[case] = {
+            "x": x,
+            "center": center,
+            "steps": [counters.local_steps, saved["taken"]["optimizer"]["hvd_periodic"]["counters"]["local_steps"]],
+            "difference": difference(seen[1::2], saved["seen"][1::2]),
+            "rounds": optimizer.synchronizer.rounds - counters.rounds,
+        }
+    return results
+
+
+@on_all(loading)
+def another_transport(mode: str) -> Any:
+    """A state from each transport on this one: the center, or the error of any rank."""
+    results: dict[str, Any] = {}
+    for case in ("easgd", "adam"):
+        for other in MODES:
+            saved = file(other, case, hvd.rank())
+            tensors = awkward(3)
+            optimizer = saved_optimizer(mode, case, tensors)
+            error = attempt(partial(optimizer.load_state_dict, saved["taken"]["optimizer"]), KeyError)
+            errors = hvd.allgather_object(error)
+            same = not any(errors) and bool((center_of(tensors, optimizer) == saved["center"]).all())
+            if not any(errors):
+                optimizer.synchronizer.finalize()
+            results[f"{case}, {other}"] = [errors, same]
+    return results
+
+
+@on_all(loading)
+def before_the_first_step(mode: str) -> Any:
+    """A state that was saved before the center had moved, loaded after it has: it moves as if for the first time."""
+    saved = file(mode, "adam", hvd.rank())
+    tensors, optimizer = restore(mode, "adam", saved["taken"])
+    hvd.barrier()
+    train_in_turn(optimizer, tensors, turns(4), 7)
+    optimizer.load_state_dict(saved["unused"])
+    hvd.barrier()
+    found = train_in_turn(optimizer, tensors, turns(4), 0)
+    fresh = awkward(0)
+    other = saved_optimizer(mode, "adam", fresh)
+    hvd.barrier()
+    expected = train_in_turn(other, fresh, turns(4), 0)
+    for done in (optimizer, other):
+        done.synchronizer.finalize()
+    return difference(found[1::2], expected[1::2])
+
+
+@gloo
+def without_mpi() -> Any:
+    """What ranks that Gloo connects are told."""
+    return {mode: attempt(lambda mode=mode: elastic(mode, [torch.nn.Parameter(torch.zeros(3))])) for mode in MODES}
+
+
+@hosts
+def across_hosts() -> Any:
+    """What happens by default, and where memory is asked for that ranks do not share."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    with patch.dict(os.environ):
+        os.environ.pop(VARIABLE, None)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, [("w", parameter)], 2, asynchronous=True)
+    description = optimizer.synchronizer.asynchronous.transport.description
+    optimizer.synchronizer.finalize()
+    return description, attempt(lambda: elastic("window", [torch.nn.Parameter(torch.zeros(3))]))
+
+
+def end(way: str, mode: str) -> None:
+    """Train until something happens."""
+    last = hvd.size() - 1
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(1 + ("two" in way))]
+    optimizers = [elastic(mode, [parameter], 2) for parameter in parameters]
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for optimizer in optimizers:
+                optimizer.step()
+
+    train(6 + 6 * hvd.rank())
+    if "raises" in way and hvd.rank() == (last if "worker" in way else 0):
+        time.sleep(0.3)
+        raise ArithmeticError("something in training")
+    if "training" in way:
+        while True:
+            train(1)
+            time.sleep(1e-3)
+    if "finalize" in way and hvd.rank() == last:
+        for optimizer in optimizers:
+            optimizer.synchronizer.finalize()
+
+
+def main(folder: Path, group: str, mode: str = "") -> None:
+    """Run a group of scenarios, or come to an end."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    if size == 3:
+        PROCESS_SETS.append(hvd.ProcessSet([0, 2]))
+    hvd.init(process_sets=PROCESS_SETS or None)
+    torch.set_num_threads(1)
+    FOLDER.append(folder)
+    if group in GROUPS:
+        GROUPS[group].run(folder, hvd.rank())
+    else:
+        end(group, mode)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

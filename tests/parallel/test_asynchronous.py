@@ -1,0 +1,344 @@
+"""Asynchronous exchange in real jobs: through a shared window, a service thread, and one on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import random_arrays
+from tests.parallel.launch import LAUNCHERS, run_scenarios, start
+from tests.parallel.program import column
+from tests.parallel.two_hosts import NoHostsError, two_hosts
+
+for needed in ("horovod.torch", "mpi4py"):
+    pytest.importorskip(needed)
+
+pytestmark = pytest.mark.timeout(200)
+
+PROGRAM = "asynchronous_scenarios"
+MODES = ("window", "service", "sharded")
+JOBS = [("python", 1), ("mpirun", 2), ("mpirun", 3), ("mpirun", 4)]
+RATE = 0.25
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What each rank of one job reports; all tests of a job share it."""
+    launcher, size = request.param
+    return run_scenarios(launcher, size, PROGRAM, tmp_path_factory.mktemp("job"), 120, "transports")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reports]:
+    """What three ranks on two hosts report."""
+    folder = tmp_path_factory.mktemp("hosts")
+    try:
+        with two_hosts(folder) as words, pytest.MonkeyPatch.context() as patch:
+            patch.setitem(LAUNCHERS, "two hosts", words)
+            yield run_scenarios("two hosts", 3, PROGRAM, folder, 120, "hosts")
+    except NoHostsError as error:
+        pytest.skip(f"Two hosts cannot be emulated here: {error}")
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Reports]:
+    """What the ranks of a job report, and those of another that loads what the first has saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    first, second = (run_scenarios("mpirun", 2, PROGRAM, folder, 120, group) for group in ("saving", "loading"))
+    return first, second
+
+
+def check_descriptions(reports: Reports, modes: tuple[str, ...]) -> None:
+    expected = {
+        "window": "a shared MPI window",
+        "service": "messages to a service thread on rank 0",
+        "sharded": "messages to a service thread on every rank",
+    }
+    for mode in modes:
+        description = "memory of this process" if len(reports) == 1 else expected[mode]
+        assert column(reports, "descriptions", mode) == [description] * len(reports)
+
+
+def check_conservation(reports: Reports, modes: tuple[str, ...]) -> None:
+    for mode in modes:
+        for report in column(reports, "conservation", mode):
+            assert len(report) == min(2, len(reports)), "centers of the first and of the last rank"
+            for error, error_of_float32, moved, buckets in report:
+                assert error < 1e-12
+                assert error_of_float32 < 1e-4
+                assert moved > 1
+                assert buckets == 20
+
+
+def elastic_in_turn(size: int, order: list[int]) -> tuple[list[list[float]], list[float]]:
+    """x of all workers and c after every turn: two steps, and an exchange with what is there."""
+    x, c = [0.0] * size, 0.0
+    replicas, centers = [], []
+    for turn in order:
+        x[turn] += 2 * (1.0 + 2 * turn)
+        difference = x[turn] - c
+        x[turn] -= RATE * difference
+        c += RATE * difference
+        replicas.append(list(x))
+        centers.append(c)
+    return replicas, centers
+
+
+def check_elastic_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
+    for mode in modes:
+        order = reports[0]["elastic_in_turn"][mode]["order"]
+        assert len(set(order)) == len(reports)
+        replicas, centers = elastic_in_turn(len(reports), order)
+        for rank, report in enumerate(column(reports, "elastic_in_turn", mode)):
+            for (x, c), expected_x, expected_c in zip(report["seen"], replicas, centers, strict=True):
+                assert x == pytest.approx([expected_x[rank]] * 5, rel=1e-12)
+                assert c == pytest.approx([expected_c] * 5, rel=1e-12)
+
+
+def check_staleness(reports: Reports, modes: tuple[str, ...]) -> None:
+    for mode in modes:
+        for rank, report in enumerate(column(reports, "elastic_in_turn", mode)):
+            missed, last = [], -1
+            for push, turn in enumerate(report["order"]):
+                if turn == rank:
+                    missed.append(push - last - 1)
+                    last = push
+            assert report["rounds"] == len(missed)
+            assert report["staleness"] == [sum(missed), max(missed), pytest.approx(sum(missed) / len(missed))]
+
+
+def check_normalized_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
+    for mode in modes:
+        for report in column(reports, "normalized_in_turn", mode):
+            assert set(report) == {"sgd, sum", "momentum, sum", "momentum, average", "adam, sum"}
+            for case, (difference, moved) in report.items():
+                assert difference < 1e-12, case
+                assert moved > 0.1, case
+
+
+def test_transports(ranks: Reports) -> None:
+    check_descriptions(ranks, MODES)
+
+
+def test_conservation(ranks: Reports) -> None:
+    check_conservation(ranks, MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_push_is_lost(ranks: Reports, mode: str) -> None:
+    """Sums of integers are exact; with a rate of one, replica and center change places."""
+    reports = column(ranks, "stress", mode)
+    assert all(report["nothing lost"] and report["swapped"] for report in reports)
+    rounds, last_push = column(reports, "rounds"), column(reports, "last push")
+    for run in range(2):
+        total = sum(of_rank[run] for of_rank in rounds)
+        assert total == {1: 100, 2: 500, 3: 600, 4: 5000}[len(ranks)]
+        assert max(of_rank[run] for of_rank in last_push) == total, "one rank pushed last, and knows of all others"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mixture_of_two_updates(ranks: Reports, mode: str) -> None:
+    for report in column(ranks, "no_mixture", mode):
+        torn, different = report["easgd"]
+        assert torn == 0
+        assert different > 25
+        torn, apart, compared = report["agn"]
+        assert torn == apart == 0
+        assert compared == 25 * (len(ranks) if mode == "sharded" else 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_uneven_data(ranks: Reports, mode: str) -> None:
+    """Three epochs, of which some ranks have nothing; the sums of what all have pushed are known."""
+    steps = [(3, 0, 1), (0, 5, 0), (9, 1, 0), (6, 0, 0)][: len(ranks)]
+    reports = column(ranks, "uneven_data", mode)
+    pushes = [[(count + 1) // 2 for count in of_rank] for of_rank in steps]
+    center, expected = 0.0, []
+    for epoch in range(3):
+        center += sum(0.5 * (1 + 2 * rank) * of_rank[epoch] for rank, of_rank in enumerate(pushes))
+        expected += [[pytest.approx(center)] * 4] * 2
+    total = sum((1.0 + 2 * rank) * sum(of_rank) for rank, of_rank in enumerate(steps))
+    for rank, report in enumerate(reports):
+        assert report["agn"]["centers"] == expected
+        for found in report.values():
+            rounds = [sum(pushes[rank][: epoch + 1]) for epoch in range(3)]
+            assert found["rounds"] == [count for count in rounds for _ in range(2)], "nothing is left the second time"
+        assert report["easgd"]["total"] == pytest.approx([total] * 4)
+        centers = report["easgd"]["centers"]
+        assert centers == reports[0]["easgd"]["centers"], "to the bit"
+        assert centers[::2] == centers[1::2]
+
+
+def test_elastic_averaging_in_turn(ranks: Reports) -> None:
+    check_elastic_in_turn(ranks, MODES)
+
+
+def test_staleness(ranks: Reports) -> None:
+    check_staleness(ranks, MODES)
+
+
+def test_accumulated_gradient_normalization_in_turn(ranks: Reports) -> None:
+    check_normalized_in_turn(ranks, MODES)
+
+
+def test_one_worker_is_synchronous(ranks: Reports) -> None:
+    if len(ranks) > 1:
+        return
+    report = ranks[0]["one_worker"]
+    numbers = report.pop("numbers")
+    assert numbers == [[1, 0], [1.5, 0.5], [2.5, 0.5], [2.75, 1.25], [3.75, 1.25], [3.875, 2.125]]
+    assert set(report) == {"easgd", "easgd_rho", "sgd", "momentum", "adam"}
+    assert max(report.values()) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics(ranks: Reports, mode: str) -> None:
+    reports = column(ranks, "statistics", mode)
+    for report in reports:
+        assert report["finite"]
+        assert report["between"]
+        assert report["moved"] > 0.1
+        assert report["center"] == reports[0]["center"]
+        own = [8 + 2 * rank for rank in range(len(ranks))]
+        assert max(own) <= report["batches"] <= sum(own), "a worker goes on from the largest that it has read"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_refused_arguments(ranks: Reports, mode: str) -> None:
+    last = len(ranks) - 1
+    for rank, report in enumerate(column(ranks, "refused", mode)):
+        assert report["limit"] == ""
+        assert "`ElasticAverageOptimizer(moving_rate=...)` must be in (0, 1] in asynchronous" in report["rate"]
+        assert f"`ElasticAverageOptimizer(beta=...)` must be in (0, n = {len(ranks)}]" in report["beta"]
+        cited = "" if rank == last else f"Rank {last} failed"
+        assert cited in report["one rate"]
+        assert "Received: moving_rate=1.5" in report["one rate"]
+        assert report["average"].startswith("ValueError")
+        assert "is for synchronous exchange" in report["average"]
+        assert "state_dict()" in report["copied"]
+        if last > 0:
+            assert "They differ in algorithm" in report["another rate"]
+            assert "They differ in place of the center" in report["one synchronous"]
+            assert ("They differ in" in report["one place"]) == (mode == "service")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_process_set(ranks: Reports, mode: str) -> None:
+    if len(ranks) != 3:
+        return
+    first, outside, last = column(ranks, "process_set", mode)
+    assert "must contain this rank (1)" in outside
+    assert first[0] is last[0] is True, "both start from rank 2"
+    assert first[2] == last[2]
+    start = np.concatenate([array.reshape(-1) for array in random_arrays(2)])
+    total = np.sum([first[1], last[1], first[2]], axis=0) - 3 * start
+    assert total[:3] == pytest.approx([6.0] * 3), "what both have added to the first tensor"
+    assert total[3:] == pytest.approx(np.zeros(start.size - 3))
+
+
+def test_two_hosts_take_the_service(hosts: Reports) -> None:
+    check_descriptions(hosts, MODES[1:])
+    for description, error in column(hosts, "across_hosts"):
+        assert description == "messages to a service thread on rank 0"
+        assert error.startswith("RuntimeError")
+        assert "HVD_PERIODIC_TRANSPORT=window needs all ranks on one host" in error
+
+
+def test_conservation_on_two_hosts(hosts: Reports) -> None:
+    check_conservation(hosts, MODES[1:])
+
+
+def test_in_turn_on_two_hosts(hosts: Reports) -> None:
+    check_elastic_in_turn(hosts, MODES[1:])
+    check_staleness(hosts, MODES[1:])
+    check_normalized_in_turn(hosts, MODES[1:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_rank_saves_alone(restarted: tuple[Reports, Reports], mode: str) -> None:
+    for report in column(restarted[0], "save", mode):
+        assert max(report.values()) < 5, "seconds"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_of_every_rank(restarted: tuple[Reports, Reports], mode: str) -> None:
+    for report in column(restarted[1], "every_rank_its_own", mode):
+        assert report == {case: {"center": True, "difference": 0.0} for case in ("easgd", "adam")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_from_the_file_of_one_rank(restarted: tuple[Reports, Reports], mode: str) -> None:
+    """Saved in training, and after its end."""
+    assert column(restarted[1], "the_same_file", mode) == [{"taken": 0.0, "final": 0.0}] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_of_the_root_and_broadcast(restarted: tuple[Reports, Reports], mode: str) -> None:
+    reports = column(restarted[1], "the_root_alone", mode)
+    for case in ("easgd", "adam"):
+        for report in column(reports, case):
+            assert report["x"] == report["center"] == 0.0
+            assert report["steps"][0] == report["steps"][1] == 3
+            assert report["rounds"] > 0
+            assert (report["difference"] == 0.0) == (case == "adam"), "its replicas differ from those that were saved"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_on_another_transport(restarted: tuple[Reports, Reports], mode: str) -> None:
+    """A center is a center; the state of its optimizer is in parts, or it is not, and no rank goes on without."""
+    for report in column(restarted[1], "another_transport", mode):
+        for saved in MODES:
+            assert report[f"easgd, {saved}"] == [["", ""], True]
+            errors, same = report[f"adam, {saved}"]
+            if (saved == "sharded") == (mode == "sharded"):
+                assert (errors, same) == (["", ""], True)
+            else:
+                assert all(error.startswith("ValueError: The state of the center optimizer was") for error in errors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_from_before_the_first_step(restarted: tuple[Reports, Reports], mode: str) -> None:
+    assert column(restarted[1], "before_the_first_step", mode) == [0.0, 0.0]
+
+
+def test_gloo_is_refused(tmp_path: Path) -> None:
+    for report in column(run_scenarios("horovodrun --gloo", 2, PROGRAM, tmp_path, 60, "gloo"), "without_mpi"):
+        for mode in MODES:
+            assert report[mode].startswith("RuntimeError: Asynchronous exchange needs MPI")
+            assert "start it by mpirun" in report[mode]
+
+
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        ("window", "a worker raises in training"),
+        ("service", "the root raises in training"),
+        ("sharded", "the root raises while others finalize"),
+    ],
+)
+def test_failure_ends_the_job(mode: str, way: str, tmp_path: Path) -> None:
+    """The others would train, or wait, for ever."""
+    command = ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode]
+    with pytest.raises(AssertionError, match=r"\AExit [1-9]") as failure:
+        start("mpirun", 2, command, 60)
+    assert "ArithmeticError: something in training" in str(failure.value)
+    assert "fails in asynchronous training, and ends the job" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        ("window", "only the last ones finalize two"),
+        ("service", "only the last ones finalize two"),
+        ("sharded", "nobody does"),
+    ],
+)
+def test_finalize_may_be_forgotten(mode: str, way: str, tmp_path: Path) -> None:
+    output = start("mpirun", 2, ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode], 60)
+    assert "Rank 0 ends without finalize(), and waits for the others" in output

@@ -1,0 +1,437 @@
+"""Real jobs in asynchronous exchange, with Keras optimizers and those of TensorFlow 1 graphs, on every transport."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+from tests.parallel.test_scenarios import EXPECTED
+
+pytest.importorskip("horovod.tensorflow")
+
+pytestmark = pytest.mark.timeout(240)
+
+SIZES = [1, 2, 3]
+GRAPHS = [(1, "v2"), (2, "v1"), (3, "v2")]
+
+DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.9501953125]]
+"""The numbers that tf.contrib.opt itself gave."""
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"mpirun {size}")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios("mpirun", request.param, "asynchronous_tensorflow_scenarios", folder, 200, "mpi")
+
+
+@pytest.fixture(scope="module", params=GRAPHS, ids=lambda job: f"mpirun {job[0]} {job[1]}")
+def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    size, mode = request.param
+    return run_scenarios("mpirun", size, "asynchronous_contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode)
+
+
+def by_mode(ranks: list[dict[str, Any]], scenario: str) -> list[tuple[str, list[Any]]]:
+    """Return what all ranks report, by transport."""
+    modes = list(ranks[0][scenario])
+    assert modes[0] == "window"
+    assert (len(modes) > 1) == (len(ranks) > 1)
+    return [(mode, column(ranks, scenario, mode)) for mode in modes]
+
+
+def simulate(name: str, size: int, order: list[int]) -> tuple[list[list[float]], list[float], list[list[int]]]:
+    """Return x of each rank and c after each turn, and of each rank its rounds, and pushes missed: sum and largest."""
+    period, alpha = {"easgd": (2, 0.25), "easgd_default": (2, 0.45 / size), "agn": (4, 0.0)}[name]
+    x, total, steps, seen = ([0.0] * size for _ in range(4))
+    counters = [[0, 0, 0] for _ in range(size)]
+    c, pushes = 0.0, 0
+    trajectory: list[list[float]] = []
+    centers = []
+
+    def step(rank: int) -> None:
+        nonlocal c, pushes
+        gradient = -1.0 - 2 * rank
+        x[rank] -= (0.1 if name == "agn" else 1.0) * gradient
+        total[rank] += gradient
+        steps[rank] += 1
+        if steps[rank] % period:
+            return
+        if name == "agn":
+            c -= 0.1 * total[rank] / period
+            x[rank], total[rank] = c, 0.0
+        else:
+            difference = alpha * (x[rank] - c)
+            x[rank], c = x[rank] - difference, c + difference
+        missed = int(pushes - seen[rank])
+        pushes += 1
+        seen[rank] = pushes
+        counters[rank] = [counters[rank][0] + 1, counters[rank][1] + missed, max(counters[rank][2], missed)]
+
+    for rank in range(size):
+        step(rank)
+    for i, rank in enumerate(order):
+        for _ in range(period - (i == 0)):
+            step(rank)
+        trajectory.append(list(x))
+        centers.append(c)
+    return trajectory, centers, counters
+
+
+def test_one_worker_is_as_in_synchronous_exchange(ranks: list[dict[str, Any]]) -> None:
+    if len(ranks) > 1:
+        return
+    found = ranks[0]["one_worker"]
+    assert len(found) == 18
+    for case, (synchronous, asynchronous) in found.items():
+        for expected, values in zip(synchronous, asynchronous, strict=True):
+            assert values == pytest.approx(expected, rel=1e-6 if case.startswith("agn") else 1e-12), case
+        assert synchronous[0] != synchronous[-1]
+
+
+def test_numbers_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None:
+    """In an eager loop, compiled, and through fit; there also with several steps in one execution."""
+    if len(ranks) > 1:
+        return
+    expected = {
+        "easgd": EXPECTED["easgd", 1],
+        "agn": [[0.1, 0], [0.2, 0], [0.3, 0], [0.1, 0.1], [0.2, 0.1], [0.3, 0.1], [0.4, 0.1], [0.2, 0.2]],
+    }
+    found = ranks[0]["one_worker_in_fit"]
+    for name, pairs in expected.items():
+        for way in ("eager", "function", "1"):
+            assert found[f"{name} {way}"][: len(pairs)] == [pytest.approx(pair, rel=1e-6) for pair in pairs], way
+        assert found[f"{name} 4"] == [found[f"{name} 1"][3], found[f"{name} 1"][7]]
+
+
+@pytest.mark.parametrize("name", ["easgd", "easgd_default", "agn"])
+def test_one_rank_at_a_time(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Every number is known then: replicas, center, and how stale it was."""
+    for mode, reports in by_mode(ranks, "in_turn"):
+        for loop in ("eager", "function"):
+            found = column(reports, f"{name} {loop}")
+            replicas, centers, counters = simulate(name, len(ranks), found[0]["order"])
+            tolerance = 1e-6 if name == "agn" else 1e-12
+            for rank, report in enumerate(found):
+                for turn, (x, c) in enumerate(report["seen"]):
+                    assert x == pytest.approx([replicas[turn][rank]] * 3, rel=tolerance), (mode, loop, turn)
+                    assert c == pytest.approx([centers[turn]] * 3, rel=tolerance), (mode, loop, turn)
+                assert [report["rounds"], report["missed"], report["staleness"]] == counters[rank], (mode, loop)
+                assert report["final"] == found[0]["final"]
+
+
+def test_sum_of_replicas_and_center_is_conserved(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "conservation"):
+        for report in reports:
+            assert all(error < 1e-12 for error, _ in report.values()), mode
+            assert all(moved > 0.1 for _, moved in report.values()), mode
+
+
+def test_different_numbers_of_steps(ranks: list[dict[str, Any]]) -> None:
+    """In three epochs; every rank pushes what is left at the end of each."""
+    steps, rounds = [4, 5, 10], [3, 3, 6]
+    for mode, reports in by_mode(ranks, "uneven_data"):
+        for case in reports[0]:
+            found = column(reports, case)
+            for report in found:
+                assert report["centers"] == found[0]["centers"], (mode, case)
+                assert report["centers"][::2] == report["centers"][1::2], (mode, case)
+                assert 0 <= report["staleness"] <= report["missed"]
+                assert report["mean"] == report["missed"] / report["rounds"]
+                assert math.isfinite(report["x"])
+            assert column(found, "steps") == steps[: len(ranks)]
+            assert column(found, "rounds") == rounds[: len(ranks)]
+            last = [report["rounds"] + report["missed"] for report in found]
+            assert max(last) == sum(rounds[: len(ranks)]), "the last push of all"
+            assert len(set(found[0]["centers"])) == min(1 + len(ranks), 3), "training goes on"
+
+
+def test_resume(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "resume"):
+        for report in reports:
+            assert len(report) == 3
+            for name, found in report.items():
+                assert all(found.values()), (mode, name, found)
+    for mode, reports in by_mode(ranks, "resume_of_a_synchronizer"):
+        assert reports == [{"easgd": [True] * 4, "agn": [True] * 4}] * len(ranks), mode
+
+
+def test_resume_where_the_root_had_no_data(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "resume_where_the_root_had_no_data"):
+        for report in reports:
+            assert report["after"] == report["before"], mode
+
+
+def test_a_loaded_model_keeps_its_center_until_it_is_trained(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "loaded_and_saved_without_training"):
+        for report in reports:
+            assert report["again"] == report["attached"] == report["expected"], mode
+            assert report["read"] == ""
+            assert report["center"] == report["expected"], mode
+
+
+def test_callbacks(ranks: list[dict[str, Any]]) -> None:
+    keys = {"val_center_loss", "val_center_mae", "rounds", "center_distance", "staleness_mean", "staleness_max"}
+    for mode, reports in by_mode(ranks, "callbacks"):
+        for name in reports[0]:
+            found = column(reports, name)
+            for rank, report in enumerate(found):
+                period = 4 if name == "agn" else 2
+                batches = 3 + 2 * rank
+                assert keys <= set(report["keys"])
+                assert report["rounds"] == [batches * epoch // period for epoch in (1, 2, 3)]
+                assert report["steps"] == 3 * batches
+                assert report["finite"]
+                assert report["saved"] == (rank == 0)
+                assert report["final"] == found[0]["final"], (mode, name)
+            assert found[0]["best"] or len(ranks) > 1, "alone, the file holds the center that was best"
+
+
+def test_overflow_on_one_rank(ranks: list[dict[str, Any]]) -> None:
+    """The last rank skips an update, and its gradient; the iteration counts."""
+    size = len(ranks)
+    c, pull = 0.0, []
+    for _ in range(size):  # Elastic: each takes its steps 2 to 4, one after the other.
+        x = 1.0
+        for i in range(2, 5):
+            x += not (len(pull) == size - 1 and i == 2)
+            if i != 3:
+                difference = 0.25 * (x - c)
+                x, c = x - difference, c + difference
+        pull.append(x)
+    for mode, reports in by_mode(ranks, "overflow_on_one_rank"):
+        for rank, report in enumerate(reports):
+            skipped = int(rank == size - 1)
+            for loop in ("eager", "function"):
+                assert report[f"easgd {loop}"] == [[4, 2, skipped], pytest.approx(pull[rank]), pytest.approx(c)], mode
+                counted, x, c_agn = report[f"agn {loop}"]
+                assert counted == [4, 1, skipped]
+                assert c_agn == reports[0][f"agn {loop}"][2]
+                assert 0 < x <= c_agn
+
+
+def test_embeddings_and_statistics(ranks: list[dict[str, Any]]) -> None:
+    """A schedule of the learning rate as well; one worker does what it does in synchronous exchange."""
+    for mode, reports in by_mode(ranks, "embeddings_and_statistics"):
+        for name in ("easgd", "easgd_rho", "agn"):
+            found = column(reports, name)
+            assert column(found, "center") == [found[0]["center"]] * len(ranks), (mode, name)
+            assert all(column(found, "finite"))
+            assert all(column(found, "statistics moved"))
+            assert all(report.get("from synchronous", 0.0) < 1e-6 for report in found), (mode, name)
+
+
+def test_kinds_of_variables(ranks: list[dict[str, Any]]) -> None:
+    """Half precision; of integers the center keeps the largest."""
+    last = len(ranks) - 1
+    expected = {"bool": min(last, 1), "int8": last, "uint32": last, "uint64": last, "int64": last}
+    for mode, reports in by_mode(ranks, "kinds_of_variables"):
+        for rank, report in enumerate(reports):
+            assert report["counts"] == {dtype: [value, 0] for dtype, value in expected.items()}, mode
+            own = {dtype: [min(rank, 1) if dtype == "bool" else rank, 0] for dtype in expected}
+            assert report["own counts"] == own, mode
+            for case in report.keys() - {"counts", "own counts"}:
+                assert report[case] == reports[0][case]
+                assert math.isfinite(report[case][1])
+                assert report[case][1] > 0
+
+
+def test_several_optimizers(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "several"):
+        assert column(reports, "started") == [[float(len(ranks) - 1), 0.0]] * len(ranks)
+        assert column(reports, "centers") == [reports[0]["centers"]] * len(ranks), mode
+        if len(ranks) == 3:
+            assert reports[0]["set"] == reports[2]["set"] > 0
+            assert "set" not in reports[1]
+
+
+def test_first_calls(ranks: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(ranks, "first_calls"):
+        for rank, report in enumerate(reports):
+            equal, different = report["errors"]
+            assert equal == ""
+            assert ("call optimizer.build(model.trainable_variables) on all ranks" in different) == (len(ranks) > 1)
+            assert report["loaded"] == [5.0, 5.0], "all start from what the root has loaded"
+            assert report["rounds"] == [2 + rank, 2 + rank], mode
+            assert report["distance"] == 0
+
+
+def test_refusals(ranks: list[dict[str, Any]]) -> None:
+    last, found = len(ranks) - 1, column(ranks, "refusals")
+    assert column(found, "none") == column(found, "largest rate") == [""] * len(ranks)
+    everywhere = {
+        "beta": f"must be in (0, n = {last + 1}] in asynchronous exchange",
+        "average": "unexpected keyword argument 'asynchronous'",
+        "averaging": "ValueError: Averaging is for synchronous exchange",
+    }
+    for case, text in everywhere.items():
+        assert all(text in error for error in column(found, case)), case
+    on_the_last = {
+        "rate": "must be in (0, 1] in asynchronous exchange. Received: moving_rate=1.5",
+        "unknown transport": "must be 'window' or 'service'. Received: 'pigeon'",
+        "center": "Received: center='nowhere'",
+    }
+    for case, text in on_the_last.items():
+        assert all(text in error for error in column(found, case)), case
+        assert all(f"Rank {last} failed" in error for error in column(found, case)[:last])
+    if last:
+        differences = {
+            "synchronous": "place of the center: asynchronous on rank 0",
+            "transport": "environment variable HVD_PERIODIC_TRANSPORT",
+            "sharded": "sharded center: False on rank 0",
+        }
+        for case, text in differences.items():
+            for error in column(found, case):
+                assert error.startswith("ValueError: All ranks must run the same optimizer")
+                assert text in error
+
+
+def test_gloo_has_no_asynchronous_exchange(tmp_path: Any) -> None:
+    """Every front end says so on all ranks, and what to do."""
+    found = run_scenarios("horovodrun --gloo", 2, "asynchronous_tensorflow_scenarios", tmp_path, 100, "gloo")
+    for report in column(found, "without_mpi"):
+        assert report.pop("synchronous") == ""
+        assert len(report) == 9
+        for case, error in report.items():
+            assert "RuntimeError: " in error, case
+            assert "start it by mpirun" in error, case
+
+
+def test_graphs_of_one_worker(graphs: list[dict[str, Any]]) -> None:
+    """The numbers of tf.contrib.opt, of x and of the global center variable, with every kind of variable."""
+    if len(graphs) > 1:
+        return
+    expected = {"zero": EXPECTED["easgd", 1], "unlocked": EXPECTED["easgd", 1], "default": DEFAULT_RHO}
+    found = graphs[0]["one_worker"]
+    for use_resource in ("None", "True", "False"):
+        for case, pairs in expected.items():
+            report = found[f"{case} {use_resource}"]
+            assert [row[:2] for row in report["plain"][: len(pairs)]] == [pytest.approx(pair) for pair in pairs]
+            assert [row[2] for row in report["plain"]] == [0, 1, 1, 2, 2, 3]
+            assert report["monitored"] == report["plain"]
+            assert report["final"] == report["ended"] == report["plain"][-1]
+        synchronous = found[f"synchronous {use_resource}"]["plain"]
+        assert found[f"default {use_resource}"]["plain"] == [pytest.approx(row) for row in synchronous]
+
+
+class Plain:
+    """An optimizer of one number, by hand."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._m, self._v, self._t = name, 0.0, 0.0, 0
+
+    def __call__(self, x: float, gradient: float) -> float:
+        """Return the next value."""
+        self._t += 1
+        if self._name == "sgd":
+            return x - 0.25 * gradient
+        if self._name == "momentum":
+            self._m = 0.5 * self._m + gradient
+            return x - 0.125 * (gradient + 0.5 * self._m)
+        self._m = 0.9 * self._m + 0.1 * gradient
+        self._v = 0.999 * self._v + 0.001 * gradient**2
+        rate = 0.125 * math.sqrt(1 - 0.999**self._t) / (1 - 0.9**self._t)
+        return x - rate * self._m / (math.sqrt(self._v) + 1e-8)
+
+
+def test_graphs_of_one_worker_normalized(graphs: list[dict[str, Any]]) -> None:
+    """The center has an optimizer of its own, whose state is its own."""
+    if len(graphs) > 1:
+        return
+    for name, found in graphs[0]["one_worker_normalized"].items():
+        local, center = Plain(name), Plain(name)
+        x = c = total = 0.0
+        for i, pair in enumerate(found[:-1]):
+            gradient = i * i / 8 - 1.0
+            x, total = local(x, gradient), total + gradient
+            if i % 3 == 2:
+                c = center(c, total / 3)
+                x, total = c, 0.0
+            tolerance = 1e-4 if name == "adam" else 1e-6  # TensorFlow keeps the powers of Adam's betas in float32.
+            assert pair == pytest.approx([x, c], rel=tolerance), (name, i)
+        assert found[-1] == found[-2]
+
+
+def test_graphs_with_different_numbers_of_steps(graphs: list[dict[str, Any]]) -> None:
+    """The center is the same everywhere after the end; global_step counts one's own exchanges."""
+    for mode, reports in by_mode(graphs, "different_numbers_of_steps"):
+        for case in reports[0]:
+            for way in ("monitored", "plain"):
+                found = column(reports, case, way)
+                assert [c for c, _ in found] == [found[0][0]] * len(graphs), (mode, case, way)
+                assert [rounds for _, rounds in found] == [2, 0, 4][: len(graphs)]
+                assert found[0][0] > 0
+
+
+def test_graphs_conserve_the_sum(graphs: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(graphs, "conservation"):
+        for case in reports[0]:
+            starts, ends, centers = (np.array(rows) for rows in zip(*column(reports, case), strict=True))
+            assert (centers == centers[0]).all()
+            error = ends.sum(0) + centers[0] - starts.sum(0) - 1.0
+            assert np.abs(error).max() < 1e-12, (mode, case)
+            assert np.abs(centers[0] - 1.0).max() > 0.1
+
+
+def test_graphs_without_locking(graphs: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(graphs, "without_locking"):
+        for name in ("easgd", "agn"):
+            found = column(reports, name)
+            assert all(finite for finite, _, _ in found)
+            assert len({center for _, center, _ in found}) == 1, (mode, name)
+            assert all(0 < largest < 10 for _, _, largest in found)
+
+
+def test_graphs_go_on_from_the_checkpoint_of_the_chief(graphs: list[dict[str, Any]]) -> None:
+    """Networks with partitioned, reference and resource variables, an embedding and a moving average."""
+    for mode, reports in by_mode(graphs, "restart"):
+        for case in reports[0]:
+            for rank, (first, second) in enumerate(column(reports, case)):
+                assert first["final"] == reports[0][case][0]["final"], (mode, case)
+                assert second["first"] == first["final"], (mode, case)
+                assert second["final"] == reports[0][case][1]["final"] != second["first"]
+                assert first["finite"]
+                assert second["finite"]
+                own = (6 + 4 * rank) // 2
+                assert first["steps"] == [0, own]
+                assert second["steps"] == [3, 3 + own], "the global step is the chief's at the start"
+                assert first["statistics"][0] != first["statistics"][1]
+
+
+def test_graphs_save_the_final_center(graphs: list[dict[str, Any]]) -> None:
+    """In the checkpoint that the session itself writes at its end."""
+    for mode, reports in by_mode(graphs, "checkpoint_of_the_session"):
+        assert column(reports, "final") == [reports[0]["final"]] * len(graphs)
+        assert reports[0]["saved"] == reports[0]["final"], mode
+
+
+def test_graphs_with_several_sessions(graphs: list[dict[str, Any]]) -> None:
+    for mode, reports in by_mode(graphs, "several_sessions"):
+        for first, second in reports:
+            assert first == reports[0][0], mode
+            assert second == reports[0][1], mode
+            assert first[1] == second[1] == pytest.approx(1.0 * len(graphs))
+        if len(graphs) == 1:
+            assert reports[0] == [pytest.approx([0.625, 1.0])] * 2
+
+
+def test_graphs_refuse(graphs: list[dict[str, Any]]) -> None:
+    for mode, found in by_mode(graphs, "refusals"):
+        assert column(found, "none") == column(found, "elastic with a tensor") == [""] * len(graphs), mode
+        everywhere = {
+            "tensor": "The optimizer of an asynchronous center is outside of the graph, where 'learning_rate'",
+            "tensor on the last rank": "'learning_rate' of MomentumOptimizer, a tensor, has no value: pass a number",
+            "final of a synchronous one": "RuntimeError: get_final_op() ends asynchronous training",
+            "final before minimize": "RuntimeError: get_final_op() ends asynchronous training",
+            "rate": "must be in (0, 1] in asynchronous exchange. Received: moving_rate=1.25",
+            "average": "unexpected keyword argument 'asynchronous'",
+        }
+        for case, text in everywhere.items():
+            assert all(text in error for error in column(found, case)), (mode, case)
+        for case, text in (("one is synchronous", "asynchronous"), ("one does not lock", "use_locking")):
+            for error in column(found, case) if len(graphs) > 1 else []:
+                assert error.startswith("ValueError: All ranks must run the same optimizer"), (mode, case)
+                assert text in error
