@@ -72,12 +72,15 @@ class Part(Generic[V]):
 
     def fetch(self, communicator: Communicator, bucket: Bucket, prefix: str) -> V:
         """Return a whole bucket of the center; collective, unless the center is everywhere."""
+        return self._spread(communicator, bucket, self.center.read(self._share(bucket)), prefix)
+
+    def _spread(self, communicator: Communicator, bucket: Bucket, share: V, prefix: str) -> V:
         out = None
         if not self.placement.everywhere:
             out = self._replica.scratch(bucket, _FETCHED)
             out = self.values.read(bucket) if out is None else out
         name = f"{prefix}.{self.name}.{bucket.index}.center"
-        return cast(V, self.placement.fetch(communicator, self.center, bucket, name, out))
+        return cast(V, self.placement.fetch(communicator, share, bucket, name, out))
 
     def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str) -> int:
         """Exchange all buckets, one travelling while the next is computed; return the bytes handed to collectives.
@@ -87,24 +90,30 @@ class Part(Generic[V]):
         algorithm, replica, sent = self._algorithm, self._replica, 0
         in_flight: deque[tuple[Bucket, V, dict[str, V], Callable[[], V]]] = deque()
 
-        def read_center(bucket: Bucket) -> V:
+        def whole_center(bucket: Bucket, share: V | None = None) -> V:
             nonlocal sent
             sent += self.placement.moves(bucket.nbytes)
-            return self.fetch(communicator, bucket, prefix)
+            if share is None:
+                share = self.center.read(self._share(bucket))
+            return self._spread(communicator, bucket, share, prefix)
 
         def finish() -> None:
             bucket, x, state, wait = in_flight.popleft()
             total, share = wait(), self._share(bucket)
             start, stop = self.placement.bounds(bucket)
+            moved: V | None = None
             if stop > start:
                 if self.total is not None:
                     in_place = self.total is self.state["gradient"]
                     self._set(self.total, share, total, state["gradient"] if in_place else None)
                 else:
                     center = self.center.read(share)
-                    self._set(self.center, share, algorithm.move(replica.space, center, total, exchange), center)
+                    moved = algorithm.move(replica.space, center, total, exchange)
+                    self._set(self.center, share, moved, center)
             if algorithm.reads_after and not algorithm.optimizes_center:
-                self._pull(bucket, x, self._read_state(bucket) | {"center": read_center(bucket)}, exchange)
+                # Not read again: a store may keep what is written of a tensor until its last bucket is there.
+                state = self._read_state(bucket) | {"center": whole_center(bucket, moved)}
+                self._pull(bucket, x, state, exchange)
 
         for bucket in self.values.layout.buckets:
             if len(in_flight) == IN_FLIGHT:
@@ -112,7 +121,7 @@ class Part(Generic[V]):
             slot = 2 * (bucket.index % IN_FLIGHT)
             x, state = self._read(bucket, slot), self._read_state(bucket)
             if algorithm.reads_before:
-                state["center"] = read_center(bucket)
+                state["center"] = whole_center(bucket)
             message = algorithm.message(replica.space, x, state, exchange, out=replica.scratch(bucket, slot + 1))
             if not algorithm.reads_after:
                 self._pull(bucket, x, state, exchange)
@@ -125,7 +134,7 @@ class Part(Generic[V]):
         if algorithm.optimizes_center:
             replica.step_center()
             for bucket in self.values.layout.buckets:
-                self.take(bucket, read_center(bucket), exchange)
+                self.take(bucket, whole_center(bucket), exchange)
         return sent
 
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.layout import Bucket, Layout, chunk
-from hvd_periodic.store import Store
 
 
 class Placement(ABC):
@@ -41,8 +40,8 @@ class Placement(ABC):
         return layout if whole else layout.restrict(self.bounds)
 
     @abstractmethod
-    def fetch(self, communicator: Communicator, store: Store[Any], bucket: Bucket, name: str, out: Any) -> Any:
-        """Return a whole bucket, given the store of this rank's share; may be written into ``out``.
+    def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
+        """Return a whole bucket, given this rank's share of it; may be written into ``out``.
 
         Unless the center is everywhere, all ranks have to call this.
         """
@@ -83,9 +82,9 @@ class Replicated(Placement):
         """Everything."""
         return 0, bucket.size
 
-    def fetch(self, communicator: Communicator, store: Store[Any], bucket: Bucket, name: str, out: Any) -> Any:
-        """Read it; a view, where the store has views."""
-        return store.read(bucket)
+    def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
+        """It is here."""
+        return share
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """All-reduce."""
@@ -101,11 +100,9 @@ class Root(Placement):
         """Everything on the root, nothing elsewhere."""
         return 0, bucket.size if self._rank == self._root else 0
 
-    def fetch(self, communicator: Communicator, store: Store[Any], bucket: Bucket, name: str, out: Any) -> Any:
+    def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
         """Broadcast from the root."""
-        if self._rank == self._root:
-            out = store.read(bucket, out=out)
-        return communicator.broadcast(out, name, self._root)
+        return communicator.broadcast(share if self._rank == self._root else out, name, self._root)
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """All-reduce."""
@@ -134,9 +131,9 @@ class Sharded(Placement):
         """One n-th."""
         return chunk(bucket.size, self._rank, self._size)
 
-    def fetch(self, communicator: Communicator, store: Store[Any], bucket: Bucket, name: str, out: Any) -> Any:
+    def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
         """All-gather."""
-        return communicator.allgather(store.read(store.layout.buckets[bucket.index]), name, out=out)
+        return communicator.allgather(share, name, out=out)
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """Reduce-scatter."""

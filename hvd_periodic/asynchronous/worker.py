@@ -21,7 +21,6 @@ from hvd_periodic.layout import Bucket, chunk
 from hvd_periodic.part import Part
 from hvd_periodic.placement import Placement, Sharded
 from hvd_periodic.replica import Replica
-from hvd_periodic.store import Store
 
 _LEFT = object()
 
@@ -54,7 +53,7 @@ class Elsewhere(Placement):
         """Nothing is here."""
         return 0, 0
 
-    def fetch(self, communicator: Communicator, store: Store[Any], bucket: Bucket, name: str, out: Any) -> Any:
+    def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
         """Read it through the transport."""
         return self._worker.read(self._first + bucket.index, bucket)
 

@@ -14,6 +14,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.asynchronous.worker import Worker
+from hvd_periodic.consistency import raise_on_all
 from hvd_periodic.layout import Bucket
 from hvd_periodic.schedules import next_exchange
 from hvd_periodic.synchronizer import Counters
@@ -54,8 +55,11 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         super().__init__(*arguments)
+        self._share: tf.Variable | None = None
         if self.asynchronous is None:
             self.replica.maximum = self._maximum
+            if not self.placement.everywhere:
+                self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
         with tf.init_scope():
             self._center_held = tf.Variable(False, trainable=False) if tf.executing_eagerly() else None
         self._compiled_distance = tf.function(self._distance, autograph=False)
@@ -67,10 +71,11 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         steps may differ.
 
         Raises:
-            ValueError: ranks differ; raised on all of them.
+            ValueError: ranks differ, or have loaded each other's shares; raised on all of them.
             RuntimeError: ranks come from a checkpoint, and their centers differ; on all of them.
         """
         self.check_agreement()
+        self._refuse_share_of_another()
         worker, saved = self.asynchronous, self.saved_center
         steps = self.communicator.allgather_object((self.counters.local_steps, saved is not None), f"{self.name}.steps")
         if worker is None:
@@ -86,6 +91,27 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             self._start_center(self.counters)
         else:
             self.broadcast()
+
+    @property
+    def _place(self) -> list[int]:
+        return [self.communicator.rank, self.communicator.size]
+
+    def _share_problem(self) -> str | None:
+        """Return what is wrong if another rank's share of the center was loaded, which may have the same shape."""
+        if self._share is None or (saved := self._share.numpy().tolist()) == self._place:
+            return None
+        return (
+            f"The state loaded on rank {self._place[0]} of {self._place[1]} was saved by rank {saved[0]} of "
+            f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
+        )
+
+    def _refuse_share_of_another(self) -> None:
+        if self._share is not None:
+            problem = self._share_problem()
+            raise_on_all(self.communicator, self.name, None if problem is None else ValueError(problem))
+
+    def _problem(self, counters: Counters, leaving: bool) -> str | None:
+        return self._share_problem() or super()._problem(counters, leaving)
 
     @property
     def counters(self) -> Counters:
@@ -131,8 +157,10 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """Hold the center variables inside the block; also steps that were compiled before are refused there.
 
         Raises:
+            ValueError: another rank's share of the center was loaded; on all ranks.
             RuntimeError: blocks are nested.
         """
+        self._refuse_share_of_another()
         with super().center():
             self._hold_center(True)
             try:

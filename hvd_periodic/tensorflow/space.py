@@ -51,8 +51,8 @@ class TensorSpace(VectorSpace[Any]):
         return tf.zeros_like(x)
 
     def dot(self, x: Any, y: Any) -> Any:
-        """Return the inner product, as a scalar tensor."""
-        return tf.reduce_sum(x * y)
+        """Return the inner product, as a scalar tensor of float64, whatever the dtype of the bucket."""
+        return tf.cast(tf.reduce_sum(x * y), tf.float64)
 
 
 def scaled(a: Any, x: Any) -> Any:

@@ -64,7 +64,6 @@ class CenterOptimizer:
             members = [center for p in present for center in centers_of[id(p)]]
             if present and not members:  # Groups keep their numbers where this rank holds nothing of one.
                 members = [torch.zeros(0, dtype=torch.float32)]
-                members[0].grad = torch.zeros_like(members[0])
                 centers += members
             if members:
                 self._groups.append(index)
