@@ -127,6 +127,12 @@ class CenterOptimizer:
         for variable, array in zip(self._centers, centers, strict=True):
             array[...] = variable.numpy()
 
+    def followed(self) -> list[Any]:
+        """Return the variables of the local optimizer that a step reads."""
+        if self._followed is None:
+            return []
+        return [self._followed.iterations, *([] if self._scheduled else [self._followed.learning_rate])]
+
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""
         with warnings.catch_warnings():

@@ -295,7 +295,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             following = next_exchange(self.schedule, counters.local_steps)
             return [np.array([missed, following, max(missed, counters.staleness_max)]), *pulled]
 
-        with tf.device("CPU:0"):
+        # What Python reads by itself, a local step in the same graph must have written.
+        written = [tf.convert_to_tensor(variable) for variable in self.replica.followed()]
+        with tf.device("CPU:0"), tf.control_dependencies(written):
             results = tf.py_function(run, [before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)])
         plan = tf.ensure_shape(results[0], [3])
         for (part, bucket), pulled in zip(buckets, results[1:], strict=True):

@@ -156,6 +156,10 @@ class VariableReplica:
         else:
             self._center_optimizer.step_host(*self._host)
 
+    def followed(self) -> list[Any]:
+        """Return the variables of the local optimizer that a step of the center optimizer reads."""
+        return [] if self._center_optimizer is None else self._center_optimizer.followed()
+
     def center_settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the center optimizer."""
         return {} if self._center_optimizer is None else self._center_optimizer.settings()

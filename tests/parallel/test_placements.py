@@ -189,7 +189,7 @@ def test_keras_files(ranks: Reports) -> None:
         return
     for report in column(ranks, "files"):
         assert len(report) == 6
-        assert report == dict.fromkeys(report, [True, True])
+        assert report == {case: [True, True] for case in report}
 
 
 def test_the_share_of_another_rank_is_noticed(ranks: Reports) -> None:

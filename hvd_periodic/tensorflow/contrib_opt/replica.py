@@ -55,6 +55,10 @@ class GraphReplica(VariableReplica):
         """Return the variables that exist for this vector, or new ones."""
         return VariableStore(layout, self._vectors[name]) if name in self._vectors else super().new_store(layout, name)
 
+    def followed(self) -> list[Any]:
+        """None: the hyper-parameters of the center's optimizer are numbers."""
+        return []
+
     def _store(self, named: Named) -> Store[Any]:
         return TensorStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])
 
