@@ -329,7 +329,7 @@ class _Service:
                 self._sending = [sent for sent in self._sending if not self._replies.done(sent[0])]
                 if self._stopping.is_set() and not self._sending:
                     return
-                waiting = self._sending or time.monotonic() - idle < 10 * LONG
+                waiting = self._sending or time.monotonic() - idle < LONG
                 time.sleep(SHORT if waiting else _REST if self.resting else LONG)
         except BaseException:
             # The other ranks wait for replies that will never come.

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SHORT, LONG = 5e-5, 1e-3
+SHORT, LONG = 5e-5, 2e-3
 """Seconds between two looks: at what is under way, and when nothing has come for a while.
 
 Whoever waits sleeps: waiting inside of MPI would take a core from whoever computes.

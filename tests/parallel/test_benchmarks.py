@@ -24,3 +24,21 @@ def test_local_step() -> None:
     rows = [line.split() for line in output.splitlines() if "Optimizer" in line or "SGD" in line]
     assert len(rows) == 5
     assert all(float(row[-1]) > 0 for row in rows)
+
+
+def test_placement() -> None:
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.placement", "--small", "--repetitions", "1"], 90)
+    rows = [line.rsplit(maxsplit=6) for line in output.splitlines() if "elastic" in line or "a" in line[:1].lower()]
+    held = {row[0]: row[1] for row in rows if len(row) == 7}
+    for kind in ("elastic", "average", "AGN, Adam"):
+        assert held[f"{kind}, replicated"] == "0.02/0.02"
+        assert held[f"{kind}, root"] == "0.00/0.02"
+        assert held[f"{kind}, sharded"] == "0.01/0.01"
+
+
+@pytest.mark.parametrize("transport", ["window", "service", "none"])
+def test_slow_worker(transport: str) -> None:
+    options = ["--transport", transport, "--seconds", "0.1", "--turns", "1", "--width", "16"]
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.slow_worker", *options], 90)
+    ratio = next(line for line in output.splitlines() if line.startswith("ratio"))
+    assert float(ratio.split()[-1]) > 0

@@ -16,7 +16,9 @@ pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("torch", 2), ("torch", 3), ("tensorflow", 2), ("tensorflow", 3)]
+JOBS = [("torch", 2), ("torch", 3), ("tensorflow", 2), ("tensorflow", 3, "trajectories", "statistics")]
+"""Framework, ranks, and what they run; default: everything."""
+
 STATE = {"agn_momentum": 1, "agn_adam": 2}
 """Vectors in the state of the center's optimizer."""
 
@@ -26,10 +28,15 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
-    framework, size = request.param
+    framework, size, *scenarios = request.param
     pytest.importorskip(f"horovod.{framework}")
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios("mpirun", size, "placement_scenarios", folder, 200, framework)
+    return run_scenarios("mpirun", size, "placement_scenarios", folder, 200, framework, *scenarios)
+
+
+def reported(ranks: Reports, scenario: str) -> list[Any]:
+    """Return what all ranks report of a scenario; nothing, if this job does not run it."""
+    return column(ranks, scenario) if scenario in ranks[0] else []
 
 
 def comparisons(ranks: Reports, scenario: str, key: str = "comparison") -> Iterator[tuple[str, list[Any]]]:
@@ -104,14 +111,14 @@ def test_uneven_data(ranks: Reports) -> None:
 
 def test_resume_to_the_bit(ranks: Reports) -> None:
     """In mid-period on all ranks, and on the root alone."""
-    for report in column(ranks, "resume"):
+    for report in reported(ranks, "resume"):
         assert len(report) == len(SOME_CASES) * 3 * 2
         assert all(report.values()), report
 
 
 def test_resume_in_another_placement(ranks: Reports) -> None:
     """A center may move; the state of its optimizer may not, and says so."""
-    for report in column(ranks, "other_placement"):
+    for report in reported(ranks, "other_placement"):
         refused = report.pop("refused")
         assert "The state of the center optimizer was not saved with center='sharded'" in refused
         assert report == {"replicated, sharded": True, "sharded, root": True, "root, replicated": True}
@@ -127,12 +134,8 @@ def test_statistics(ranks: Reports) -> None:
         assert sums == [sums[0]] * len(ranks), "one center"
 
 
-def of_torch(ranks: Reports) -> bool:
-    return "tiny" in ranks[0]
-
-
 def test_fewer_elements_than_ranks(ranks: Reports) -> None:
-    if not of_torch(ranks):
+    if "tiny" not in ranks[0]:
         return
     for case, found in comparisons(ranks, "tiny"):
         check_equal(found, case)
@@ -142,33 +145,27 @@ def test_fewer_elements_than_ranks(ranks: Reports) -> None:
 
 
 def test_exports(ranks: Reports) -> None:
-    if not of_torch(ranks):
-        return
-    for report in column(ranks, "center_state_dict"):
+    for report in reported(ranks, "center_state_dict"):
         for case, (compared, inside_is_the_same) in report.items():
             check_equal([compared] * len(ranks), case)
             assert inside_is_the_same, case
 
 
 def test_deep_copies_go_on_alike(ranks: Reports) -> None:
-    if not of_torch(ranks):
-        return
-    for report in column(ranks, "copies"):
+    for report in reported(ranks, "copies"):
         assert len(report) == 2 * len(SOME_CASES)
         assert all(report.values()), report
 
 
 def test_a_rank_with_an_empty_share_steps_nothing(ranks: Reports) -> None:
-    if not of_torch(ranks):
-        return
-    for report in column(ranks, "empty_shares"):
+    for report in reported(ranks, "empty_shares"):
         for case, error in report.items():
             assert error == "", case
 
 
 def test_optimizers_that_need_whole_tensors(ranks: Reports) -> None:
     """Refused on a sharded center, on all ranks."""
-    for report in column(ranks, "not_elementwise"):
+    for report in reported(ranks, "not_elementwise"):
         assert len(report) >= 2
         for name, (error, _) in report.items():
             assert error.startswith("ValueError: "), name
@@ -177,32 +174,24 @@ def test_optimizers_that_need_whole_tensors(ranks: Reports) -> None:
 
 
 def test_scheduled_rates_of_the_center(ranks: Reports) -> None:
-    if of_torch(ranks):
-        return
-    for case in ranks[0]["scheduled_rate"]:
+    for case in ranks[0].get("scheduled_rate", {}):
         check_equal(column(ranks, "scheduled_rate", case), case)
 
 
 def test_keras_files(ranks: Reports) -> None:
     """A file per rank goes on to the bit, weights and all variables of the optimizer."""
-    if of_torch(ranks):
-        return
-    for report in column(ranks, "files"):
+    for report in reported(ranks, "files"):
         assert len(report) == 6
         assert report == {case: [True, True] for case in report}
 
 
 def test_the_share_of_another_rank_is_noticed(ranks: Reports) -> None:
-    if of_torch(ranks):
-        return
-    for error, right in column(ranks, "file_of_another_rank"):
+    for error, right in reported(ranks, "file_of_another_rank"):
         assert "was saved by rank 0 of" in error
         assert "save and load a file per rank" in error
         assert not right
 
 
 def test_all_ranks_save_the_best_center_where_reading_is_collective(ranks: Reports) -> None:
-    if of_torch(ranks):
-        return
-    for rank, report in enumerate(column(ranks, "callbacks")):
+    for rank, report in enumerate(reported(ranks, "callbacks")):
         assert report == {"replicated": int(rank == 0), "root": 1, "sharded": 1}
