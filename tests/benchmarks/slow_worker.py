@@ -71,7 +71,7 @@ def main() -> None:
     training = Training(arguments.width, asynchronous=asynchronous)
     alone = None if slow else Training(arguments.width, process_set=fast, asynchronous=asynchronous)
     # Synchronously, all have to take as many steps.
-    seconds, most = (arguments.seconds, inf) if asynchronous else (inf, 100)
+    seconds, most = (arguments.seconds, inf) if asynchronous else (inf, 30)
     rates = []
     for _ in range(arguments.turns):
         hvd.barrier()
