@@ -278,7 +278,7 @@ class PeriodicOptimizer:
         center_optimizer: ArrayOptimizer | None = None,
         asynchronous: bool = False,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         communicator: Communicator | None = None,
         argument: str = "period",
     ) -> None:
@@ -371,7 +371,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__(
@@ -409,7 +409,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         interval_steps: int | Schedule = 100,
         *,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__(
@@ -452,7 +452,7 @@ class AGNOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         super().__init__(

@@ -324,18 +324,14 @@ class Synchronizer(Generic[V]):
             return self.communicator.broadcast(value, f"{self.name}.broadcast.{next(calls)}", root)
 
         def send_store(store: Store[Any]) -> None:
-            for bucket in store.layout.buckets:
-                store.write(bucket, send(store.read(bucket, out=replica.scratch(bucket, 0))))
+            self._send_store(store, send)
 
         restored = None if self._restored is None else self._restored["center_optimizer"]
         if self.placement.everywhere:
             restored = replica.center_optimizer_state()
         progress = (self.counters, self._restored is not None, restored) if is_root else None
         counters, whole, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
-        for part in self.parts:
-            send_store(part.values)
-        if replica.constants is not None:
-            send_store(replica.constants)
+        self._send_values(send)
         if not is_root:
             self.counters = counters
         if self.asynchronous is not None:
@@ -352,6 +348,30 @@ class Synchronizer(Generic[V]):
         if not is_root and self.asynchronous is None and (self.placement.everywhere or whole):
             self._load_center_optimizer(optimizer_state)
         self._restored = None
+
+    def take_values_of_first(self, communicator: Communicator, name: str) -> None:
+        """Give all ranks of another communicator the parameters and buffers of its first, under names with a prefix."""
+        calls = itertools.count()
+        self._send_values(lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", 0))
+
+    def restart_center(self) -> None:
+        """Set the center to the parameters, which have to be the same on all ranks, and forget what was accumulated.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        self._reset()
+        self.audit()
+
+    def _send_values(self, send: Callable[[Any], Any]) -> None:
+        for part in self.parts:
+            self._send_store(part.values, send)
+        if self.replica.constants is not None:
+            self._send_store(self.replica.constants, send)
+
+    def _send_store(self, store: Store[Any], send: Callable[[Any], Any]) -> None:
+        for bucket in store.layout.buckets:
+            store.write(bucket, send(store.read(bucket, out=self.replica.scratch(bucket, 0))))
 
     def _start_center(self, counters: Counters) -> None:
         """Let the root set the asynchronous center to its replica, unless it has loaded one."""

@@ -45,7 +45,28 @@ class Workers:
             self.x[worker][k] -= RATE * self.v[worker][k]
 
 
-def easgd(n: int, exchanges: set[int], rate: Callable[[int], float], momentum: float = 0.0, rho: float = 0.0) -> Result:
+Gradient = Callable[[int, Sequence[float]], Vector]
+
+
+def grouped(groups: Sequence[Sequence[int]], of_ranks: bool = False) -> Gradient:
+    """Gradient of a group, the mean of its members'; or, of a rank, that of its group."""
+
+    def mean(worker: int, x: Sequence[float]) -> Vector:
+        members = next(group for group in groups if worker in group) if of_ranks else groups[worker]
+        gradients = [gradient(rank, x) for rank in members]
+        return [sum(column) / len(members) for column in zip(*gradients, strict=True)]
+
+    return mean
+
+
+def easgd(
+    n: int,
+    exchanges: set[int],
+    rate: Callable[[int], float],
+    momentum: float = 0.0,
+    rho: float = 0.0,
+    gradient: Gradient = gradient,
+) -> Result:
     """Zhang, Choromanska, LeCun (2015), synchronous; ``rate(τ)`` is α for an exchange that covers τ steps."""
     workers, c, last = Workers(n, momentum), list(START), 0
     read = [list(START) for _ in range(n)]
@@ -67,7 +88,7 @@ def easgd(n: int, exchanges: set[int], rate: Callable[[int], float], momentum: f
     return workers.x, c
 
 
-def averaging(n: int, exchanges: set[int], momentum: float = 0.0) -> Result:
+def averaging(n: int, exchanges: set[int], momentum: float = 0.0, gradient: Gradient = gradient) -> Result:
     """McDonald, Hall, Mann (2010): the mean of the replicas replaces them all."""
     workers, c = Workers(n, momentum), list(START)
     for step in range(1, STEPS + 1):
@@ -80,7 +101,12 @@ def averaging(n: int, exchanges: set[int], momentum: float = 0.0) -> Result:
 
 
 def agn(
-    n: int, exchanges: set[int], op: str, momentum: float = 0.0, center: tuple[float, float] | None = None
+    n: int,
+    exchanges: set[int],
+    op: str,
+    momentum: float = 0.0,
+    center: tuple[float, float] | None = None,
+    gradient: Gradient = gradient,
 ) -> Result:
     """Hermans, Spanakis, Möckel (2017), with SGD of rate and momentum ``center`` on the center."""
     center_rate, center_momentum = (RATE, momentum) if center is None else center
@@ -102,6 +128,50 @@ def agn(
             workers.x = [list(c) for _ in range(n)]
             a = [[0.0] * len(START) for _ in range(n)]
     return workers.x, c
+
+
+def grouped_results(groups: Sequence[Sequence[int]]) -> dict[str, Result]:
+    """Return what exchanges between groups have to arrive at, whose gradients are averaged inside: x by rank, and c.
+
+    Groups of different sizes count as often as they have members.
+    """
+    ranks = sorted(rank for group in groups for rank in group)
+    of_ranks = len({len(group) for group in groups}) > 1
+    n, of_group = len(ranks) if of_ranks else len(groups), grouped(groups, of_ranks)
+    results = {
+        "easgd": easgd(n, periodic(2), lambda _: 0.25, MOMENTUM, gradient=of_group),
+        "easgd_rho": easgd(n, periodic(2), lambda _: 0.25, MOMENTUM, rho=0.5, gradient=of_group),
+        "average": averaging(n, periodic(2), MOMENTUM, gradient=of_group),
+        "agn": agn(n, periodic(4), "sum", MOMENTUM, gradient=of_group),
+    }
+    if of_ranks:
+        return results
+    place = [next(i for i, group in enumerate(groups) if rank in group) for rank in ranks]
+    return {name: ([x[i] for i in place], c) for name, (x, c) in results.items()}
+
+
+def post_local_results(n: int, start: int) -> dict[str, Result]:
+    """Return what n workers arrive at that average gradients until a step, and then exchange after every third."""
+    together = grouped([range(n)], of_ranks=True)
+    exchanges = set(range(start + 3, STEPS + 1, 3))
+    results = {}
+    for name in ("easgd", "average"):
+        workers, c = Workers(n, MOMENTUM), list(START)
+        for step in range(1, STEPS + 1):
+            for i in range(n):
+                workers.descend(i, (together if step <= start else gradient)(i, workers.x[i]))
+            if step == start:
+                c = list(workers.x[0])
+            if step in exchanges:
+                old = list(c)
+                alpha = 0.25 if name == "easgd" else 1.0
+                for k in range(len(old)):
+                    c[k] += (alpha if name == "easgd" else 1 / n) * sum(workers.x[i][k] - old[k] for i in range(n))
+                for i in range(n):
+                    for k in range(len(old)):
+                        workers.x[i][k] = workers.x[i][k] - alpha * (workers.x[i][k] - old[k]) if alpha < 1 else c[k]
+        results[name] = (workers.x, c)
+    return results
 
 
 def parallel_results(n: int) -> dict[str, Result]:

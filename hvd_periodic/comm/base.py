@@ -111,13 +111,15 @@ class Communicator(ABC):
     def depart(self) -> None:
         """Wait until all processes of the job are about to end, where the end of one ends the others' connections."""
 
-    def rank_of(self, global_rank: int) -> int:
-        """Return the rank within this set of a rank that the job knows as ``global_rank``.
+    def rank_of(self, global_rank: int | None) -> int:
+        """Return the rank within this set of a rank that the job knows as ``global_rank``; of None, the lowest.
 
         Raises:
             TypeError: it is not an int.
             ValueError: it is not in the set.
         """
+        if global_rank is None:
+            return 0
         if require_int(global_rank, "`root_rank`", minimum=0) >= self.size:
             raise ValueError(f"`root_rank` must be one of the ranks 0 to {self.size - 1}. Received: {global_rank!r}")
         return global_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -29,8 +30,11 @@ class HorovodCommunicator(Communicator):
         process_set: the ranks that exchange. Default: all.
         tensor: turns a numpy array into a tensor of the framework.
 
+    Attributes:
+        ranks: the global ranks of the process set.
+
     Raises:
-        RuntimeError: ``hvd.init()`` has not been called.
+        RuntimeError: ``hvd.init()`` has not been called, or the launcher has not told Horovod of the other ranks.
         ValueError: the process set is not registered, or this rank is not in it.
     """
 
@@ -40,6 +44,7 @@ class HorovodCommunicator(Communicator):
         self._hvd: Any = importlib.import_module(framework)
         if not self._hvd.is_initialized():
             raise RuntimeError("Horovod is not initialized: call hvd.init() before the optimizer is constructed")
+        _refuse_unknown_launcher(self._hvd.size())
         if process_set is None:
             process_set = self._hvd.global_process_set
         if getattr(process_set, "process_set_id", None) is None:
@@ -48,8 +53,8 @@ class HorovodCommunicator(Communicator):
                 f"to hvd.add_process_set() first. Received: {process_set}"
             )
         # Horovod may not have filled in the ranks of its global set when hvd.init() returns; they are known anyhow.
-        self._ranks = list(range(self._hvd.size()) if process_set.process_set_id == 0 else process_set.ranks)
-        if self._hvd.rank() not in self._ranks:
+        self.ranks = list(range(self._hvd.size()) if process_set.process_set_id == 0 else process_set.ranks)
+        if self._hvd.rank() not in self.ranks:
             raise ValueError(
                 f"`process_set` must contain this rank ({self._hvd.rank()}): construct the optimizer only on the ranks "
                 f"of the set. Received: {process_set}"
@@ -57,8 +62,8 @@ class HorovodCommunicator(Communicator):
         self._framework = framework
         self._tensor = tensor
         self.process_set = process_set
-        self.rank = self._ranks.index(self._hvd.rank())
-        self.size = len(self._ranks)
+        self.rank = self.ranks.index(self._hvd.rank())
+        self.size = len(self.ranks)
 
     def unique_name(self) -> str:
         """Return a prefix that no other optimizer of this process uses on this process set."""
@@ -74,7 +79,7 @@ class HorovodCommunicator(Communicator):
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast in place; Horovod names the root by its global rank."""
-        return self._hvd.broadcast_(buffer, root_rank=self._ranks[root], name=name, process_set=self.process_set)
+        return self._hvd.broadcast_(buffer, root_rank=self.ranks[root], name=name, process_set=self.process_set)
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start a reduce-scatter."""
@@ -92,13 +97,13 @@ class HorovodCommunicator(Communicator):
         parts = np.split(self._allgather(data, f"{name}.data"), np.cumsum(sizes)[:-1])
         return [pickle.loads(part.tobytes()) for part in parts]
 
-    def rank_of(self, global_rank: int) -> int:
-        """Return the rank within the process set of a global Horovod rank."""
-        if require_int(global_rank, "`root_rank`", minimum=0) not in self._ranks:
-            raise ValueError(
-                f"`root_rank` must be one of the ranks {self._ranks} of the set. Received: {global_rank!r}"
-            )
-        return self._ranks.index(global_rank)
+    def rank_of(self, global_rank: int | None) -> int:
+        """Return the rank within the process set of a global Horovod rank; of None, the lowest."""
+        if global_rank is None:
+            return 0
+        if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
+            raise ValueError(f"`root_rank` must be one of the ranks {self.ranks} of the set. Received: {global_rank!r}")
+        return self.ranks.index(global_rank)
 
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host, as the MPI knows that Horovod runs on."""
@@ -157,3 +162,14 @@ class HorovodCommunicator(Communicator):
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
         return HorovodCommunicator, (self._framework, process_set, self._tensor)
+
+
+def _refuse_unknown_launcher(size: int) -> None:
+    """Raise where Slurm has started several tasks of which each takes itself for the whole job."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if size == 1 and tasks.isdigit() and int(tasks) > 1:
+        raise RuntimeError(
+            f"Slurm runs {tasks} tasks of this step, and Horovod knows of one: each would train alone. Start the ranks "
+            "by mpirun in the job, or by srun --mpi=pmix (srun --mpi=list says what it has), with an MPI that Horovod "
+            "was built with. For runs that are to be independent: unset SLURM_STEP_NUM_TASKS"
+        )

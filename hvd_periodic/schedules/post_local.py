@@ -13,12 +13,17 @@ class PostLocal:
 
         exchanges at 1, 2, ..., start, start + period, start + 2 period, ...
 
+    Around an ``hvd.DistributedOptimizer`` over the same ranks, that averages the gradients until step ``start``
+    instead, and then stops.
+
     Args:
         start: local steps of the synchronous phase; 0 or more.
         period: local steps between exchanges afterwards (τ); at least 1.
+        quiet: no exchanges in the synchronous phase, because the replicas are equal there: the first at
+            start + period.
 
     Raises:
-        TypeError: an argument is not an int.
+        TypeError: ``start`` or ``period`` is not an int.
         ValueError: ``start`` is negative or ``period`` is below 1.
 
     Example:
@@ -32,6 +37,7 @@ class PostLocal:
 
     start: int = 100
     period: int = 10
+    quiet: bool = False
 
     def __post_init__(self) -> None:
         require_int(self.start, "`PostLocal(start=...)`", minimum=0)
@@ -39,4 +45,6 @@ class PostLocal:
 
     def __call__(self, step: int) -> int:
         """Return the number of local steps from ``step`` to the next exchange."""
-        return 1 if step < self.start else self.period
+        if step >= self.start:
+            return self.period
+        return self.start - step + self.period if self.quiet else 1

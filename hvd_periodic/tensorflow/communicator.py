@@ -46,7 +46,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast; Horovod names the root by its global rank."""
-        return self._run(self._hvd.broadcast, buffer, name, root_rank=self._ranks[root])
+        return self._run(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])
 
     def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
         """Return the result of one collective.

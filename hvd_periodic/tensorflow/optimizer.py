@@ -82,7 +82,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         argument: str = "period",
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
         name: str | None = None,
     ) -> None:
@@ -555,7 +555,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         *,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
         name: str | None = None,
     ) -> None:
@@ -608,7 +608,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         *,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
         name: str | None = None,
     ) -> None:
@@ -667,7 +667,7 @@ class AGNOptimizer(PeriodicOptimizer):
         *,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
         name: str | None = None,
     ) -> None:

@@ -77,7 +77,7 @@ class Synchronizer(VariableSynchronizer):
         center_optimizer: keras.optimizers.Optimizer | None = None,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
         asynchronous: bool = False,
     ) -> None:

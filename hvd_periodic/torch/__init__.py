@@ -13,6 +13,7 @@ Example::
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.schedules import Every, PostLocal
 from hvd_periodic.torch.center import center_state_dict
+from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import (
     AGNOptimizer,
     ElasticAverageOptimizer,
@@ -33,4 +34,6 @@ __all__ = [
     "PostLocal",
     "Synchronizer",
     "center_state_dict",
+    "node_groups",
+    "rank_groups",
 ]

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from hvd_periodic.torch.distributed import plain_class
+
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """An optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer."""
 
@@ -174,7 +176,7 @@ class CenterOptimizer:
 
 
 def _copy(template: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    construct: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(template)
+    construct: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = plain_class(template)
     try:
         return construct(groups)
     except (TypeError, ValueError) as error:

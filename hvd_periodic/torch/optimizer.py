@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.distributed import NEVER
 from hvd_periodic.torch.replica import Model
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -46,6 +47,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     synchronizer: Synchronizer
+    _synchronized = False
 
     _step_supports_amp_scaling = True
     """GradScaler then calls step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
@@ -62,7 +64,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         argument: str = "period",
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
     ) -> None:
         synchronizer = Synchronizer(
@@ -80,6 +82,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         )
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
+        self._passes = getattr(optimizer, "backward_passes_per_step", 1)
+        self._stop_averaging()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -112,18 +116,52 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             RuntimeError: called inside ``center()``; or what an exchange raises.
         """
         self.synchronizer.refuse_inside_center("step")
+        if closure is not None and self._averages:
+            raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
         loss, updated = None, self._unscale()
         if updated and closure is not None:
             loss = self.inner.step(self._prepared(closure))
         elif updated:
+            if not self._synchronized:
+                self.synchronize()
             self.synchronizer.prepare_gradients()
-            loss = self.inner.step()
-        self.synchronizer.step(updated)
+            loss = self._local_step()
+        self._count(updated)
         return loss
+
+    def synchronize(self) -> None:
+        """Wait for the gradients that an ``hvd.DistributedOptimizer`` inside averages, if there is one.
+
+        For clipping, as in Horovod: call this, change the gradients, and then :meth:`step` within
+        :meth:`skip_synchronize`.
+        """
+        if self._averages and not self.synchronizer.replicas_differ:
+            inner: Any = self.inner
+            inner.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let :meth:`step` take the gradients as they are, inside a ``with`` block."""
+        self._synchronized = True
+        try:
+            yield
+        finally:
+            self._synchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does."""
-        self.inner.zero_grad(set_to_none=set_to_none)
+        if isinstance(self.inner, PeriodicOptimizer) or not self._averages:
+            self.inner.zero_grad(set_to_none=set_to_none)
+        elif self.synchronizer.replicas_differ:
+            torch.optim.Optimizer.zero_grad(self.inner, set_to_none)  # Horovod's asks for a step that averages.
+        else:
+            self.inner.zero_grad()
+
+    def finalize(self) -> None:
+        """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
+        if isinstance(self.inner, PeriodicOptimizer):
+            self.inner.finalize()
+        self.synchronizer.finalize()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: which parameters take part is fixed at construction.
@@ -183,12 +221,39 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self.synchronizer.check_state_dict(state_dict[_STATE_KEY])
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _STATE_KEY})
         self.synchronizer.load_state_dict(state_dict[_STATE_KEY])
+        self._stop_averaging()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} exchanging by {self.synchronizer.algorithm} at {self.synchronizer.schedule}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "synchronizer": self.synchronizer}
+
+    @property
+    def _averages(self) -> bool:
+        return self.synchronizer.averaged is not None
+
+    def _local_step(self) -> Any:
+        if not self._averages:
+            return self.inner.step()
+        inner: Any = self.inner
+        with inner.skip_synchronize():
+            return inner.step()
+
+    def _count(self, updated: bool) -> None:
+        """Count an iteration; where the update was skipped, also for the optimizers inside, which have not stepped."""
+        if not updated and isinstance(self.inner, PeriodicOptimizer):
+            self.inner._count(updated)
+        self.synchronizer.step(updated)
+        self._stop_averaging()
+
+    def _stop_averaging(self) -> None:
+        """Let a DistributedOptimizer inside leave the gradients alone while the replicas are to differ."""
+        if self.synchronizer.post_local is not None:
+            inner: Any = self.inner
+            passes = NEVER if self.synchronizer.replicas_differ else self._passes
+            if inner.backward_passes_per_step != passes:
+                inner.set_backward_passes_per_step(passes)
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, showing the gradients of each evaluation to the algorithm."""
@@ -266,7 +331,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         *,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
     ) -> None:
         super().__init__(
@@ -310,7 +375,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         *,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
     ) -> None:
         super().__init__(
@@ -362,7 +427,7 @@ class AGNOptimizer(PeriodicOptimizer):
         *,
         buffers: str | None = None,
         center: str = "replicated",
-        root_rank: int = 0,
+        root_rank: int | None = None,
         process_set: Any = None,
     ) -> None:
         super().__init__(

@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "root_rank.*Received: 1",
     ),
     "no optimizer": (lambda: hvdp.AGNOptimizer(LINEAR, LINEAR, **LOCAL), TypeError, "Received: Linear"),
-    "wrapped twice": (lambda: twice(), TypeError, "an optimizer that exchanges already"),
     "LBFGS on the center": (
         lambda: hvdp.AGNOptimizer(torch.optim.LBFGS(LINEAR.parameters()), LINEAR, **LOCAL),
         TypeError,
@@ -165,10 +164,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "pass `center_optimizer`",
     ),
 }
-
-
-def twice() -> Any:
-    return hvdp.AGNOptimizer(hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, **LOCAL), LINEAR, **LOCAL)
 
 
 def expanded() -> Any:

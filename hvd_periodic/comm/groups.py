@@ -1,0 +1,123 @@
+"""Groups of ranks: gradients are averaged inside of a group at every step, replicas between groups now and then."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_periodic.arguments import require_int
+
+logger = logging.getLogger("hvd_periodic")
+
+_registered: dict[tuple[str, tuple[int, ...]], Any] = {}
+"""Process sets of this process by framework and ranks: Horovod refuses to register one twice."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a job, and the process sets of this rank.
+
+    Attributes:
+        ranks: of every group.
+        local: process set of this rank's group, for ``hvd.DistributedOptimizer``.
+        cross: process set of the ranks with which this one exchanges between groups: those with the same place in their
+            groups. Where groups have different sizes, all ranks: then a group counts once per rank.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    local: Any
+    cross: Any
+
+
+def groups_of_size(ranks: int, size: int) -> list[list[int]]:
+    """Cut ``ranks`` ranks into groups of neighbours; the last one may be smaller.
+
+    Raises:
+        TypeError, ValueError: ``size`` is not an int of at least 1.
+
+    Example:
+        >>> groups_of_size(5, 2)
+        [[0, 1], [2, 3], [4]]
+    """
+    require_int(size, "`node_groups(size=...)`", minimum=1)
+    return [list(range(start, min(start + size, ranks))) for start in range(0, ranks, size)]
+
+
+def across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the sets of ranks that exchange between groups.
+
+    Example:
+        >>> across([[0, 1], [2, 3]])
+        [[0, 2], [1, 3]]
+        >>> across([[0, 1], [2]])
+        [[0, 1, 2]]
+    """
+    if len({len(group) for group in groups}) > 1:
+        return [sorted(rank for group in groups for rank in group)]
+    return [sorted(column) for column in zip(*groups, strict=True)]
+
+
+def check_groups(groups: Iterable[Iterable[int]], ranks: int) -> list[list[int]]:
+    """Return groups as sorted lists.
+
+    Raises:
+        ValueError: they overlap, are empty, or are not all ranks of the job.
+    """
+    lists = [sorted(group) for group in groups]
+    found = [rank for group in lists for rank in group]
+    twice = sorted({rank for rank in found if found.count(rank) > 1})
+    if twice:
+        raise ValueError(f"Groups must not overlap: rank {twice[0]} is in several. Received: {lists}")
+    if sorted(found) != list(range(ranks)) or not all(lists):
+        raise ValueError(f"Groups must hold every rank from 0 to {ranks - 1} and no other. Received: {lists}")
+    return lists
+
+
+def make_groups(framework: str, groups: int | Iterable[Iterable[int]] | None) -> Groups:
+    """Register the process sets of groups; all ranks together.
+
+    Args:
+        framework: the Horovod module.
+        groups: a size, lists of ranks, or None for one group per host.
+
+    Raises:
+        TypeError, ValueError: groups that make no sense.
+        RuntimeError: Horovod was initialized without dynamic process sets.
+    """
+    hvd: Any = importlib.import_module(framework)
+    if not hvd.is_initialized():
+        hvd.init(process_sets="dynamic")
+    if groups is None:
+        hosts = hvd.allgather_object(socket.gethostname(), name="hvd_periodic.hosts")
+        groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    elif isinstance(groups, int):
+        groups = groups_of_size(hvd.size(), groups)
+    lists = check_groups(groups, hvd.size())
+    rank = hvd.rank()
+    sets = {tuple(members): _register(hvd, framework, members) for members in [*lists, *across(lists)]}
+    local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
+    if rank == 0:
+        logger.info("Groups of ranks: %s", lists)
+        if any(len(group) == 1 for group in lists):
+            logger.info("A group of one rank averages no gradients")
+    return Groups(tuple(map(tuple, lists)), sets[tuple(local)], sets[tuple(cross)])
+
+
+def _register(hvd: Any, framework: str, ranks: list[int]) -> Any:
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    known = _registered.get((framework, tuple(ranks)))
+    if known is None or known.process_set_id is None:
+        try:
+            known = hvd.add_process_set(hvd.ProcessSet(ranks))
+        except Exception as error:
+            raise RuntimeError(
+                f"The process set of ranks {ranks} cannot be made ({error}): call hvd.init(process_sets='dynamic'), or "
+                "node_groups() in place of hvd.init(), and register no process set of the same ranks before"
+            ) from error
+        _registered[framework, tuple(ranks)] = known
+    return known

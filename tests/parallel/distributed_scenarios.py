@@ -1,0 +1,210 @@
+"""What every rank does around an ``hvd.DistributedOptimizer``; see ``scenarios.py``.
+
+mpirun -np 4 python -m tests.parallel.distributed_scenarios FOLDER '[[0, 1], [2, 3]]'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvd_periodic.torch as hvdp
+from tests import oracle
+from tests.parallel.program import Scenarios, attempt
+
+scenario = Scenarios()
+GROUPS: list[Any] = []
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),
+    "easgd_rho": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, rho=0.5, **k),
+    "average": lambda o, m, **k: hvdp.ModelAverageOptimizer(o, m, 2, **k),
+    "agn": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, **k),
+}
+
+
+def parameter() -> torch.nn.Parameter:
+    """The oracle's start on rank 0, another on the others."""
+    return torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64) + hvd.rank())
+
+
+def distributed(w: torch.nn.Parameter, process_set: Any = hvd.global_process_set, **options: Any) -> Any:
+    inner = torch.optim.SGD([w], lr=oracle.RATE, momentum=oracle.MOMENTUM)
+    return hvd.DistributedOptimizer(inner, named_parameters=[("w", w)], process_set=process_set, **options)
+
+
+def backward(w: torch.nn.Parameter, times: float = 1.0) -> None:
+    """Put the oracle's gradient where backward() does, so that Horovod's hooks see it."""
+    gradient = torch.tensor(oracle.gradient(hvd.rank(), w.detach().tolist()), dtype=torch.float64)
+    (times * gradient * w).sum().backward()
+
+
+def train(w: torch.nn.Parameter, optimizer: Any, steps: int = oracle.STEPS) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(w)
+        optimizer.step()
+
+
+def center_of(w: torch.nn.Parameter, optimizer: Any) -> list[float]:
+    with optimizer.center():
+        return list(w.detach().tolist())
+
+
+@scenario
+def members() -> Any:
+    """The groups, and the sets of this rank."""
+    groups = GROUPS[0]
+    return [groups.ranks, list(groups.local.ranks or []), list(groups.cross.ranks or [])]
+
+
+@scenario
+def hierarchical() -> Any:
+    """x and c after the oracle's steps."""
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        w = parameter()
+        optimizer = make(distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].cross)
+        train(w, optimizer)
+        results[name] = [w.detach().tolist(), center_of(w, optimizer), optimizer.synchronizer.rounds]
+    return results
+
+
+@scenario
+def variants() -> Any:
+    """Clipping after synchronize(), compression, two backward passes per step: x, next to the plain form."""
+    results: dict[str, Any] = {}
+    for name in ("plain", "clipped", "compressed", "two passes"):
+        w = parameter()
+        options = {
+            "compressed": {"compression": hvd.Compression.fp16},
+            "two passes": {"backward_passes_per_step": 2},
+        }.get(name, {})
+        inner = distributed(w, GROUPS[0].local, **options)
+        optimizer = OPTIMIZERS["average"](inner, [("w", w)], process_set=GROUPS[0].cross)
+        for _ in range(4):
+            optimizer.zero_grad()
+            if name == "two passes":
+                backward(w, 0.25)
+                backward(w, 0.75)
+            else:
+                backward(w)
+            if name == "clipped":
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_([w], 0.5)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        results[name] = w.detach().tolist()
+    return results
+
+
+@scenario
+def post_local() -> Any:
+    """Gradients averaged over all ranks until step 4, then exchanges after every third; also resumed at 3 and at 6."""
+    results: dict[str, Any] = {}
+    for name in ("easgd", "average"):
+        for stop in (None, 3, 6):
+
+            def make(name: str = name) -> tuple[Any, Any]:
+                w = parameter()
+                schedule = hvdp.PostLocal(4, 3)
+                if name == "easgd":
+                    return w, hvdp.ElasticAverageOptimizer(distributed(w), [("w", w)], schedule, moving_rate=0.25)
+                return w, hvdp.ModelAverageOptimizer(distributed(w), [("w", w)], schedule)
+
+            w, optimizer = make()
+            train(w, optimizer, stop or oracle.STEPS)
+            if stop is not None:
+                state, value = optimizer.state_dict(), w.detach().clone()
+                w, optimizer = make()
+                optimizer.load_state_dict(state)
+                w.data.copy_(value)
+                train(w, optimizer, oracle.STEPS - stop)
+            results[f"{name} {stop}"] = [w.detach().tolist(), center_of(w, optimizer), optimizer.synchronizer.rounds]
+    w = parameter()
+    optimizer = hvdp.ElasticAverageOptimizer(distributed(w), [("w", w)], hvdp.PostLocal(9, 3))
+    train(w, optimizer, 4)
+    results["center before"] = [center_of(w, optimizer), w.detach().tolist()]
+    optimizer.finalize()
+    results["center after"] = [center_of(w, optimizer), w.detach().tolist()]
+    return results
+
+
+@scenario
+def levels() -> Any:
+    """Averages inside of groups after every second step, and of all ranks after every sixth."""
+    w = parameter()
+    inner: Any = torch.optim.SGD([w], lr=oracle.RATE, momentum=oracle.MOMENTUM)
+    inner = hvdp.ModelAverageOptimizer(inner, [("w", w)], 2, process_set=GROUPS[0].local)
+    optimizer = hvdp.ModelAverageOptimizer(inner, [("w", w)], 6)
+    w.data.copy_(torch.tensor(oracle.START, dtype=torch.float64))
+    seen = []
+    for _ in range(12):
+        train(w, optimizer, 1)
+        seen.append(w.detach().tolist())
+    optimizer.finalize()
+    return [seen, inner.synchronizer.rounds, optimizer.synchronizer.rounds]
+
+
+@scenario
+def refused() -> Any:
+    """Arguments that are wrong, on all ranks."""
+    w = parameter()
+    other = next(group for group in GROUPS[0].ranks if hvd.rank() not in group)
+
+    def over_all() -> None:
+        OPTIMIZERS["average"](distributed(w), [("w", w)])
+
+    def inside_the_group() -> None:
+        OPTIMIZERS["average"](distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].local)
+
+    def without_waiting() -> None:
+        hvdp.AGNOptimizer(distributed(w, GROUPS[0].local), [("w", w)], 2, asynchronous=True)
+
+    def of_another_group() -> None:
+        everybody = hvd.allgather_object((hvd.rank(), GROUPS[0].local.process_set_id))
+        number = next(found for rank, found in everybody if rank == other[0])
+        elsewhere = hvd.ProcessSet(list(other))
+        elsewhere.process_set_id = number
+        OPTIMIZERS["average"](torch.optim.SGD([w], lr=0.1), [("w", w)], process_set=elsewhere)
+
+    def closure() -> None:
+        optimizer = OPTIMIZERS["average"](distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].cross)
+        optimizer.step(lambda: torch.zeros(()))
+
+    size = hvd.size()
+    return {
+        "over all": attempt(over_all),
+        "inside the group": attempt(inside_the_group),
+        "asynchronous": attempt(without_waiting),
+        "another group": attempt(of_another_group),
+        "closure": attempt(closure),
+        "overlap": attempt(lambda: hvdp.rank_groups([range(size), [0]])),
+        "missing": attempt(lambda: hvdp.rank_groups([range(size - 1)])),
+        "size": attempt(lambda: hvdp.node_groups(0)),
+    }
+
+
+def main(folder: Path, groups: str) -> None:
+    """Run all scenarios in these groups."""
+    torch.set_num_threads(1)
+    if groups == "nodes":
+        GROUPS.append(hvdp.node_groups())
+        only = Scenarios()
+        only(members)
+        only.run(folder, hvd.rank())
+    else:
+        GROUPS.append(hvdp.rank_groups(json.loads(groups)))
+        scenario.run(folder, hvd.rank())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

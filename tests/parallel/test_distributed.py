@@ -1,0 +1,130 @@
+"""Around an ``hvd.DistributedOptimizer``: groups of ranks, two levels, and local steps after a synchronous phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import oracle
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+
+pytest.importorskip("horovod.torch")
+
+pytestmark = pytest.mark.timeout(120)
+
+JOBS = [
+    ("mpirun", [[0, 1], [2, 3]]),
+    ("mpirun", [[0, 1], [2, 3], [4, 5]]),
+    ("mpirun", [[0, 2, 4], [1, 3]]),
+    ("horovodrun --gloo", [[0, 1], [2]]),
+]
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=str)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], Reports]:
+    """The groups of a job, and what each of its ranks reports; all tests of a job share it."""
+    launcher, groups = request.param
+    ranks = sum(map(len, groups))
+    folder = tmp_path_factory.mktemp("job")
+    return groups, run_scenarios(launcher, ranks, "distributed_scenarios", folder, 100, str(groups))
+
+
+def test_members(job: tuple[list[list[int]], Reports]) -> None:
+    groups, reports = job
+    equal = len({len(group) for group in groups}) == 1
+    for rank, (all_groups, local, cross) in enumerate(column(reports, "members")):
+        group = next(group for group in groups if rank in group)
+        place = group.index(rank)
+        assert all_groups == groups
+        assert local == group
+        assert cross == ([other[place] for other in groups] if equal else list(range(len(reports))))
+
+
+def test_two_levels_agree_with_the_oracle(job: tuple[list[list[int]], Reports]) -> None:
+    groups, reports = job
+    for name, (replicas, center) in oracle.grouped_results(groups).items():
+        for rank, (x, c, rounds) in enumerate(column(reports, "hierarchical", name)):
+            assert x == pytest.approx(replicas[rank], rel=1e-12, abs=1e-12), (name, rank)
+            assert c == pytest.approx(center, rel=1e-12, abs=1e-12), (name, rank)
+            assert rounds == (3 if name == "agn" else 6)
+        for group in groups:
+            of_group = [reports[rank]["hierarchical"][name] for rank in group]
+            assert of_group == [of_group[0]] * len(group), "the members of a group stay equal to the bit"
+
+
+def test_what_a_distributed_optimizer_offers_keeps_working(job: tuple[list[list[int]], Reports]) -> None:
+    """Clipping between synchronize() and step(), compression, several backward passes per step."""
+    for report in column(job[1], "variants"):
+        assert report["two passes"] == pytest.approx(report["plain"], rel=1e-12)
+        assert report["compressed"] == pytest.approx(report["plain"], abs=1e-3)
+        assert report["compressed"] != report["plain"]
+        assert report["clipped"] != pytest.approx(report["plain"], rel=0.1)
+    clipped = column(job[1], "variants", "clipped")
+    assert clipped == [pytest.approx(clipped[0])] * len(clipped), "all have just taken the mean"
+
+
+def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
+    """The switch comes at the same step on all ranks; resumed before and after it, training goes on to the bit."""
+    reports = job[1]
+    for name, (replicas, center) in oracle.post_local_results(len(reports), 4).items():
+        for rank, report in enumerate(column(reports, "post_local")):
+            x, c, rounds = report[f"{name} None"]
+            assert x == pytest.approx(replicas[rank], rel=1e-12, abs=1e-12), (name, rank)
+            assert c == pytest.approx(center, rel=1e-12, abs=1e-12), (name, rank)
+            assert rounds == 3
+            assert report[f"{name} 3"] == report[f"{name} 6"] == report[f"{name} None"]
+    for report in column(reports, "post_local"):
+        for key in ("center before", "center after"):
+            center, x = report[key]
+            assert center == x, "until the switch the center is the replica"
+            assert x != oracle.START
+
+
+def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
+    """One optimizer of this package in another, each with a period and ranks of its own."""
+    groups, reports = job
+    workers, n = oracle.Workers(len(reports), oracle.MOMENTUM), len(reports)
+    for step in range(1, 13):
+        for i in range(n):
+            workers.descend(i, oracle.gradient(i, workers.x[i]))
+        levels = [groups] if step % 2 == 0 else []
+        for group in [group for level in (*levels, *([[list(range(n))]] if step % 6 == 0 else [])) for group in level]:
+            mean = [sum(workers.x[i][k] for i in group) / len(group) for k in range(len(oracle.START))]
+            for i in group:
+                workers.x[i] = list(mean)
+        for rank, (seen, inner_rounds, rounds) in enumerate(column(reports, "levels")):
+            assert seen[step - 1] == pytest.approx(workers.x[rank], rel=1e-12, abs=1e-12), (step, rank)
+            assert (inner_rounds, rounds) == (6, 2)
+
+
+def test_refused(job: tuple[list[list[int]], Reports]) -> None:
+    groups, reports = job
+    texts = {
+        "over all": "so that nothing would be left to exchange. Remove it; or average inside of groups",
+        "inside the group": "so that nothing would be left to exchange",
+        "asynchronous": "would exchange at different moments",
+        "another group": "`process_set` must contain this rank",
+        "closure": "takes no closures",
+        "overlap": "Groups must not overlap: rank 0 is in several",
+        "missing": f"must hold every rank from 0 to {len(reports) - 1} and no other",
+        "size": "`node_groups(size=...)` must be an int >= 1",
+    }
+    for rank, report in enumerate(column(reports, "refused")):
+        alone = len(next(group for group in groups if rank in group)) == 1
+        for case, text in texts.items():
+            assert text in report[case] or (alone and case in ("inside the group", "asynchronous")), (case, rank)
+
+
+def test_one_group_per_host(tmp_path: Path) -> None:
+    """All ranks of this job are on one host."""
+    for rank, (groups, local, cross) in enumerate(
+        column(run_scenarios("mpirun", 2, "distributed_scenarios", tmp_path, 60, "nodes"), "members")
+    ):
+        assert groups == [[0, 1]]
+        assert local == [0, 1]
+        assert cross == [rank]
