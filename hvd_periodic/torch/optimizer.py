@@ -16,7 +16,8 @@ from hvd_periodic.torch.distributed import NEVER
 from hvd_periodic.torch.replica import Model
 from hvd_periodic.torch.synchronizer import Synchronizer
 
-_STATE_KEY = "hvd_periodic"
+_STATE_KEY, _INSIDE_KEY = "hvd_periodic", "inside"
+"""Under which a state dict holds the state of exchanges; and under which that holds the same of an optimizer inside."""
 
 
 class PeriodicOptimizer(torch.optim.Optimizer):
@@ -202,7 +203,10 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
-        return {**self.inner.state_dict(), _STATE_KEY: self.synchronizer.state_dict()}
+        inner, own = self.inner.state_dict(), self.synchronizer.state_dict()
+        if _STATE_KEY in inner:
+            own[_INSIDE_KEY] = inner[_STATE_KEY]
+        return {**inner, _STATE_KEY: own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; with the model's own state, training continues to the bit.
@@ -218,9 +222,13 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 f"`state_dict` must come from a {type(self).__name__}. Received one without {_STATE_KEY!r}: to "
                 "take over a plain optimizer's state, load it into that optimizer before it is wrapped"
             )
-        self.synchronizer.check_state_dict(state_dict[_STATE_KEY])
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != _STATE_KEY})
-        self.synchronizer.load_state_dict(state_dict[_STATE_KEY])
+        inner, own = dict(state_dict), dict(state_dict[_STATE_KEY])
+        del inner[_STATE_KEY]
+        if _INSIDE_KEY in own:
+            inner[_STATE_KEY] = own.pop(_INSIDE_KEY)
+        self.synchronizer.check_state_dict(own)
+        self.inner.load_state_dict(inner)
+        self.synchronizer.load_state_dict(own)
         self._stop_averaging()
 
     def __repr__(self) -> str:

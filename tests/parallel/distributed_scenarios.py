@@ -147,7 +147,9 @@ def levels() -> Any:
     optimizer = hvdp.ModelAverageOptimizer(inner, [("w", w)], 6)
     w.data.copy_(torch.tensor(oracle.START, dtype=torch.float64))
     seen = []
-    for _ in range(12):
+    for step in range(12):
+        if step == 7:
+            optimizer.load_state_dict(optimizer.state_dict())
         train(w, optimizer, 1)
         seen.append(w.detach().tolist())
     optimizer.finalize()
