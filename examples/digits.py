@@ -28,7 +28,7 @@ TITLES = {
 
 
 def parse_arguments(
-    description: str, loops: tuple[str, ...] = (), placements: tuple[str, ...] = ()
+    description: str, loops: tuple[str, ...] = (), placements: tuple[str, ...] = (), checkpoints: bool = False
 ) -> argparse.Namespace:
     """Return the flags; they are the same for every framework, but for the choices that it has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -51,9 +51,14 @@ def parse_arguments(
         parser.add_argument("--loop", choices=loops, default=loops[0], help="who writes the training loop")
     if placements:
         parser.add_argument("--center", choices=placements, default=placements[0], help="where the center lives")
+    if checkpoints:
+        text = "save here after every epoch and go on from there; SIGUSR1 stops with exit code 75"
+        parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=text)
     args = parser.parse_args()
     if args.asynchronous and args.algorithm not in ("easgd", "agn"):
         parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")
+    if checkpoints and args.checkpoints and args.asynchronous:
+        parser.error("--checkpoints are taken by all workers at the same epoch, and --asynchronous ones are not there")
     return args
 
 

@@ -5,12 +5,14 @@ horovodrun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
 
 import digits
 import horovod.torch as hvd
 import torch
+from checkpoints import EXIT_CODE, Checkpoints
 from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -136,9 +138,18 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
     exchange_steps: list[int] = []
     steps = args.epochs * (len(images) // args.batch_size)
     hidden = args.no_progress or hvd.rank() > 0
+    checkpoints = Checkpoints(args.checkpoints) if args.checkpoints else None
+    last, state = checkpoints.load() if checkpoints else (-1, None)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        method.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        losses, distances, exchange_steps = state["losses"], state["distances"], state["exchange_steps"]
+        print(f"Rank {hvd.rank()} goes on after epoch {last} of {args.epochs}", flush=True)
     started = time.perf_counter()
     with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
-        for _ in range(args.epochs):
+        progress.update(len(losses))
+        for epoch in range(last + 1, args.epochs):
             order = torch.randperm(len(images))
             for batch in order.split(args.batch_size)[: len(images) // args.batch_size]:
                 optimizer.zero_grad()
@@ -149,6 +160,13 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
                 losses.append(loss.item())
                 distances.append(method.distance())
                 progress.update()
+            if checkpoints is not None:
+                state = {"model": model.state_dict(), "optimizer": method.optimizer.state_dict()}
+                record = {"losses": losses, "distances": distances, "exchange_steps": exchange_steps}
+                checkpoints.save(epoch, {**state, **record, "random": torch.get_rng_state()})
+                if checkpoints.stopping():
+                    print(f"Rank {hvd.rank()} was told to stop after epoch {epoch} of {args.epochs}", flush=True)
+                    sys.exit(EXIT_CODE)
     seconds = time.perf_counter() - started
     method.finalize()
     worker_accuracy = accuracy(model, test)
@@ -177,7 +195,9 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = digits.parse_arguments(__doc__.splitlines()[0], placements=("replicated", "root", "sharded"))
+    args = digits.parse_arguments(
+        __doc__.splitlines()[0], placements=("replicated", "root", "sharded"), checkpoints=True
+    )
     if args.compare:
         digits.compare(args.compare)
         return

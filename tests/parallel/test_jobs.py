@@ -85,6 +85,18 @@ def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, res
         assert run[key] == other[key], key
 
 
+def test_a_run_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+    command = [EXAMPLE, "--algorithm", "agn", "--no-progress", "--output", str(tmp_path)]
+    saved = ["--checkpoints", str(tmp_path / "saved")]
+    start("mpirun", 2, [*command, "--epochs", "2", *saved], 60)
+    start("mpirun", 2, [*command, "--epochs", "4", *saved], 60)
+    resumed = json.loads((tmp_path / "agn.json").read_text())
+    start("mpirun", 2, [*command, "--epochs", "4"], 60)
+    run = json.loads((tmp_path / "agn.json").read_text())
+    for key in ("losses", "distances", "exchange_steps", "center_accuracy"):
+        assert resumed[key] == run[key], key
+
+
 def test_comparison(results: Path) -> None:
     output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60)
     for word in ("allreduce", "easgd", "average", "agn", "accuracy of the center", "seconds in exchanges"):

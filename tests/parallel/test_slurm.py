@@ -1,0 +1,148 @@
+"""The batch scripts under a real Slurm: submit, stop in training, queue again, go on, and end as if undisturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launch import ROOT, environment, start
+from tests.parallel.slurm import NoSlurmError, slurm
+
+pytest.importorskip("horovod.torch")
+
+pytestmark = pytest.mark.timeout(300)
+
+EXAMPLE = "examples/torch_digits.py"
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which Slurm's commands find a running one."""
+    try:
+        with slurm(tmp_path_factory.mktemp("slurm")) as found:
+            yield {**environment(), **{key: found[key] for key in ("SLURM_CONF",)}}
+    except NoSlurmError as error:
+        pytest.skip(f"There is no Slurm here: {error}")
+
+
+def run(cluster: dict[str, str], *words: str) -> str:
+    finished = subprocess.run(words, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, f"{words}: {finished.stdout}{finished.stderr}"
+    return finished.stdout
+
+
+def require_pmix(cluster: dict[str, str], script: str) -> None:
+    if script != "slurm_srun":
+        return
+    words = ["srun", "--mpi=pmix", "-n", "1", "true"]
+    tried = subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=60, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"This Slurm has no PMIx: {tried.stderr.splitlines()[:1]}; libpmix2 and libpmix-dev may be missing")
+
+
+def submit(cluster: dict[str, str], script: str, log: Path, *arguments: str) -> str:
+    options = ["--parsable", f"--output={log}", "--ntasks-per-node=2", "--time=5"]
+    return run(cluster, "sbatch", *options, f"run_scripts/{script}.sbatch", *arguments).strip()
+
+
+def wait_for(cluster: dict[str, str], job: str, log: Path, wanted: str) -> None:
+    """Wait until a text is in the log."""
+    for _ in range(10 * SECONDS):
+        if log.exists() and wanted in log.read_text():
+            return
+        time.sleep(0.1)
+    state = run(cluster, "scontrol", "show", "job", job)
+    raise AssertionError(f"No {wanted!r} within {SECONDS} s\n{log.read_text() if log.exists() else ''}\n{state}")
+
+
+def end_of(cluster: dict[str, str], job: str) -> tuple[str, str]:
+    """Return state and exit code of a job, once it has ended."""
+    released = False
+    for _ in range(10 * SECONDS):
+        shown = run(cluster, "scontrol", "show", "job", job)
+        state = re.search(r"JobState=(\w+)", shown)
+        code = re.search(r"ExitCode=(\d+):", shown)
+        assert state is not None
+        assert code is not None
+        if state[1] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+            return state[1], code[1]
+        # Slurm lets a job wait that is queued again, and the next step finds the socket of the last one if it does not.
+        left = list((Path(cluster["SLURM_CONF"]).parent / "spool").glob("*pmix*"))
+        if "BeginTime" in shown and state[1] == "PENDING" and not left and not released:
+            run(cluster, "scontrol", "update", f"jobid={job}", "starttime=now+3seconds")
+            released = True
+        time.sleep(0.1)
+    raise AssertionError(f"Job {job} has not ended within {SECONDS} s: {shown}")
+
+
+@pytest.mark.parametrize("script", ["slurm_mpirun", "slurm_srun"])
+def test_a_job_that_is_stopped_goes_on(script: str, cluster: dict[str, str], tmp_path: Path) -> None:
+    """SIGUSR1 is what Slurm sends before the time limit; the result is that of a job that was left alone."""
+    require_pmix(cluster, script)
+    log, common = tmp_path / "log", ["--algorithm", "easgd", "--epochs", "60", "--no-progress"]
+    folders = ["--checkpoints", str(tmp_path / "saved"), "--output", str(tmp_path / "stopped")]
+    job = submit(cluster, script, log, EXAMPLE, *common, *folders)
+    for _ in range(10 * SECONDS):
+        if list((tmp_path / "saved").glob("rank*-000003.pt")):
+            break
+        time.sleep(0.1)
+    run(cluster, "scancel", "--batch", "--signal=USR1", job)
+    wait_for(cluster, job, log, "was told to stop after epoch")
+    assert end_of(cluster, job) == ("COMPLETED", "0"), log.read_text()
+    told, went_on = (
+        re.findall(rf"Rank \d {text} epoch (\d+)", log.read_text())
+        for text in ("was told to stop after", "goes on after")
+    )
+    assert sorted(told) == sorted(went_on) == [told[0]] * 2
+    assert int(told[0]) < 59
+    start("mpirun", 2, [EXAMPLE, *common, "--output", str(tmp_path / "alone")], 120)
+    stopped, alone = (json.loads((tmp_path / name / "easgd.json").read_text()) for name in ("stopped", "alone"))
+    for key in ("losses", "distances", "exchange_steps", "worker_accuracy", "center_accuracy"):
+        assert stopped[key] == alone[key], key
+    assert stopped["center_accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("script", ["slurm_mpirun", "slurm_srun"])
+def test_the_exit_code_is_that_of_the_ranks(script: str, cluster: dict[str, str], tmp_path: Path) -> None:
+    require_pmix(cluster, script)
+    job = submit(cluster, script, tmp_path / "log", "-c", "import sys; sys.exit(7)")
+    assert end_of(cluster, job) == ("FAILED", "7"), (tmp_path / "log").read_text()
+
+
+def test_a_job_can_be_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = submit(cluster, "slurm_mpirun", log, "-c", "import time; print('here', flush=True); time.sleep(600)")
+    wait_for(cluster, job, log, "here")
+    run(cluster, "scancel", job)
+    assert end_of(cluster, job)[0] == "CANCELLED"
+
+
+PROGRAM = """import torch, horovod.torch as hvd, hvd_periodic.torch as hvdp
+hvd.init()
+model = torch.nn.Linear(1, 1)
+hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+"""
+
+
+def test_ranks_that_slurm_starts_without_pmi_fail(cluster: dict[str, str]) -> None:
+    """Each would train alone, without a word. Open MPI itself says so."""
+    words = ["srun", "--mpi=none", "-n", "2", "python3", "-c", PROGRAM]
+    finished = subprocess.run(words, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode != 0
+    assert "srun" in finished.stderr
+
+
+def test_one_of_several_tasks_that_takes_itself_for_all_is_told() -> None:
+    """Where MPI does not notice; this needs no Slurm."""
+    told = {**environment(), "SLURM_STEP_NUM_TASKS": "2"}
+    words = ["python3", "-c", PROGRAM]
+    finished = subprocess.run(words, env=told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode != 0
+    assert "RuntimeError: Slurm runs 2 tasks of this step, and Horovod knows of one" in finished.stderr
