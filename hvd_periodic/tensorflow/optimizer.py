@@ -700,8 +700,8 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError("`optimizer` must be a plain optimizer. Received: an optimizer that exchanges already")
     if hasattr(optimizer, "_allreduce_grads"):
         raise TypeError(
-            "`optimizer` must be a plain optimizer. Received: an hvd.DistributedOptimizer, which averages gradients at "
-            "every step"
+            "`optimizer` must be a plain optimizer. Received: an hvd.DistributedOptimizer. It may be inside in PyTorch "
+            "only; under Keras 3 that of Horovod 0.28.1 averages no gradients"
         )
 
 
