@@ -23,6 +23,7 @@ from hvd_periodic.part import Part
 from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
+from hvd_periodic.schedules.post_local import PostLocal
 from hvd_periodic.store import Store
 from hvd_periodic.version import __version__
 
@@ -129,6 +130,8 @@ class Synchronizer(Generic[V]):
         use_locking: bool = True,
     ) -> None:
         (algorithm.check_asynchronous if asynchronous else algorithm.check)(communicator.size)
+        if asynchronous and isinstance(schedule, PostLocal) and schedule.quiet:
+            raise ValueError("Asynchronous exchange has no phase in which gradients are averaged: quiet=False")
         self.replica = replica
         self.algorithm = algorithm
         self.schedule = schedule
@@ -160,10 +163,14 @@ class Synchronizer(Generic[V]):
         ]
         if self.parts[0].total is not None and self.asynchronous is None:
             replica.bind_center(self.parts[0].center, self.parts[0].total)
+        self._start_state()
+
+    def _start_state(self) -> None:
+        """Give the state of the algorithm its first value."""
         self._reset()
 
     def _reset(self) -> None:
-        """Set the state of the algorithm to that of the start of training."""
+        """Set the center to the parameters, and forget what was accumulated."""
         for part in self.parts:
             part.reset()
 
@@ -190,6 +197,24 @@ class Synchronizer(Generic[V]):
     def rounds(self) -> int:
         """Exchanges so far."""
         return self.counters.rounds
+
+    @property
+    def synchronous_until(self) -> int | None:
+        """Local steps during which something else averages the gradients of the ranks that exchange.
+
+        Their replicas are equal so long, and the center is what they are. None if nothing does.
+        """
+        return self.schedule.start if isinstance(self.schedule, PostLocal) and self.schedule.quiet else None
+
+    @property
+    def replicas_are_equal(self) -> bool:
+        """Whether gradients are still averaged over the ranks that exchange."""
+        return self.synchronous_until is not None and self.local_steps < self.synchronous_until
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether gradients have been averaged over the ranks that exchange, and no longer are."""
+        return self.synchronous_until is not None and self.local_steps >= self.synchronous_until
 
     def start(self) -> None:
         """Check that all ranks are about to do the same, then give all the root's values.
@@ -221,8 +246,11 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("step")
         self._prepared = True
-        if self.algorithm.uses_gradients:
-            self._count(gradients=self.replica.local(self.algorithm, self.parts[0].state))
+        if self.algorithm.uses_gradients and not self.replicas_are_equal:
+            self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        self._count(gradients=self.replica.local(self.algorithm, self.parts[0].state))
 
     def step(self, updated: bool = True) -> bool:
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
@@ -240,6 +268,8 @@ class Synchronizer(Generic[V]):
         """
         self.begin_step(updated)
         self._count(local_steps=1, skipped_updates=not updated)
+        if self.local_steps == self.synchronous_until:
+            self.restart_center()
         if self.counters.local_steps < self.counters.next_exchange:
             return False
         self.sync()
@@ -314,14 +344,13 @@ class Synchronizer(Generic[V]):
             RuntimeError: called inside ``center()``.
         """
         self.refuse_inside_center("broadcast")
-        replica, root, calls = self.replica, self.root, itertools.count()
+        replica, root = self.replica, self.root
         is_root = self.communicator.rank == root
 
         if self.asynchronous is not None:
             self.asynchronous.wake()
 
-        def send(value: Any) -> Any:
-            return self.communicator.broadcast(value, f"{self.name}.broadcast.{next(calls)}", root)
+        send = _sender(self.communicator, f"{self.name}.broadcast", root)
 
         def send_store(store: Store[Any]) -> None:
             self._send_store(store, send)
@@ -351,17 +380,29 @@ class Synchronizer(Generic[V]):
 
     def take_values_of_first(self, communicator: Communicator, name: str) -> None:
         """Give all ranks of another communicator the parameters and buffers of its first, under names with a prefix."""
-        calls = itertools.count()
-        self._send_values(lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", 0))
+        self._send_values(_sender(communicator, name, 0))
 
     def restart_center(self) -> None:
-        """Set the center to the parameters, which have to be the same on all ranks, and forget what was accumulated.
+        """Let exchanges begin: set the center to the parameters, which have to be the same on all ranks.
+
+        Statistics were not averaged so long, and now are.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: the parameters are not the same.
         """
-        self._reset()
+        self._restart_parts()
         self.audit()
+
+    def _restart_parts(self) -> None:
+        self._reset()
+        for part in self.parts[1:]:
+            self._send_store(part.center, _sender(self.communicator, f"{self.name}.{part.name}.restart", self.root))
+            part.exchange(self.communicator, Exchange(self.communicator.size, 1, 1), self.name)
+
+    def _follow_equal_replicas(self) -> None:
+        """While gradients are averaged over all, the center is what the replicas are."""
+        if self.replicas_are_equal and not self._inside_center:
+            self._reset()
 
     def _send_values(self, send: Callable[[Any], Any]) -> None:
         for part in self.parts:
@@ -405,6 +446,7 @@ class Synchronizer(Generic[V]):
             RuntimeError: blocks are nested.
         """
         self.refuse_inside_center("center")
+        self._follow_equal_replicas()
         held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in self.parts]
         self._inside_center = True
         try:
@@ -437,6 +479,7 @@ class Synchronizer(Generic[V]):
 
         Nothing is communicated where the center is on every rank; otherwise all ranks have to ask.
         """
+        self._follow_equal_replicas()
         return float(self._distance())
 
     def _distance(self) -> Any:
@@ -455,6 +498,7 @@ class Synchronizer(Generic[V]):
         It holds copies, in tensors, dicts, lists and numbers only; the whole center, wherever that lives. Where it is
         not on every rank, all ranks have to call this.
         """
+        self._follow_equal_replicas()
         if self.asynchronous is not None:
             optimizer_state = self.asynchronous.optimizer_state()
         else:
@@ -539,7 +583,9 @@ class Synchronizer(Generic[V]):
         if meeting.training or meeting.pending:
             exchange = Exchange(self.communicator.size, meeting.period, max(self.counters.gradients, 1))
             try:
-                for part in self.parts:
+                if self.replicas_are_equal:
+                    self.restart_center()
+                for part in [] if self.replicas_are_equal else self.parts:
                     self._count(bytes_sent=part.exchange(self.communicator, exchange, self.name))
             except Exception as error:
                 self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"
@@ -638,3 +684,9 @@ class Synchronizer(Generic[V]):
                 f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
                 "Leave the block first"
             )
+
+
+def _sender(communicator: Communicator, name: str, root: int) -> Callable[[Any], Any]:
+    """Return a function that broadcasts one value after the other, under names with a prefix."""
+    calls = itertools.count()
+    return lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", root)

@@ -59,6 +59,11 @@ def grouped(groups: Sequence[Sequence[int]], of_ranks: bool = False) -> Gradient
     return mean
 
 
+def together(n: int) -> Gradient:
+    """Gradient of all workers, before the local steps of post-local SGD (Lin, Stich, Patel, Jaggi 2018) begin."""
+    return grouped([range(n)], of_ranks=True)
+
+
 def easgd(
     n: int,
     exchanges: set[int],
@@ -66,16 +71,20 @@ def easgd(
     momentum: float = 0.0,
     rho: float = 0.0,
     gradient: Gradient = gradient,
+    start: int = 0,
 ) -> Result:
     """Zhang, Choromanska, LeCun (2015), synchronous; ``rate(τ)`` is α for an exchange that covers τ steps."""
     workers, c, last = Workers(n, momentum), list(START), 0
     read = [list(START) for _ in range(n)]
     for step in range(1, STEPS + 1):
         for i in range(n):
-            g = gradient(i, workers.x[i])
+            g = (gradient if step > start else together(n))(i, workers.x[i])
+            pull = rho if step > start else 0.0
             workers.descend(
-                i, [g_k + rho * (x_k - r_k) for g_k, x_k, r_k in zip(g, workers.x[i], read[i], strict=True)]
+                i, [g_k + pull * (x_k - r_k) for g_k, x_k, r_k in zip(g, workers.x[i], read[i], strict=True)]
             )
+        if step == start:
+            c, last, read = list(workers.x[0]), step, [list(x) for x in workers.x]
         if step in exchanges:
             alpha, last = rate(step - last), step
             old = list(c)
@@ -88,12 +97,16 @@ def easgd(
     return workers.x, c
 
 
-def averaging(n: int, exchanges: set[int], momentum: float = 0.0, gradient: Gradient = gradient) -> Result:
+def averaging(
+    n: int, exchanges: set[int], momentum: float = 0.0, gradient: Gradient = gradient, start: int = 0
+) -> Result:
     """McDonald, Hall, Mann (2010): the mean of the replicas replaces them all."""
     workers, c = Workers(n, momentum), list(START)
     for step in range(1, STEPS + 1):
         for i in range(n):
-            workers.descend(i, gradient(i, workers.x[i]))
+            workers.descend(i, (gradient if step > start else together(n))(i, workers.x[i]))
+        if step == start:
+            c = list(workers.x[0])
         if step in exchanges:
             c = [sum(workers.x[i][k] for i in range(n)) / n for k in range(len(START))]
             workers.x = [list(c) for _ in range(n)]
@@ -107,6 +120,7 @@ def agn(
     momentum: float = 0.0,
     center: tuple[float, float] | None = None,
     gradient: Gradient = gradient,
+    start: int = 0,
 ) -> Result:
     """Hermans, Spanakis, Möckel (2017), with SGD of rate and momentum ``center`` on the center."""
     center_rate, center_momentum = (RATE, momentum) if center is None else center
@@ -115,10 +129,12 @@ def agn(
     a = [[0.0] * len(START) for _ in range(n)]
     for step in range(1, STEPS + 1):
         for i in range(n):
-            g = gradient(i, workers.x[i])
+            g = (gradient if step > start else together(n))(i, workers.x[i])
             for k, g_k in enumerate(g):
                 a[i][k] += g_k
             workers.descend(i, g)
+        if step == start:
+            c, last, a = list(workers.x[0]), step, [[0.0] * len(START) for _ in range(n)]
         if step in exchanges:
             period, last = step - last, step
             for k in range(len(START)):
@@ -152,26 +168,29 @@ def grouped_results(groups: Sequence[Sequence[int]]) -> dict[str, Result]:
 
 def post_local_results(n: int, start: int) -> dict[str, Result]:
     """Return what n workers arrive at that average gradients until a step, and then exchange after every third."""
-    together = grouped([range(n)], of_ranks=True)
     exchanges = set(range(start + 3, STEPS + 1, 3))
-    results = {}
-    for name in ("easgd", "average"):
-        workers, c = Workers(n, MOMENTUM), list(START)
-        for step in range(1, STEPS + 1):
-            for i in range(n):
-                workers.descend(i, (together if step <= start else gradient)(i, workers.x[i]))
-            if step == start:
-                c = list(workers.x[0])
-            if step in exchanges:
-                old = list(c)
-                alpha = 0.25 if name == "easgd" else 1.0
-                for k in range(len(old)):
-                    c[k] += (alpha if name == "easgd" else 1 / n) * sum(workers.x[i][k] - old[k] for i in range(n))
-                for i in range(n):
-                    for k in range(len(old)):
-                        workers.x[i][k] = workers.x[i][k] - alpha * (workers.x[i][k] - old[k]) if alpha < 1 else c[k]
-        results[name] = (workers.x, c)
-    return results
+    return {
+        "easgd": easgd(n, exchanges, lambda _: 0.25, MOMENTUM, start=start),
+        "easgd_rho": easgd(n, exchanges, lambda _: 0.25, MOMENTUM, rho=0.5, start=start),
+        "average": averaging(n, exchanges, MOMENTUM, start=start),
+        "agn": agn(n, exchanges, "sum", MOMENTUM, start=start),
+    }
+
+
+def averages_of_averages(groups: Sequence[Sequence[int]]) -> list[list[Vector]]:
+    """Return all replicas after each of 12 steps: means in groups after every second, and of all after every sixth."""
+    n = sum(map(len, groups))
+    workers, seen = Workers(n, MOMENTUM), []
+    for step in range(1, 13):
+        for i in range(n):
+            workers.descend(i, gradient(i, workers.x[i]))
+        averaged = [*(groups if step % 2 == 0 else []), *([range(n)] if step % 6 == 0 else [])]
+        for group in averaged:
+            mean = [sum(workers.x[i][k] for i in group) / len(group) for k in range(len(START))]
+            for i in group:
+                workers.x[i] = list(mean)
+        seen.append([list(x) for x in workers.x])
+    return seen
 
 
 def parallel_results(n: int) -> dict[str, Result]:

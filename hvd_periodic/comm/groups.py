@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.base import Communicator
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -77,11 +78,14 @@ def check_groups(groups: Iterable[Iterable[int]], ranks: int) -> list[list[int]]
     return lists
 
 
-def make_groups(framework: str, groups: int | Iterable[Iterable[int]] | None) -> Groups:
+def make_groups(
+    framework: str, everyone: Callable[[], Communicator], groups: int | Iterable[Iterable[int]] | None
+) -> Groups:
     """Register the process sets of groups; all ranks together.
 
     Args:
         framework: the Horovod module.
+        everyone: makes the communicator of all ranks.
         groups: a size, lists of ranks, or None for one group per host.
 
     Raises:
@@ -92,7 +96,7 @@ def make_groups(framework: str, groups: int | Iterable[Iterable[int]] | None) ->
     if not hvd.is_initialized():
         hvd.init(process_sets="dynamic")
     if groups is None:
-        hosts = hvd.allgather_object(socket.gethostname(), name="hvd_periodic.hosts")
+        hosts = everyone().allgather_object(socket.gethostname(), "hvd_periodic.hosts")
         groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     elif isinstance(groups, int):
         groups = groups_of_size(hvd.size(), groups)

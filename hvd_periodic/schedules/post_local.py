@@ -19,8 +19,8 @@ class PostLocal:
     Args:
         start: local steps of the synchronous phase; 0 or more.
         period: local steps between exchanges afterwards (τ); at least 1.
-        quiet: no exchanges in the synchronous phase, because the replicas are equal there: the first at
-            start + period.
+        quiet: no exchanges in the synchronous phase, because something else averages the gradients there, and the
+            replicas are equal: the first at start + period. Around an ``hvd.DistributedOptimizer`` this is so anyway.
 
     Raises:
         TypeError: ``start`` or ``period`` is not an int.

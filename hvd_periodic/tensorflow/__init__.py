@@ -23,6 +23,7 @@ if keras.backend.backend() != "tensorflow":
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.schedules import Every, PostLocal
 from hvd_periodic.tensorflow import callbacks
+from hvd_periodic.tensorflow.groups import node_groups, rank_groups
 from hvd_periodic.tensorflow.optimizer import (
     AGNOptimizer,
     ElasticAverageOptimizer,
@@ -43,4 +44,6 @@ __all__ = [
     "PostLocal",
     "Synchronizer",
     "callbacks",
+    "node_groups",
+    "rank_groups",
 ]

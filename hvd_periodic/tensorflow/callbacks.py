@@ -48,14 +48,14 @@ class BroadcastAtStart(keras.callbacks.Callback):
 
 
 class FinalizeAtEnd(keras.callbacks.Callback):
-    """Run ``synchronizer.finalize()`` when training ends, so that all ranks end with the same center.
+    """Run ``optimizer.finalize()`` when training ends, so that all ranks end with the same center.
 
     Ranks that have fewer batches than others take part in exchanges until all are done. All ranks have to use it.
     """
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Finalize."""
-        _optimizer_of(self).synchronizer.finalize()
+        _optimizer_of(self).finalize()
 
 
 class EvaluateCenter(keras.callbacks.Callback):

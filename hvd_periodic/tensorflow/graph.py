@@ -14,10 +14,12 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.asynchronous.worker import Worker
-from hvd_periodic.consistency import raise_on_all
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.consistency import audit, raise_on_all
 from hvd_periodic.layout import Bucket
 from hvd_periodic.schedules import next_exchange
 from hvd_periodic.synchronizer import Counters
+from hvd_periodic.tensorflow.space import in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
@@ -91,6 +93,24 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             self._start_center(self.counters)
         else:
             self.broadcast()
+
+    def start_alike(self, communicator: Communicator) -> None:
+        """Give all ranks of another communicator, who average their gradients, the variables of its first.
+
+        Where all come from a checkpoint, they go on as they are.
+
+        Raises:
+            ValueError: they come from different steps; on all of them.
+        """
+        name = communicator.unique_name()
+        steps = communicator.allgather_object(self.counters.local_steps, f"{name}.steps")
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"Ranks that average their gradients have to go on from the same step: load the state on each of them. "
+                f"Received: steps {steps}"
+            )
+        if not steps[0]:
+            self.take_values_of_first(communicator, name)
 
     @property
     def _place(self) -> list[int]:
@@ -179,13 +199,21 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
+        self._follow_equal_replicas()
+        return self._distance_now()
+
+    def parameters_have_moved(self) -> bool:
+        """Return whether the parameters are not the center, which may not have followed them yet."""
+        return self._distance_now() > 0
+
+    def _distance_now(self) -> float:
         return float(self._distance() if self.asynchronous is not None else self._compiled_distance())
 
-    def _reset(self) -> None:
+    def _start_state(self) -> None:
         """Set the state of the algorithm, unless a checkpoint has just given its values to the new variables."""
         with tf.init_scope():
             if tf.executing_eagerly() and self.counters.local_steps == 0:
-                super()._reset()
+                self._reset()
 
     def _count(self, **increments: Any) -> None:
         for name, more in increments.items():
@@ -216,6 +244,35 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self.replica.gradients = [None] * len(shown)
         return shown
 
+    @property
+    def replicas_are_equal(self) -> bool:
+        """Whether gradients are still averaged over the ranks that exchange; in a graph only the graph knows."""
+        return tf.executing_eagerly() and super().replicas_are_equal
+
+    def _show_gradients(self) -> None:
+        if tf.executing_eagerly() or self.synchronous_until is None:
+            super()._show_gradients()
+            return
+        gradients = self.replica.gradients
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        shown: list[Any] = []
+
+        def show() -> list[Any]:
+            self.replica.gradients = list(gradients)
+            super(VariableSynchronizer, self)._show_gradients()
+            shown[:] = [self.replica.gradients[i] for i in present]
+            return shown
+
+        def leave() -> list[Any]:
+            return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
+
+        for i, gradient in zip(present, tf.cond(tf.logical_not(self.averages_now()), show, leave), strict=True):
+            gradients[i] = gradient
+
+    def averages_now(self) -> tf.Tensor:
+        """Return whether gradients are still averaged over the ranks that exchange, in a graph."""
+        return self._counter_variables["local_steps"] < self.synchronous_until
+
     @tf.autograph.experimental.do_not_convert
     def step(self, updated: Any = True) -> Any:
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
@@ -234,7 +291,12 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self.begin_step(updated is not False)
         due = self.count(updated)
         if not tf.executing_eagerly():
+            if self.synchronous_until is not None:
+                begins = self._counter_variables["local_steps"] == self.synchronous_until
+                tf.cond(begins, self._restart_center_in_graph, lambda: tf.constant(False))
             return tf.cond(due, lambda: self._run_exchange(leaving=False), lambda: tf.constant(False))
+        if self.local_steps == self.synchronous_until:
+            self.restart_center()
         if due:
             self.sync()
         return bool(due)
@@ -325,6 +387,20 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             message = algorithm.message(space, part.values.read(bucket), {"center": center}, exchange)
             center = algorithm.move(space, center, message, exchange)
         self.as_left.write(bucket, center)
+
+    def _restart_center_in_graph(self) -> tf.Tensor:
+        """Let exchanges begin, as :meth:`restart_center`."""
+        self._restart_parts()
+        centers = [
+            p.center.read(bucket) for p in self.parts if p.placement.everywhere for bucket in p.values.layout.buckets
+        ]
+
+        def check(*vectors: tf.Tensor) -> tf.Tensor:
+            audit(self.communicator, self.name, (self.replica.to_bytes(vector) for vector in vectors))
+            return tf.constant(True)
+
+        with tf.device("CPU:0"):
+            return tf.ensure_shape(tf.py_function(check, centers, tf.bool), [])
 
     def _announce_in_graph(self, before: list[int]) -> list[int]:
         return self.announce(self._from_integers(before), leaving=False)

@@ -13,19 +13,21 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator
 from hvd_periodic.consistency import build_on_all, raise_on_all
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
-from hvd_periodic.tensorflow.communicator import communicator_of
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.config import decode, encode
+from hvd_periodic.tensorflow.distributed import GradientAverage, is_distributed, taken_apart
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.model import check_policy, named_variables, native
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.saved import SavedVariables
-from hvd_periodic.tensorflow.space import scaled
+from hvd_periodic.tensorflow.space import in_form_of, scaled
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
 _PACKAGE = "hvd_periodic"
@@ -47,7 +49,8 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
     and loss scale are those of the wrapped one.
 
     Args:
-        optimizer: the local optimizer.
+        optimizer: the local optimizer; also an ``hvd.DistributedOptimizer``, whose averaging of gradients is then done
+            before each local step, or another optimizer of this package.
         model: the model, for its batch-norm statistics and frozen weights; without it, ranks exchange the variables
             that the optimizer is built on, and nothing else.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
@@ -60,7 +63,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         name: of the optimizer.
 
     Attributes:
-        inner_optimizer: the wrapped optimizer.
+        inner_optimizer: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
@@ -69,6 +72,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
 
     _constructed = False
     _saved_process_set: list[int] | None = None
+    _saved_averaged: list[int] | None = None
 
     def __init__(
         self,
@@ -91,16 +95,22 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         communicator = communicator_of(process_set)
         prefix = communicator.unique_name()
 
+        plain, average = optimizer, None
+
         def check() -> tuple[Algorithm, Schedule, CenterOptimizer | None]:
+            nonlocal plain, average
             _check_optimizer(optimizer)
+            plain, average = taken_apart(optimizer)
+            averaged = average.communicator if average is not None else averaged_inside(plain)
             check_policy(buffers, model, loaded)
             placement_of(center)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             if not loaded:
                 communicator.rank_of(root_rank)
                 (made.check_asynchronous if asynchronous else made.check)(communicator.size)
-            moved = CenterOptimizer(optimizer, center_optimizer) if made.optimizes_center else None
-            return made, as_schedule(period, argument), moved
+            moved = CenterOptimizer(innermost(plain), center_optimizer) if made.optimizes_center else None
+            planned = as_schedule(period, argument)
+            return made, planned if loaded else schedule_around(averaged, communicator, planned, asynchronous), moved
 
         self._algorithm, self._schedule, self._center = build_on_all(communicator, prefix, check)
         self._communicator, self._prefix = communicator, prefix
@@ -115,7 +125,8 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._center_values: dict[str, np.ndarray] = {}
         self._synchronizer: VariableSynchronizer | None = None
         self._started = self._opened = False
-        self.inner_optimizer = optimizer
+        self.inner_optimizer = plain
+        self._average = average
         if self._center is not None:
             self._track_trackable(self._center.optimizer, "center_optimizer")
         self._constructed = True
@@ -138,6 +149,11 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         return self._synchronizer
 
     @property
+    def averaged(self) -> TensorFlowCommunicator | None:
+        """The ranks whose gradients an ``hvd.DistributedOptimizer`` inside averages, if there is one."""
+        return averaged_inside(self.inner_optimizer) if self._average is None else self._average.communicator
+
+    @property
     def is_root(self) -> bool:
         """Whether this rank is the root, which saves for all."""
         return self.synchronizer.communicator.rank == self.synchronizer.root
@@ -157,15 +173,29 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             self._construct()
         return self.synchronizer.center()
 
-    def attach(self, model: keras.Model | None = None, process_set: Any = None) -> None:
+    def finalize(self) -> None:
+        """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
+        if isinstance(self.inner_optimizer, PeriodicOptimizer):
+            self.inner_optimizer.finalize()
+        self.synchronizer.finalize()
+
+    def attach(
+        self,
+        model: keras.Model | None = None,
+        process_set: Any = None,
+        distributed: keras.optimizers.Optimizer | None = None,
+    ) -> None:
         """Give the optimizer of a loaded model what no file holds; before its first use. Nothing is communicated.
 
         Args:
             model: the model, if one was given at construction, so that its statistics go on to be averaged.
             process_set: the ranks that exchange, if not all do.
+            distributed: an ``hvd.DistributedOptimizer`` of any optimizer, if one was inside; its averaging of gradients
+                is all that is used of it.
 
         Raises:
             RuntimeError: the optimizer is in use.
+            TypeError: ``distributed`` is none.
             ValueError: the saved state is not that of this model.
         """
         if self._synchronizer is not None:
@@ -175,6 +205,12 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             self._model = weakref.ref(model)
         if process_set is not None:
             self._process_set = process_set
+        if distributed is not None:
+            if not is_distributed(distributed):
+                raise TypeError(
+                    f"`distributed` must be an hvd.DistributedOptimizer. Received: {type(distributed).__name__}"
+                )
+            self._average = GradientAverage(distributed)
         if self._loaded and self.built:
             self._construct()
 
@@ -223,10 +259,12 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             made = self._algorithm
             (made.check_asynchronous if self._asynchronous else made.check)(self._communicator.size)
             self._refuse_other_ranks()
+            schedule_around(self.averaged, self._communicator, self._schedule, self._asynchronous)
             self._construct()
 
         build_on_all(self._communicator, self._prefix, check)
         synchronizer = self.synchronizer
+        self._start_alike()
         synchronizer.communicator, synchronizer.name = self._communicator, self._prefix
         synchronizer.root = self._communicator.rank_of(self._root_rank)
         synchronizer.start()
@@ -259,7 +297,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._open(variables)
         self.synchronizer.refuse_inside_center("step")
         self._check_variables_are_known(variables)
-        gradients, updated = self._prepare(gradients, variables)
+        gradients, updated = self._prepare(self._averaged(gradients, variables), variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
 
@@ -323,9 +361,10 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Return the optimizer of a loaded model; it communicates from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
-            arguments = {key: decode(value) for key, value in config.items() if key != "process_set"}
+            own = ("process_set", "averaged")
+            arguments = {key: decode(value) for key, value in config.items() if key not in own}
         made = cls(**arguments, model=None, process_set=_Later())
-        made._saved_process_set = config.get("process_set")
+        made._saved_process_set, made._saved_averaged = (config.get(key) for key in own)
         return made
 
     def save_own_variables(self, store: Any) -> None:
@@ -390,6 +429,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             "center": self._placement,
             "root_rank": self._root_rank,
             "process_set": self._saved_process_set if self._loaded and ranks is None else ranks,
+            "averaged": self._saved_averaged if self._average is None else self._average.communicator.ranks,
             "name": self.name,
         } | ({} if moved is None else {"center_optimizer": keras.saving.serialize_keras_object(moved)})
 
@@ -412,9 +452,10 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             self.build(variables)
             self.start()
             synchronizer = self.synchronizer
-            position = (synchronizer.local_steps, synchronizer.distance() > 0)
+            position = (synchronizer.local_steps, self._any_in_group(synchronizer.parameters_have_moved()))
             positions = self._communicator.allgather_object(position, f"{self._prefix}.first")
             if any(moved for _, moved in positions) and all(steps == 0 for steps, _ in positions):
+                self._start_alike()
                 synchronizer.broadcast()
             changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
             failure = ValueError(
@@ -425,11 +466,28 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             raise_on_all(self._communicator, self._prefix, failure if changed else None)
         self._opened = True
 
+    def _start_alike(self) -> None:
+        """Give the ranks that average their gradients the values of the first of them."""
+        if self._average is not None:
+            self.synchronizer.start_alike(self._average.communicator)
+
+    def _any_in_group(self, value: bool) -> bool:
+        """Return whether something is true on any of the ranks that average their gradients."""
+        if self._average is None:
+            return value
+        return any(self._average.communicator.allgather_object(value, f"{self._prefix}.group"))
+
     def _refuse_other_ranks(self) -> None:
         if self._saved_process_set is not None and self._process_set is None:
             raise ValueError(
                 f"This optimizer was trained on the process set of ranks {self._saved_process_set}: after loading, "
                 "call optimizer.attach(process_set=...)"
+            )
+
+        if self._saved_averaged is not None and self.averaged is None:
+            raise ValueError(
+                f"This optimizer was around an hvd.DistributedOptimizer over ranks {self._saved_averaged}: after "
+                "loading, call optimizer.attach(distributed=hvd.DistributedOptimizer(keras.optimizers.SGD(), ...))"
             )
 
     def _construct(self) -> None:
@@ -471,9 +529,32 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._saved.variables[name] = variable
         return native(variable)
 
+    def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Return the means of gradients over the ranks of a DistributedOptimizer, as long as it averages."""
+        average, synchronizer = self._average, self.synchronizer
+        if average is None or (tf.executing_eagerly() and synchronizer.replicas_differ):
+            return gradients
+        if tf.executing_eagerly() or synchronizer.synchronous_until is None:
+            return average(gradients, variables)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        shown = [gradients[i] for i in present]
+        means: list[Any] = []
+
+        def mean() -> list[Any]:
+            means[:] = average(shown, [variables[i] for i in present])
+            return means
+
+        def leave() -> list[Any]:
+            return [in_form_of(form, gradient) for form, gradient in zip(means, shown, strict=True)]
+
+        averaged = list(gradients)
+        for i, gradient in zip(present, tf.cond(synchronizer.averages_now(), mean, leave), strict=True):
+            averaged[i] = gradient
+        return averaged
+
     def _prepare(self, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], Any]:
         """Return the gradients for the local update, and whether that will run."""
-        inner, updated = self.inner_optimizer, True
+        inner, updated = innermost(self.inner_optimizer), True
         scale = inner.loss_scale_factor
         if isinstance(inner, keras.optimizers.LossScaleOptimizer):
             updated, scale = inner.check_finite(gradients), native(inner.dynamic_scale)
@@ -499,7 +580,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
 
         def skip() -> list[Any]:
             """Return gradients that are not finite in the form that ``show``, traced before, gives to finite ones."""
-            return [_in_form_of(form, gradients[i]) for i, form in zip(present, prepared, strict=True)]
+            return [in_form_of(form, gradients[i]) for i, form in zip(present, prepared, strict=True)]
 
         for i, gradient in zip(present, show() if updated is True else tf.cond(updated, show, skip), strict=True):
             gradients[i] = gradient
@@ -696,17 +777,15 @@ def _check_optimizer(optimizer: object) -> None:
     """Raise a TypeError unless this is a Keras optimizer that exchanges nothing by itself."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}")
-    if isinstance(optimizer, PeriodicOptimizer):
-        raise TypeError("`optimizer` must be a plain optimizer. Received: an optimizer that exchanges already")
-    if hasattr(optimizer, "_allreduce_grads"):
-        raise TypeError(
-            "`optimizer` must be a plain optimizer. Received: an hvd.DistributedOptimizer. It may be inside in PyTorch "
-            "only; under Keras 3 that of Horovod 0.28.1 averages no gradients"
-        )
 
 
-def _in_form_of(form: Any, gradient: Any) -> Any:
-    """Return a gradient in the dtype of another, and dense if that is."""
-    if not isinstance(form, tf.IndexedSlices):
-        gradient = tf.convert_to_tensor(gradient)
-    return tf.cast(gradient, form.dtype)
+def innermost(optimizer: Any) -> Any:
+    """Return what the optimizers of this package, one in the other, are around."""
+    while isinstance(optimizer, PeriodicOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def averaged_inside(optimizer: Any) -> TensorFlowCommunicator | None:
+    """Return the ranks whose gradients are averaged inside of an optimizer, if it is one of this package."""
+    return optimizer.averaged if isinstance(optimizer, PeriodicOptimizer) else None

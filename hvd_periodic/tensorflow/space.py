@@ -65,3 +65,10 @@ def scaled(a: Any, x: Any) -> Any:
 def in_dtype(a: Any, dtype: tf.DType) -> tf.Tensor:
     """Return a scalar in a dtype; a Python float is rounded once, not to float32 on the way."""
     return tf.constant(a, dtype) if isinstance(a, (int, float)) else tf.cast(a, dtype)
+
+
+def in_form_of(form: Any, gradient: Any) -> Any:
+    """Return a gradient in the dtype of another, and dense if that is."""
+    if not isinstance(form, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+    return tf.cast(gradient, form.dtype)

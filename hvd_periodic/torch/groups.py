@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from hvd_periodic.comm.groups import Groups, make_groups
+from hvd_periodic.comm.horovod import HorovodCommunicator
 
 
 def node_groups(size: int | None = None) -> Groups:
@@ -27,7 +30,7 @@ def node_groups(size: int | None = None) -> Groups:
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=groups.local)
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
     """
-    return make_groups("horovod.torch", size)
+    return make_groups("horovod.torch", _everyone, size)
 
 
 def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
@@ -41,4 +44,8 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return make_groups("horovod.torch", [list(group) for group in groups])
+    return make_groups("horovod.torch", _everyone, [list(group) for group in groups])
+
+
+def _everyone() -> HorovodCommunicator:
+    return HorovodCommunicator("horovod.torch", None, torch.from_numpy)

@@ -257,7 +257,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     def _stop_averaging(self) -> None:
         """Let a DistributedOptimizer inside leave the gradients alone while the replicas are to differ."""
-        if self.synchronizer.post_local is not None:
+        if self.synchronizer.synchronous_until is not None:
             inner: Any = self.inner
             passes = NEVER if self.synchronizer.replicas_differ else self._passes
             if inner.backward_passes_per_step != passes:

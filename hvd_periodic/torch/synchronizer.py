@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.placement import placement_of
-from hvd_periodic.schedules import PostLocal, Schedule, as_schedule
+from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
-from hvd_periodic.torch.distributed import averaged_by, post_local
+from hvd_periodic.torch.distributed import averaged_by
 from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
 
 
@@ -63,8 +63,6 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     replica: TorchReplica
     averaged: HorovodCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
-    post_local: PostLocal | None = None
-    """The schedule, where those are the ranks that exchange, and gradients are averaged until its start."""
 
     def __init__(
         self,
@@ -89,74 +87,24 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             placement_of(center)
             planned = as_schedule(period, argument)
             self.averaged = averaged_by(optimizer)
-            self.post_local = post_local(communicator, self.averaged, planned)
-            if asynchronous and self.averaged is not None and self.averaged.size > 1:
-                raise ValueError(
-                    "asynchronous=True with an hvd.DistributedOptimizer inside: ranks that average their gradients "
-                    "would exchange at different moments, and differ from then on"
-                )
             replica = TorchReplica(NamedTensors.of(model, buffers), optimizer, center_optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             root = communicator.rank_of(root_rank)
             super(Synchronizer, self).__init__(
-                replica, made, self.post_local or planned, communicator, root, name, center, asynchronous
+                replica,
+                made,
+                schedule_around(self.averaged, communicator, planned, asynchronous),
+                communicator,
+                root,
+                name,
+                center,
+                asynchronous,
             )
 
         build_on_all(communicator, name, build)
         if self.averaged is not None and self.averaged.size > 1:
             self.take_values_of_first(self.averaged, self.averaged.unique_name())
         self.start()
-
-    @property
-    def replicas_are_equal(self) -> bool:
-        """Whether gradients are still averaged over the ranks that exchange."""
-        return self.post_local is not None and self.local_steps < self.post_local.start
-
-    @property
-    def replicas_differ(self) -> bool:
-        """Whether gradients have been averaged over the ranks that exchange, and no longer are."""
-        return self.post_local is not None and self.local_steps >= self.post_local.start
-
-    @contextmanager
-    def center(self) -> Iterator[None]:
-        """Hold the center in the model inside the block; as in the core."""
-        self._follow_equal_replicas()
-        with super().center():
-            yield
-
-    def distance(self) -> float:
-        """Return ‖x − c‖₂; as in the core."""
-        self._follow_equal_replicas()
-        return super().distance()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that training needs to continue; as in the core."""
-        self._follow_equal_replicas()
-        return super().state_dict()
-
-    def _run_exchange(self, leaving: bool) -> bool:
-        self._follow_equal_replicas()
-        return super()._run_exchange(leaving)
-
-    def _follow_equal_replicas(self) -> None:
-        """While gradients are averaged over all, the center is what the replicas are."""
-        if self.replicas_are_equal and not self.inside_center:
-            self._reset()
-
-    def prepare_gradients(self) -> None:
-        """Show the gradients of this iteration to the algorithm; as in the core."""
-        if not self.replicas_are_equal:
-            super().prepare_gradients()
-
-    def step(self, updated: bool = True) -> bool:
-        """Count one iteration, and exchange if one is due; as in the core.
-
-        At the start of a post-local schedule the center becomes the replica, which is the same on all ranks.
-        """
-        exchanged = super().step(updated)
-        if self.post_local is not None and self.local_steps == self.post_local.start:
-            self.restart_center()
-        return exchanged
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.asynchronous is not None:

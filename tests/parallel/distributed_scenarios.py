@@ -110,15 +110,18 @@ def variants() -> Any:
 def post_local() -> Any:
     """Gradients averaged over all ranks until step 4, then exchanges after every third; also resumed at 3 and at 6."""
     results: dict[str, Any] = {}
-    for name in ("easgd", "average"):
+    for name in ("easgd", "easgd_rho", "average", "agn"):
         for stop in (None, 3, 6):
 
             def make(name: str = name) -> tuple[Any, Any]:
                 w = parameter()
                 schedule = hvdp.PostLocal(4, 3)
-                if name == "easgd":
-                    return w, hvdp.ElasticAverageOptimizer(distributed(w), [("w", w)], schedule, moving_rate=0.25)
-                return w, hvdp.ModelAverageOptimizer(distributed(w), [("w", w)], schedule)
+                if name == "average":
+                    return w, hvdp.ModelAverageOptimizer(distributed(w), [("w", w)], schedule)
+                if name == "agn":
+                    return w, hvdp.AGNOptimizer(distributed(w), [("w", w)], schedule)
+                rho = 0.5 if name == "easgd_rho" else 0.0
+                return w, hvdp.ElasticAverageOptimizer(distributed(w), [("w", w)], schedule, 0.25, rho=rho)
 
             w, optimizer = make()
             train(w, optimizer, stop or oracle.STEPS)
@@ -136,6 +139,29 @@ def post_local() -> Any:
     optimizer.finalize()
     results["center after"] = [center_of(w, optimizer), w.detach().tolist()]
     return results
+
+
+@scenario
+def statistics() -> Any:
+    """Batch normalization, other data on each rank, and a sparse embedding; before, at and after the switch of post-local."""
+    torch.manual_seed(hvd.rank())
+    layers = (
+        torch.nn.Embedding(5, 3, sparse=True),
+        torch.nn.Flatten(0, 1),
+        torch.nn.BatchNorm1d(3),
+        torch.nn.Linear(3, 1),
+    )
+    model = torch.nn.Sequential(*layers)
+    inner = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = hvdp.AGNOptimizer(inner, model, hvdp.PostLocal(2, 3))
+    seen = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randint(0, 5, (2, 4))).square().sum().backward()
+        optimizer.step()
+        values = torch.cat([p.detach().ravel() for p in model.parameters()]).tolist()
+        seen.append([values, model[2].running_mean.tolist(), int(model[2].num_batches_tracked)])
+    return seen
 
 
 @scenario

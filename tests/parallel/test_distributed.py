@@ -85,21 +85,25 @@ def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
             assert x != oracle.START
 
 
+def test_statistics_join_at_the_switch(job: tuple[list[list[int]], Reports]) -> None:
+    """Which no DistributedOptimizer averages: equal from there on after exchanges, and only then."""
+    found = column(job[1], "statistics")
+    for step in range(5):
+        of_step = [ranks[step] for ranks in found]
+        parameters, means, counts = zip(*of_step, strict=True)
+        assert all(values == parameters[0] for values in parameters) == (step in (0, 1, 4)), step
+        assert all(mean == means[0] for mean in means) == (step in (1, 4)), step
+        assert counts == (step + 1,) * len(found)
+
+
 def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
     """One optimizer of this package in another, each with a period and ranks of its own."""
     groups, reports = job
-    workers, n = oracle.Workers(len(reports), oracle.MOMENTUM), len(reports)
-    for step in range(1, 13):
-        for i in range(n):
-            workers.descend(i, oracle.gradient(i, workers.x[i]))
-        levels = [groups] if step % 2 == 0 else []
-        for group in [group for level in (*levels, *([[list(range(n))]] if step % 6 == 0 else [])) for group in level]:
-            mean = [sum(workers.x[i][k] for i in group) / len(group) for k in range(len(oracle.START))]
-            for i in group:
-                workers.x[i] = list(mean)
-        for rank, (seen, inner_rounds, rounds) in enumerate(column(reports, "levels")):
-            assert seen[step - 1] == pytest.approx(workers.x[rank], rel=1e-12, abs=1e-12), (step, rank)
-            assert (inner_rounds, rounds) == (6, 2)
+    averaged = oracle.averages_of_averages(groups)
+    for rank, (seen, inner_rounds, rounds) in enumerate(column(reports, "levels")):
+        for step, expected in enumerate(averaged):
+            assert seen[step] == pytest.approx(expected[rank], rel=1e-12, abs=1e-12), (step, rank)
+        assert (inner_rounds, rounds) == (6, 2)
 
 
 def test_refused(job: tuple[list[list[int]], Reports]) -> None:

@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"vector", "layout", "store", "arguments", "named", "version", "elementwise"},
     {"algorithms", "schedules", "comm"},
-    {"consistency", "replica", "placement"},
+    {"averaged", "consistency", "replica", "placement"},
     {"part"},
     {"asynchronous"},
     {"synchronizer"},

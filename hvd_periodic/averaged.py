@@ -1,0 +1,45 @@
+"""Exchanges around an ``hvd.DistributedOptimizer``: when, and whether at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.schedules import PostLocal, Schedule
+
+
+def schedule_around(
+    averaged: HorovodCommunicator | None, communicator: Communicator, schedule: Schedule, asynchronous: bool
+) -> Schedule:
+    """Return the schedule of exchanges; where the averaging of gradients over the same ranks ends, they begin.
+
+    Args:
+        averaged: the ranks whose gradients are averaged, if any are.
+        communicator: the ranks that exchange.
+        schedule: as it was asked for.
+        asynchronous: whether they exchange without waiting for each other.
+
+    Raises:
+        ValueError: the exchanging ranks average their gradients at every step, so that no exchange changes anything; or
+            asynchronous exchange.
+    """
+    if averaged is None or averaged.size == 1:
+        return schedule
+    if asynchronous:
+        raise ValueError(
+            "asynchronous=True with an hvd.DistributedOptimizer inside: ranks that average their gradients "
+            "would exchange at different moments, and differ from then on"
+        )
+    exchanging = set(getattr(communicator, "ranks", range(communicator.size)))
+    if communicator.size == 1 or not exchanging <= set(averaged.ranks):
+        return schedule
+    if isinstance(schedule, PostLocal) and exchanging == set(averaged.ranks):
+        return replace(schedule, quiet=True)
+    raise ValueError(
+        f"The hvd.DistributedOptimizer inside averages the gradients of ranks {averaged.ranks} at every step, and "
+        f"these exchange among themselves ({sorted(exchanging)}), so that nothing would be left to exchange. Remove "
+        "it; or average inside of groups and exchange between them, with groups = hvdp.node_groups(), "
+        "hvd.DistributedOptimizer(..., process_set=groups.local) and process_set=groups.cross here; or stop averaging "
+        "at a step, with PostLocal(start=..., period=...) as the period"
+    )

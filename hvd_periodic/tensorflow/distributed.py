@@ -1,0 +1,65 @@
+"""An ``hvd.DistributedOptimizer`` inside: which ranks average their gradients at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.model import native
+
+
+class GradientAverage:
+    """The averaging of gradients over ranks that an ``hvd.DistributedOptimizer`` of Keras was set up for.
+
+    Under Keras 3 that of Horovod 0.28.1 does not run it by itself, and cannot be saved.
+
+    Args:
+        distributed: that optimizer, which is not used otherwise.
+
+    Attributes:
+        communicator: the ranks.
+
+    Raises:
+        ValueError: several backward passes per step; or this rank is none of the ranks.
+    """
+
+    def __init__(self, distributed: Any) -> None:
+        if distributed._agg_helper is not None:
+            raise ValueError(
+                "backward_passes_per_step > 1 is not for Keras 3, whose optimizers accumulate gradients themselves: "
+                "pass gradient_accumulation_steps to the optimizer inside of the hvd.DistributedOptimizer"
+            )
+        self.communicator = TensorFlowCommunicator(distributed.process_set)
+        self._distributed = distributed
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the means over ranks, with the compression and for the sparse gradients as Horovod was told."""
+        return list(self._distributed._allreduce(list(gradients), [native(variable) for variable in variables]))
+
+
+def is_distributed(optimizer: object) -> bool:
+    """Return whether this is an ``hvd.DistributedOptimizer`` of Keras."""
+    return isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "_allreduce_grads")
+
+
+def taken_apart(optimizer: Any) -> tuple[Any, GradientAverage | None]:
+    """Return the optimizer that a DistributedOptimizer was made of, and what it averages; others as they are.
+
+    It may be inside of a LossScaleOptimizer.
+
+    Raises:
+        ValueError: it has been used before; or as :class:`GradientAverage`.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and is_distributed(optimizer.inner_optimizer):
+        plain, average = taken_apart(optimizer.inner_optimizer)
+        settings = {key: value for key, value in optimizer.get_config().items() if key != "inner_optimizer"}
+        return keras.optimizers.LossScaleOptimizer(plain, **settings), average
+    if not is_distributed(optimizer):
+        return optimizer, None
+    if optimizer.built:
+        raise ValueError("The hvd.DistributedOptimizer inside has been used already: pass a new one")
+    made_of: Any = type(optimizer).__bases__[0]
+    return made_of.from_config(optimizer.get_config()), GradientAverage(optimizer)

@@ -1,0 +1,45 @@
+"""Groups of ranks, for TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvd_periodic.comm.groups import Groups, make_groups
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+
+
+def node_groups(size: int | None = None) -> Groups:
+    """Return groups of ranks: those of each host, or neighbours; all ranks call this, in place of ``hvd.init()``.
+
+    Args:
+        size: ranks per group, of which the last may have fewer. Default: all of one host.
+
+    Returns:
+        the process sets of this rank: ``local``, of its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
+        groups, for an optimizer of this package.
+
+    Raises:
+        TypeError, ValueError: ``size`` is not an int of at least 1.
+        RuntimeError: ``hvd.init()`` was called before, without ``process_sets="dynamic"``.
+
+    Example::
+
+        groups = hvdp.node_groups()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=groups.local)
+        optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
+    """
+    return make_groups("horovod.tensorflow", TensorFlowCommunicator, size)
+
+
+def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
+    """Return groups of these ranks, as :func:`node_groups` does; each rank has to be in one of them.
+
+    Raises:
+        ValueError: groups overlap, or do not hold every rank of the job.
+        RuntimeError: ``hvd.init()`` was called before, without ``process_sets="dynamic"``.
+
+    Example::
+
+        groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
+    """
+    return make_groups("horovod.tensorflow", TensorFlowCommunicator, [list(group) for group in groups])

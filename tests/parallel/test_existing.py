@@ -1,0 +1,112 @@
+"""Scripts that users have: each runs as it is, and again after the few lines of change that the documents show."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launch import ROOT, start
+
+FOLDER = ROOT / "examples" / "existing"
+SMALL = ["--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1", "--num-iters", "2"]
+NARROW = ["--width", "4", "--blocks", "1"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How to run a script, what it needs, and how often its changed form exchanges."""
+
+    modules: tuple[str, ...]
+    flags: tuple[str, ...]
+    steps: int
+    exchanges: int
+    launcher: str = "mpirun"
+
+
+JOBS = {
+    # 1 + 2 * 10 batches, and the step without gradients by which Horovod makes the state of an optimizer.
+    "torch_synthetic": Job(("horovod.torch",), (*SMALL, *NARROW), 21, 2),
+    "torch_images": Job(("horovod.torch", "sklearn"), (), 8 * 23, 18, "horovodrun --gloo"),
+    "keras_synthetic": Job(("horovod.tensorflow",), ("--model", "MobileNet", *SMALL), 22, 2),
+    "keras_images": Job(("horovod.tensorflow", "sklearn"), (), 0, 28),
+    "tensorflow1_synthetic": Job(("horovod.tensorflow",), (*SMALL, *NARROW), 21, 2),
+    "tensorflow1_images": Job(("horovod.tensorflow", "sklearn"), (), 250, 25),
+}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def diff_of(name: str) -> str:
+    return (FOLDER / f"{name}.diff").read_text()
+
+
+def apply(name: str, folder: Path) -> Path:
+    """Apply the change to a copy of the script, as the page says."""
+    copy = Path(shutil.copy(FOLDER / f"{name}.py", folder))
+    words = ["patch", "-p1"] if shutil.which("patch") else ["git", "apply"]
+    with (FOLDER / f"{name}.diff").open() as file:
+        subprocess.run(words, cwd=folder, stdin=file, check=True, capture_output=True, timeout=30)
+    return copy
+
+
+def run(script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Counter[str]]:
+    """Run a script on two ranks; return what it printed and how often each tensor was reduced over ranks."""
+    timeline = folder / "timeline.json"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
+    output = start(job.launcher, 2, [str(script), *job.flags], 100)
+    names: dict[int, str] = {}
+    reduced: Counter[str] = Counter()
+    for event in json.loads(timeline.read_text()):
+        if event.get("name") == "process_name":
+            names[event["pid"]] = event["args"].get("name", "")
+        elif event.get("name") == "NEGOTIATE_ALLREDUCE":
+            reduced[names[event["pid"]]] += 1
+    return output, reduced
+
+
+def check_output(name: str, output: str) -> None:
+    """Require what the script promises: a speed, or a test accuracy."""
+    pattern = r"on 2 ranks: ([\d.]+)" if name.endswith("synthetic") else r"[Tt]est accuracy ([\d.]+)"
+    value = float(re.findall(pattern, output)[-1])
+    assert value > (0 if name.endswith("synthetic") else 0.9), output
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_before_and_after_the_change(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JOBS[name]
+    for module in job.modules:
+        pytest.importorskip(module)
+    output, reduced = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch)
+    check_output(name, output)
+    assert not any("hvd_periodic" in tensor for tensor in reduced)
+    if job.steps:
+        assert max(reduced.values()) == job.steps, "a gradient per step"
+
+    output, reduced = run(apply(name, tmp_path), job, tmp_path, monkeypatch)
+    check_output(name, output)
+    exchanged = {tensor: times for tensor, times in reduced.items() if "hvd_periodic" in tensor}
+    assert exchanged, "replicas are exchanged"
+    assert set(exchanged.values()) == {job.exchanges}
+    assert max(reduced.values()) == job.exchanges, "and no gradients"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_change_is_small(name: str) -> None:
+    """A line that is added, removed or replaced counts one."""
+    signs = "".join(line[:1] for line in diff_of(name).splitlines()[2:])
+    changed = [max(block.count("+"), block.count("-")) for block in re.findall(r"[+-]+", signs)]
+    assert 2 <= sum(changed) <= 3
+    assert "hvd_periodic" not in (FOLDER / f"{name}.py").read_text()
+
+
+def test_the_page_shows_every_change() -> None:
+    page = (FOLDER / "README.md").read_text()
+    assert re.findall(r"```diff\n(.*?)```", page, re.DOTALL) == [diff_of(name) for name in JOBS]
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(JOBS)
