@@ -64,7 +64,13 @@ def agree(communicator: Communicator, name: str, facts: Mapping[str, object]) ->
     raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
 
 
-def audit(communicator: Communicator, name: str, vectors: Iterable[bytes]) -> None:
+_ADVICE = (
+    "Was a state restored on some ranks only, or hvd.join() called in place of finalize()? synchronizer.broadcast() "
+    "takes the root's"
+)
+
+
+def audit(communicator: Communicator, name: str, vectors: Iterable[bytes], advice: str = _ADVICE) -> None:
     """Raise on all ranks unless all hold the same vectors, to the bit.
 
     Raises:
@@ -76,10 +82,7 @@ def audit(communicator: Communicator, name: str, vectors: Iterable[bytes]) -> No
     digests = communicator.allgather_object(digest.hexdigest(), f"{name}.audit")
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
-        raise RuntimeError(
-            f"The center variables differ between ranks: rank {_join(different)} from rank 0. Was a state restored "
-            "on some ranks only, or hvd.join() called in place of finalize()? synchronizer.broadcast() takes the root's"
-        )
+        raise RuntimeError(f"The center variables differ between ranks: rank {_join(different)} from rank 0. {advice}")
 
 
 def _join(ranks: list[int]) -> str:

@@ -167,9 +167,9 @@ class Synchronizer(Generic[V]):
 
     def _start_state(self) -> None:
         """Give the state of the algorithm its first value."""
-        self._reset()
+        self.reset_center()
 
-    def _reset(self) -> None:
+    def reset_center(self) -> None:
         """Set the center to the parameters, and forget what was accumulated."""
         for part in self.parts:
             part.reset()
@@ -366,7 +366,7 @@ class Synchronizer(Generic[V]):
         if self.asynchronous is not None:
             self._start_center(counters)
         if counters.local_steps == 0:  # The parameters may have been loaded since construction.
-            self._reset()
+            self.reset_center()
         for part in self.parts if counters.local_steps else []:
             for store in part.state.values():
                 send_store(store)
@@ -394,7 +394,7 @@ class Synchronizer(Generic[V]):
         self.audit()
 
     def _restart_parts(self) -> None:
-        self._reset()
+        self.reset_center()
         for part in self.parts[1:]:
             self._send_store(part.center, _sender(self.communicator, f"{self.name}.{part.name}.restart", self.root))
             part.exchange(self.communicator, Exchange(self.communicator.size, 1, 1), self.name)
@@ -402,7 +402,7 @@ class Synchronizer(Generic[V]):
     def _follow_equal_replicas(self) -> None:
         """While gradients are averaged over all, the center is what the replicas are."""
         if self.replicas_are_equal and not self._inside_center:
-            self._reset()
+            self.reset_center()
 
     def _send_values(self, send: Callable[[Any], Any]) -> None:
         for part in self.parts:

@@ -41,6 +41,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     Attributes:
         opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
             others.
+        how_to_start: what a user may have forgotten who has to start all ranks alike, which the first exchange checks.
         saved_center: what a checkpoint held of an asynchronous center, in the form of :meth:`state_dict`, until
             :meth:`start`.
         as_read, as_left: where a graph keeps the center of the parameters as this rank read it last in asynchronous
@@ -49,6 +50,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     replica: Any
     opening: Callable[[], None] | None = None
+    how_to_start: str | None = None
     saved_center: dict[str, Any] | None = None
     as_read: VariableStore | None = None
     as_left: VariableStore | None = None
@@ -213,7 +215,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """Set the state of the algorithm, unless a checkpoint has just given its values to the new variables."""
         with tf.init_scope():
             if tf.executing_eagerly() and self.counters.local_steps == 0:
-                self._reset()
+                self.reset_center()
 
     def _count(self, **increments: Any) -> None:
         for name, more in increments.items():
@@ -266,12 +268,12 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         def leave() -> list[Any]:
             return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
 
-        for i, gradient in zip(present, tf.cond(tf.logical_not(self.averages_now()), show, leave), strict=True):
+        for i, gradient in zip(present, tf.cond(self.steps_to_switch() <= 0, show, leave), strict=True):
             gradients[i] = gradient
 
-    def averages_now(self) -> tf.Tensor:
-        """Return whether gradients are still averaged over the ranks that exchange, in a graph."""
-        return self._counter_variables["local_steps"] < self.synchronous_until
+    def steps_to_switch(self) -> tf.Tensor:
+        """Return for how many local steps gradients will still be averaged over the ranks that exchange, in a graph."""
+        return self.synchronous_until - self._counter_variables["local_steps"].read_value()
 
     @tf.autograph.experimental.do_not_convert
     def step(self, updated: Any = True) -> Any:
@@ -292,8 +294,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         due = self.count(updated)
         if not tf.executing_eagerly():
             if self.synchronous_until is not None:
-                begins = self._counter_variables["local_steps"] == self.synchronous_until
-                tf.cond(begins, self._restart_center_in_graph, lambda: tf.constant(False))
+                tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
             return tf.cond(due, lambda: self._run_exchange(leaving=False), lambda: tf.constant(False))
         if self.local_steps == self.synchronous_until:
             self.restart_center()
@@ -322,7 +323,13 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         with tf.device("CPU:0"):
             total = self.communicator.allreduce(announced, f"{self.name}.control", op="max")()
         plan = on_host(self._conclude_in_graph, [before, total])
-        with tf.control_dependencies([plan]):
+        checks = [plan]
+        if self.how_to_start is not None:
+            advice = self.how_to_start
+            with tf.control_dependencies([plan]):
+                first = tf.equal(self._counter_variables["rounds"], 0)
+            checks.append(tf.cond(first, lambda: self._audit_in_graph(advice), lambda: tf.constant(True)))
+        with tf.control_dependencies(checks):
             gradients = tf.maximum(self._counter_variables["gradients"], 1)
             exchange: Any = Exchange(
                 self.communicator.size, tf.cast(plan[0], tf.float64), tf.cast(gradients, tf.float64)
@@ -388,15 +395,22 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             center = algorithm.move(space, center, message, exchange)
         self.as_left.write(bucket, center)
 
-    def _restart_center_in_graph(self) -> tf.Tensor:
-        """Let exchanges begin, as :meth:`restart_center`."""
+    def restart_center(self) -> Any:
+        """Let exchanges begin, as in the core; also in a graph."""
+        if tf.executing_eagerly():
+            return super().restart_center()
         self._restart_parts()
-        centers = [
-            p.center.read(bucket) for p in self.parts if p.placement.everywhere for bucket in p.values.layout.buckets
-        ]
+        return self._audit_in_graph(
+            "They were to average all gradients until now: did they start alike, and does hvd.DistributedOptimizer "
+            "average those of all variables?"
+        )
+
+    def _audit_in_graph(self, advice: str) -> tf.Tensor:
+        parts = [part for part in self.parts if part.placement.everywhere]
+        centers = [part.center.read(bucket) for part in parts for bucket in part.values.layout.buckets]
 
         def check(*vectors: tf.Tensor) -> tf.Tensor:
-            audit(self.communicator, self.name, (self.replica.to_bytes(vector) for vector in vectors))
+            audit(self.communicator, self.name, (self.replica.to_bytes(vector) for vector in vectors), advice)
             return tf.constant(True)
 
         with tf.device("CPU:0"):

@@ -548,7 +548,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             return [in_form_of(form, gradient) for form, gradient in zip(means, shown, strict=True)]
 
         averaged = list(gradients)
-        for i, gradient in zip(present, tf.cond(synchronizer.averages_now(), mean, leave), strict=True):
+        for i, gradient in zip(present, tf.cond(synchronizer.steps_to_switch() > 0, mean, leave), strict=True):
             averaged[i] = gradient
         return averaged
 

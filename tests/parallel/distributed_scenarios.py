@@ -143,7 +143,7 @@ def post_local() -> Any:
 
 @scenario
 def statistics() -> Any:
-    """Batch normalization, other data on each rank, and a sparse embedding; before, at and after the switch of post-local."""
+    """Batch normalization and a sparse embedding, other data on each rank; on both sides of the switch."""
     torch.manual_seed(hvd.rank())
     layers = (
         torch.nn.Embedding(5, 3, sparse=True),

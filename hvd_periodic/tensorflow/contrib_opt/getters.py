@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ LOCAL_VARIABLE_NAME = "local_center_variable"
 GRAD_VARIABLE_NAME = "grad_variable"
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
+_OF_OPTIMIZERS = "hvd_periodic_of_optimizers"
 
 
 class CustomGetter:
@@ -25,6 +26,7 @@ class CustomGetter:
 
     Args:
         worker_device: accepted and ignored; every rank trains in its own process.
+        collection: of the second variables.
 
     Raises:
         TypeError: ``worker_device`` is not a string.
@@ -33,11 +35,12 @@ class CustomGetter:
     companion: ClassVar[str | None] = None
     """Name of the second variable that the algorithm keeps per trainable variable, in LOCAL_VARIABLES."""
 
-    def __init__(self, worker_device: str) -> None:
+    def __init__(self, worker_device: str, collection: str = _COLLECTIONS.LOCAL_VARIABLES) -> None:
         if not isinstance(worker_device, str):
             raise TypeError(f"`worker_device` must be a string. Received: {worker_device!r}")
         ignore_jobs(worker_device)
         self._paused = False
+        self.collection = collection
         self.centers: dict[Any, tf.Variable] = {}
         self.companions: dict[Any, tf.Variable] = {}
         self.statistics: list[Any] = []
@@ -65,8 +68,7 @@ class CustomGetter:
         kept = [key for key in collections or [] if key != _COLLECTIONS.GLOBAL_VARIABLES]
         local = getter(name, *args, trainable=True, collections=[*kept, _COLLECTIONS.LOCAL_VARIABLES], **kwargs)
         for part in parts(local):
-            if part.ref() not in self.centers:
-                self._accompany(part)
+            self.accompany(part)
         return local
 
     @contextmanager
@@ -78,7 +80,24 @@ class CustomGetter:
         finally:
             self._paused = before
 
-    def _accompany(self, local: Any) -> None:
+    def adopt(self, variables: Iterable[Any]) -> None:
+        """Take variables that no getter created, and stay in GLOBAL_VARIABLES, as what accompanies them then should.
+
+        Statistics are the other global variables of this moment, unless they belong to an optimizer.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        of_optimizers = {variable.ref() for variable in graph.get_collection(_OF_OPTIMIZERS)}
+        known = {variable.ref() for variable in (*self.statistics, *tf.compat.v1.trainable_variables())}
+        for variable in graph.get_collection(_COLLECTIONS.GLOBAL_VARIABLES):
+            if variable.ref() not in of_optimizers | known and _can_be_averaged(variable):
+                self.statistics.append(variable)
+        for variable in variables:
+            self.accompany(variable)
+
+    def accompany(self, local: Any) -> None:
+        """Create what the optimizer needs of a local replica, if it is not there yet."""
+        if local.ref() in self.centers:
+            return
         dtype = accumulation_dtype(local.dtype.base_dtype)
 
         def start() -> tf.Tensor:
@@ -93,6 +112,7 @@ class CustomGetter:
                 dtype=dtype,
                 use_resource=True,
             )
+            belongs_to_optimizer(variable)
             if local._save_slice_info is not None:
                 whole = local._save_slice_info
                 variable._set_save_slice_info(
@@ -106,7 +126,7 @@ class CustomGetter:
             self.centers[local.ref()] = create(GLOBAL_VARIABLE_NAME, start, _COLLECTIONS.GLOBAL_VARIABLES)
             if self.companion is not None:
                 first = (lambda: tf.zeros_like(start())) if self.companion == GRAD_VARIABLE_NAME else start
-                self.companions[local.ref()] = create(self.companion, first, _COLLECTIONS.LOCAL_VARIABLES)
+                self.companions[local.ref()] = create(self.companion, first, self.collection)
 
 
 class ElasticAverageCustomGetter(CustomGetter):
@@ -140,6 +160,12 @@ class AGNCustomGetter(CustomGetter):
 def parts(variable: Any) -> list[Any]:
     """Return the parts of a partitioned variable, or the variable alone."""
     return list(variable) if hasattr(variable, "_get_variable_list") else [variable]
+
+
+def belongs_to_optimizer(*variables: Any) -> None:
+    """Remember that variables are an optimizer's, and no statistics of a model."""
+    for variable in variables:
+        tf.compat.v1.add_to_collection(_OF_OPTIMIZERS, variable)
 
 
 def _can_be_averaged(variable: Any) -> bool:

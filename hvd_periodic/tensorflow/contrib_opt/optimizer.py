@@ -12,28 +12,36 @@ import tensorflow as tf
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.averaged import schedule_around
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
-from hvd_periodic.schedules import Every
+from hvd_periodic.schedules import PostLocal, Schedule, as_schedule, next_exchange
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.distributed import averaged_by, plain
 from hvd_periodic.tensorflow.contrib_opt.getters import (
     AGNCustomGetter,
     CustomGetter,
     ElasticAverageCustomGetter,
     ModelAverageCustomGetter,
+    belongs_to_optimizer,
     parts,
 )
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphReplica, HostCenterOptimizer
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
-from hvd_periodic.tensorflow.space import TensorSpace
+from hvd_periodic.tensorflow.space import TensorSpace, in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
 
 Pairs = list[tuple[Any, Any]]
 """(gradient, variable) pairs."""
 
 _ROOT = 0
+
+_HOW_TO_START = (
+    "Has a session begun without the hook of make_session_run_hook() and without get_init_op(); or, where no custom "
+    "getter is used, without hvd.broadcast_global_variables(0)?"
+)
 
 
 class _GraphOptimizer(tf.compat.v1.train.Optimizer):
@@ -42,7 +50,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
     Args:
         opt: the local optimizer.
         num_worker: number of ranks; must be Horovod's.
-        getter: the custom getter that created the variables.
+        getter: the custom getter that created the variables; or None: the variables of the script are the replicas.
         getter_class: the class that the getter has to be of.
         algorithm: makes the algorithm, or raises.
         period: local steps between exchanges, by the name of its argument.
@@ -50,6 +58,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         use_locking: whether asynchronous exchanges in shared memory exclude each other.
         name: of the optimizer.
         asynchronous: exchange without waiting for other ranks.
+        process_set: the ranks that exchange.
     """
 
     BETA = BETA
@@ -58,44 +67,52 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self,
         opt: Any,
         num_worker: int,
-        getter: CustomGetter,
+        getter: CustomGetter | None,
         getter_class: type[CustomGetter],
         algorithm: Callable[[], Algorithm],
-        period: tuple[str, int],
+        period: tuple[str, int | Schedule],
         buffers: str,
         use_locking: bool,
         name: str,
         asynchronous: bool = False,
+        process_set: Any = None,
     ) -> None:
         super().__init__(use_locking, name)
-        self._communicator = TensorFlowCommunicator()
+        self._communicator = TensorFlowCommunicator(process_set)
         prefix = self._communicator.unique_name()
 
-        def check() -> Algorithm:
+        def check() -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
             cls = type(self).__name__
             if not isinstance(opt, tf.compat.v1.train.Optimizer):
                 raise TypeError(
                     f"`{cls}` wraps a tf.compat.v1.train.Optimizer; for Keras optimizers there is "
                     f"hvd_periodic.tensorflow.{cls}. Received: {type(opt).__name__}"
                 )
-            if not isinstance(getter, getter_class):
+            if not isinstance(getter, getter_class) and getter is not None:
                 raise TypeError(f"`{cls}` needs a {getter_class.__name__}. Received: {type(getter).__name__}")
+            if asynchronous and getter is None:
+                raise ValueError(
+                    f"asynchronous=True needs a {getter_class.__name__}, and the hook of make_session_run_hook() or "
+                    "get_init_op(), which make the center. Received: None"
+                )
             if require_int(num_worker, "`num_worker`", minimum=1) != self._communicator.size:
                 raise ValueError(
-                    f"`num_worker` must be the number of Horovod ranks, {self._communicator.size}: pass hvd.size(). "
-                    f"Received: num_worker={num_worker!r}"
+                    f"`num_worker` must be the number of Horovod ranks that exchange, {self._communicator.size}: pass "
+                    f"hvd.size(), or that of the process set. Received: num_worker={num_worker!r}"
                 )
             if buffers not in ("average", "local"):
                 raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
-            require_int(period[1], f"`{cls}({period[0]}=...)`", minimum=1)
+            planned = as_schedule(period[1], period[0])
             made = algorithm()
             (made.check_asynchronous if asynchronous else made.check)(self._communicator.size)
-            return made
+            averaged = averaged_by(opt)
+            return made, schedule_around(averaged, self._communicator, planned, asynchronous), averaged
 
-        self._algorithm = build_on_all(self._communicator, prefix, check)
-        self._schedule = Every(period[1])
+        self._algorithm, self._schedule, self._averaged = build_on_all(self._communicator, prefix, check)
         self._opt: Any = opt
-        self._getter = getter
+        self._adopts = getter is None
+        self._getter = getter_class("", tf.compat.v1.GraphKeys.GLOBAL_VARIABLES) if getter is None else getter
+        self._local_steps: tf.Variable | None = None
         self._buffers = buffers
         self._global_step: Any = None
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
@@ -106,7 +123,37 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the wrapped optimizer, whose arguments these are."""
-        return list(self._opt.compute_gradients(*args, **kwargs))
+        begun = self._begun()
+        if begun is None or self._averaged is None:
+            pairs = list(self._opt.compute_gradients(*args, **kwargs))
+        else:
+            pairs = self._averaged_until(begun, plain(self._opt).compute_gradients(*args, **kwargs))
+        if self._adopts:
+            self._getter.adopt(variable for gradient, variable in pairs if gradient is not None)
+        return pairs
+
+    def _begun(self) -> tf.Tensor | None:
+        """Return whether the local steps after a synchronous phase have begun; None if there is no such phase."""
+        if not (isinstance(self._schedule, PostLocal) and self._schedule.quiet):
+            return None
+        if self._local_steps is None:
+            self._local_steps = self._new_variable("local_steps", (), tf.int64, 0)
+        return self._local_steps >= self._schedule.start
+
+    def _averaged_until(self, begun: tf.Tensor, pairs: Pairs) -> Pairs:
+        """Return pairs whose gradients the DistributedOptimizer inside averages as long as no local step has begun."""
+        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        gradients, variables = (list(column) for column in zip(*present, strict=True))
+        means: list[Any] = []
+
+        def mean() -> list[Any]:
+            means[:] = self._opt._allreduce_grads(gradients, variables)
+            return means
+
+        def leave() -> list[Any]:
+            return [in_form_of(form, gradient) for form, gradient in zip(means, gradients, strict=True)]
+
+        return list(zip(tf.cond(tf.logical_not(begun), mean, leave), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> tf.Operation:
         """Return the operation that takes one local step and, every period, exchanges.
@@ -140,7 +187,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._global_step = global_step
         with tf.device(None), tf.compat.v1.name_scope(name or self._name), self._getter.paused():
             waited = [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
-            self._keep_slots_local([v for _, v in pairs])
+            belongs_to_optimizer(*self._opt.variables())
+            if not self._adopts:
+                self._keep_slots_local([v for _, v in pairs])
             return self._count_and_exchange(synchronizer, waited, global_step)
 
     def get_slot(self, var: Any, name: str) -> Any:
@@ -196,7 +245,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         with tf.compat.v1.name_scope(None), tf.device(None):
             with tf.control_dependencies([center.write() for center in self._shared]):
                 received = [
-                    variable.assign(self._communicator.broadcast(variable.read_value(), f"{name}.{i}", _ROOT))
+                    variable.assign(self._from_root(variable.read_value(), f"{name}.{i}"))
                     for i, variable in enumerate(shared)
                 ]
             with tf.control_dependencies(received):
@@ -211,6 +260,12 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                     if reference in getter.companions:
                         assigned.append(getter.companions[reference].assign(self._first_companion(value)))
             return tf.group(*assigned, name=name)
+
+    def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the root's value; that of the first rank of a group, on all ranks that average their gradients."""
+        if self._averaged is not None:
+            value = self._averaged.broadcast(value, f"{name}.group", 0)
+        return self._communicator.broadcast(value, name, _ROOT)
 
     def get_final_op(self) -> tf.Operation:
         """Return the operation that ends asynchronous training.
@@ -259,14 +314,17 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         if not pairs:
             raise ValueError("`grads_and_vars` is empty: there are no variables to train")
         for pair in pairs:
-            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")):
+            if not _is_pair(pair):
                 raise TypeError(
                     f"`grads_and_vars` must hold (gradient, variable) pairs. Received: {type(pair).__name__}, {pair!r}"
                 )
         if all(gradient is None for gradient, _ in pairs):
             raise ValueError(f"There is no gradient for any variable: {[v.name for _, v in pairs]}")
-        for _, variable in pairs:
-            self._reference(variable)
+        if self._adopts:
+            self._getter.adopt(variable for gradient, variable in pairs if gradient is not None)
+        for gradient, variable in pairs:
+            if gradient is not None or not self._adopts:
+                self._reference(variable)
         return pairs
 
     def _reference(self, variable: Any) -> Any:
@@ -287,7 +345,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         )
         if self._algorithm.optimizes_center and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
-            self._center_optimizer = made(self._opt)
+            self._center_optimizer = made(plain(self._opt))
         replica = GraphReplica(named, self._vectors(references), self._new_variable, self._center_optimizer)
         synchronizer = VariableSynchronizer(
             self._new_variable,
@@ -301,6 +359,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._asynchronous,
             self._use_locking,
         )
+        synchronizer.how_to_start = _HOW_TO_START
         if self._asynchronous:
             centers = [self._getter.centers[reference] for reference in references]
             self._shared.append(_SharedCenter(synchronizer, centers, [v for _, v in named.averaged]))
@@ -312,14 +371,19 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         return synchronizer
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        if name == "local_steps" and self._local_steps is not None:
+            made, self._local_steps = self._local_steps, None
+            return made
         with tf.compat.v1.name_scope(None), tf.device(None):
-            return tf.compat.v1.Variable(
+            made = tf.compat.v1.Variable(
                 lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
                 trainable=False,
-                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                collections=[self._getter.collection],
                 name="local_step" if name == "local_steps" else f"{self._name}/{name}",
                 use_resource=True,
             )
+        belongs_to_optimizer(made)
+        return made
 
     def _keep_slots_local(self, variables: Sequence[Any]) -> None:
         """Move what the wrapped optimizer keeps of the local replicas from the global to the local variables."""
@@ -345,29 +409,58 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         sizes = [len(store.layout.specs) for store in stores]
         references = [variable.ref() for variable in stores[0].tensors()]
 
-        def run(*values: tf.Tensor) -> list[tf.Tensor]:
-            first = 0
-            for store, size in zip(stores, sizes, strict=True):
-                store.load(values[first : first + size])
-                first += size
+        def on_values(action: Callable[[], Any], counted: bool = False) -> Callable[[], tf.Tensor]:
+            """Return a branch that runs an action on the values of the variables, and assigns what it leaves."""
+
+            def run(*values: tf.Tensor) -> list[tf.Tensor]:
+                first = 0
+                for store, size in zip(stores, sizes, strict=True):
+                    store.load(values[first : first + size])
+                    first += size
+                action()
+                return [value for store in stores for value in store.tensors()]
+
+            function = tf.function(run, autograph=False)
+
+            def branch() -> tf.Tensor:
+                # As in _initialize: a center that is set to a reference variable would share its memory.
+                values = function(*(tf.raw_ops.DeepCopy(x=variable.read_value()) for variable in variables))
+                assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+                if counted and global_step is not None:
+                    assigned.append(global_step.assign_add(tf.ones([], global_step.dtype.base_dtype)))
+                with tf.control_dependencies([tf.group(*assigned)]):
+                    return tf.constant(True)
+
+            return branch
+
+        def exchange() -> None:
             self._before_exchange(references)
             synchronizer.sync()
-            return [value for store in stores for value in store.tensors()]
 
-        function = tf.function(run, autograph=False)
+        def center_follows(action: Callable[[], Any]) -> Callable[[], None]:
+            def follow() -> None:
+                action()
+                self._before_exchange(references)
 
-        def exchange() -> tf.Tensor:
-            values = function(*(variable.read_value() for variable in variables))
-            assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
-            if global_step is not None:
-                assigned.append(global_step.assign_add(tf.ones([], global_step.dtype.base_dtype)))
-            with tf.control_dependencies([tf.group(*assigned)]):
-                return tf.constant(True)
+            return follow
+
+        def nothing() -> tf.Tensor:
+            return tf.constant(False)
 
         with tf.control_dependencies(waited):
             due = tf.function(synchronizer.count, autograph=False)()
         with _control_flow_v1():
-            return tf.group(tf.cond(due, exchange, lambda: tf.constant(False)))
+            followed = [due]
+            if synchronizer.synchronous_until is not None:
+                with tf.control_dependencies([due]):
+                    remaining = synchronizer.steps_to_switch()
+                followed = [
+                    tf.cond(remaining > 0, on_values(center_follows(synchronizer.reset_center)), nothing),
+                    tf.cond(tf.equal(remaining, 0), on_values(center_follows(synchronizer.restart_center)), nothing),
+                ]
+            with tf.control_dependencies(followed):
+                due = tf.identity(due)
+            return tf.group(tf.cond(due, on_values(exchange, counted=True), nothing))
 
 
 class _InitializedByTask(_GraphOptimizer):
@@ -393,8 +486,10 @@ class ElasticAverageOptimizer(_InitializedByTask):
     Args:
         opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
-        ea_custom_getter: the getter that the model was created with.
-        communication_period: local steps between exchanges (τ).
+        ea_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
+            trainable variables are the replicas, and what else there is, is among the global variables, which
+            ``hvd.broadcast_global_variables(0)`` starts alike.
+        communication_period: local steps between exchanges (τ), or a schedule.
         moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
             1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``.
@@ -432,8 +527,8 @@ class ElasticAverageOptimizer(_InitializedByTask):
         self,
         opt: Any,
         num_worker: int,
-        ea_custom_getter: ElasticAverageCustomGetter,
-        communication_period: int = 10,
+        ea_custom_getter: ElasticAverageCustomGetter | None,
+        communication_period: int | Schedule = 10,
         moving_rate: float | None = None,
         rho: float | None = None,
         use_locking: bool = True,
@@ -442,13 +537,16 @@ class ElasticAverageOptimizer(_InitializedByTask):
         *,
         buffers: str = "average",
         asynchronous: bool = False,
+        process_set: Any = None,
     ) -> None:
         def algorithm() -> EASGD:
             made = EASGD(moving_rate)
             if rho is not None:
                 return EASGD(moving_rate, rho=rho)
-            rate = moving_rate if made.moving_rate is not None else BETA / communication_period / num_worker
-            return EASGD(moving_rate, rho=require_real(rate, "`moving_rate`", positive=True) / _numeric_rate(opt))
+            period = next_exchange(as_schedule(communication_period, "communication_period"), 0)
+            rate = moving_rate if made.moving_rate is not None else BETA / period / num_worker
+            rate = require_real(rate, "`moving_rate`", positive=True)
+            return EASGD(moving_rate, rho=rate / _numeric_rate(plain(opt)))
 
         super().__init__(
             opt,
@@ -461,6 +559,7 @@ class ElasticAverageOptimizer(_InitializedByTask):
             use_locking,
             name,
             asynchronous,
+            process_set,
         )
 
     def compute_gradients(
@@ -482,7 +581,11 @@ class ElasticAverageOptimizer(_InitializedByTask):
         )
         if not self._algorithm.uses_gradients:
             return pairs
-        return [(self._elastic(g, variable), variable) for g, variable in pairs]
+        begun = self._begun()
+        elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
+        if begun is None:
+            return elastic
+        return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
 
     def _before_exchange(self, references: Sequence[Any]) -> None:
         if not self._algorithm.uses_gradients:  # Otherwise it is part of the algorithm's state.
@@ -512,8 +615,10 @@ class ModelAverageOptimizer(_GraphOptimizer):
         opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
         is_chief: accepted; all ranks update their own copy of the center.
-        ma_custom_getter: the getter that the model was created with.
-        interval_steps: local steps between exchanges (τ).
+        ma_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
+            trainable variables are the replicas, and what else there is, is among the global variables, which
+            ``hvd.broadcast_global_variables(0)`` starts alike.
+        interval_steps: local steps between exchanges (τ), or a schedule.
         use_locking: accepted; in a synchronous exchange nothing is written concurrently.
         name: of the optimizer.
         buffers: as in :class:`ElasticAverageOptimizer`.
@@ -531,12 +636,13 @@ class ModelAverageOptimizer(_GraphOptimizer):
         opt: Any,
         num_worker: int,
         is_chief: bool,
-        ma_custom_getter: ModelAverageCustomGetter,
-        interval_steps: int = 100,
+        ma_custom_getter: ModelAverageCustomGetter | None,
+        interval_steps: int | Schedule = 100,
         use_locking: bool = True,
         name: str = "ModelAverageOptimizer",
         *,
         buffers: str = "average",
+        process_set: Any = None,
     ) -> None:
         super().__init__(
             opt,
@@ -548,6 +654,7 @@ class ModelAverageOptimizer(_GraphOptimizer):
             buffers,
             use_locking,
             name,
+            process_set=process_set,
         )
         self._is_chief = is_chief
 
@@ -577,8 +684,10 @@ class AGNOptimizer(_InitializedByTask):
     Args:
         optimizer: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
-        custom_getter: the getter that the model was created with.
-        communication_period: local steps between exchanges (τ).
+        custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
+            trainable variables are the replicas, and what else there is, is among the global variables, which
+            ``hvd.broadcast_global_variables(0)`` starts alike.
+        communication_period: local steps between exchanges (τ), or a schedule.
         use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         name: of the optimizer.
@@ -598,13 +707,14 @@ class AGNOptimizer(_InitializedByTask):
         self,
         optimizer: Any,
         num_worker: int,
-        custom_getter: AGNCustomGetter,
-        communication_period: int = 10,
+        custom_getter: AGNCustomGetter | None,
+        communication_period: int | Schedule = 10,
         use_locking: bool = True,
         name: str = "AGNOptimizer",
         *,
         buffers: str = "average",
         asynchronous: bool = False,
+        process_set: Any = None,
     ) -> None:
         super().__init__(
             optimizer,
@@ -617,6 +727,7 @@ class AGNOptimizer(_InitializedByTask):
             use_locking,
             name,
             asynchronous,
+            process_set,
         )
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
@@ -691,6 +802,10 @@ class _SharedCenter:
             return tf.constant(True)
 
         return tf.function(assign, autograph=False)(*values).op
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")
 
 
 @contextmanager

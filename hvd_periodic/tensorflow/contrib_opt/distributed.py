@@ -1,0 +1,31 @@
+"""Horovod's DistributedOptimizer of TensorFlow 1 inside: which ranks average their gradients at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+
+
+def averaged_by(opt: Any) -> TensorFlowCommunicator | None:
+    """Return the ranks whose gradients a DistributedOptimizer averages; None of another optimizer.
+
+    Raises:
+        TypeError: it is one that averages something else.
+        ValueError: several backward passes per step; or it is for ranks of which this is none.
+    """
+    if "Adasum" in type(opt).__name__:
+        raise TypeError("An hvd.DistributedOptimizer with op=hvd.Adasum has no local steps: use op=hvd.Average")
+    if not hasattr(opt, "_allreduce_grads"):
+        return None
+    if opt._agg_helper is not None:
+        raise ValueError(
+            "backward_passes_per_step > 1 inside is for PyTorch only: here a step would be counted at every backward "
+            "pass. Use larger batches"
+        )
+    return TensorFlowCommunicator(opt.process_set)
+
+
+def plain(opt: Any) -> Any:
+    """Return the optimizer inside of a DistributedOptimizer; others as they are."""
+    return opt._optimizer if hasattr(opt, "_allreduce_grads") else opt
