@@ -302,11 +302,17 @@ class Synchronizer(Generic[V]):
         since the last one. Training may go on afterwards, from the step count of the rank that did most.
 
         In asynchronous training each rank pushes what is left, and waits, asleep, until all have: the center is final
-        then.
+        then. The ranks of groups wait for those of all groups, since the first process that ends would take Horovod from
+        the others.
 
         Raises:
             RuntimeError: the centers of the ranks differ; on all ranks.
         """
+        self.leave()
+        self.communicator.wait_for_job()
+
+    def leave(self) -> None:
+        """Do what :meth:`finalize` does among the ranks that exchange."""
         self.refuse_inside_center("finalize")
         if self.asynchronous is not None:
             if self.local_steps > self.counters.last_exchange:

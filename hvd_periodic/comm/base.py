@@ -108,6 +108,9 @@ class Communicator(ABC):
     def abort(self) -> None:
         """End the processes of all ranks, if they are processes."""
 
+    def wait_for_job(self) -> None:
+        """Wait for all ranks of the job, where it is divided into groups of which all exchange."""
+
     def depart(self) -> None:
         """Wait until all processes of the job are about to end, where the end of one ends the others' connections."""
 

@@ -111,6 +111,11 @@ def make_groups(
     return Groups(tuple(map(tuple, lists)), sets[tuple(local)], sets[tuple(cross)])
 
 
+def divides_the_job(process_set: Any) -> bool:
+    """Return whether a process set is one of groups, of which every rank of the job is in one."""
+    return any(known is process_set for known in _registered.values())
+
+
 def _register(hvd: Any, framework: str, ranks: list[int]) -> Any:
     if len(ranks) == hvd.size():
         return hvd.global_process_set

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import pickle
@@ -15,9 +16,19 @@ import numpy as np
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
+
+
+_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "Slurm",
+    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
+    "PMI_SIZE": "mpiexec of an MPICH",
+    "WORLD_SIZE": "torchrun, or another launcher of torch.distributed,",
+}
+"""Where launchers tell each process how many there are."""
 
 
 class HorovodCommunicator(Communicator):
@@ -130,6 +141,13 @@ class HorovodCommunicator(Communicator):
         if self.size > 1:
             self._mpi.abort()
 
+    def wait_for_job(self) -> None:
+        """Wait for all ranks of the job, if this process set is one of its groups."""
+        if divides_the_job(self.process_set):
+            everyone = copy.copy(self)
+            everyone.process_set = self._hvd.global_process_set
+            everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
+
     def depart(self) -> None:
         """Wait for all ranks of the job.
 
@@ -165,11 +183,12 @@ class HorovodCommunicator(Communicator):
 
 
 def _refuse_unknown_launcher(size: int) -> None:
-    """Raise where Slurm has started several tasks of which each takes itself for the whole job."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if size == 1 and tasks.isdigit() and int(tasks) > 1:
-        raise RuntimeError(
-            f"Slurm runs {tasks} tasks of this step, and Horovod knows of one: each would train alone. Start the ranks "
-            "by mpirun in the job, or by srun --mpi=pmix (srun --mpi=list says what it has), with an MPI that Horovod "
-            "was built with. For runs that are to be independent: unset SLURM_STEP_NUM_TASKS"
-        )
+    """Raise where a launcher has started several processes of which each takes itself for the whole job."""
+    for variable, launcher in _LAUNCHERS.items():
+        processes = os.environ.get(variable, "1")
+        if size == 1 and processes.isdigit() and int(processes) > 1:
+            raise RuntimeError(
+                f"{launcher} has started {processes} processes ({variable}), and Horovod knows of one: each would "
+                "train alone. Start them by horovodrun; or by the mpirun, or srun --mpi=pmix (srun --mpi=list says what "
+                f"it has), of the MPI that Horovod was built with. For independent runs: unset {variable}"
+            )

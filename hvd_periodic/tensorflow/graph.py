@@ -165,10 +165,10 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._open()
         super().sync()
 
-    def finalize(self) -> None:
+    def leave(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center; as in the core."""
         self._open()
-        super().finalize()
+        super().leave()
 
     def _open(self) -> None:
         if self.opening is not None:

@@ -175,9 +175,13 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
 
     def finalize(self) -> None:
         """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
-        if isinstance(self.inner_optimizer, PeriodicOptimizer):
-            self.inner_optimizer.finalize()
+        self._leave_inside()
         self.synchronizer.finalize()
+
+    def _leave_inside(self) -> None:
+        if isinstance(self.inner_optimizer, PeriodicOptimizer):
+            self.inner_optimizer._leave_inside()
+            self.inner_optimizer.synchronizer.leave()
 
     def attach(
         self,

@@ -160,9 +160,13 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     def finalize(self) -> None:
         """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
-        if isinstance(self.inner, PeriodicOptimizer):
-            self.inner.finalize()
+        self._leave_inside()
         self.synchronizer.finalize()
+
+    def _leave_inside(self) -> None:
+        if isinstance(self.inner, PeriodicOptimizer):
+            self.inner._leave_inside()
+            self.inner.synchronizer.leave()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: which parameters take part is fixed at construction.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.parallel.program import Scenarios, attempt
 
 scenario = Scenarios()
 GROUPS: list[Any] = []
+FOLDER: list[Path] = []
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),
@@ -183,6 +185,19 @@ def levels() -> Any:
 
 
 @scenario
+def ends_together() -> Any:
+    """Who has arrived at the end when this rank goes on, where groups exchange apart; the later ranks are slow."""
+    w = parameter()
+    optimizer = OPTIMIZERS["average"](distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].cross)
+    train(w, optimizer, 3)
+    if GROUPS[0].cross.ranks and 0 not in GROUPS[0].cross.ranks:
+        time.sleep(0.5)
+    (FOLDER[0] / f"{hvd.rank()}.ended").touch()
+    optimizer.finalize()
+    return sorted(path.name for path in FOLDER[0].glob("*.ended"))
+
+
+@scenario
 def refused() -> Any:
     """Arguments that are wrong, on all ranks."""
     w = parameter()
@@ -224,6 +239,7 @@ def refused() -> Any:
 def main(folder: Path, groups: str) -> None:
     """Run all scenarios in these groups."""
     torch.set_num_threads(1)
+    FOLDER.append(folder)
     if groups == "nodes":
         GROUPS.append(hvdp.node_groups())
         only = Scenarios()

@@ -96,6 +96,12 @@ def test_statistics_join_at_the_switch(job: tuple[list[list[int]], Reports]) -> 
         assert counts == (step + 1,) * len(found)
 
 
+def test_groups_end_together(job: tuple[list[list[int]], Reports]) -> None:
+    """The first process to end would end Horovod for those that still exchange."""
+    found = column(job[1], "ends_together")
+    assert found == [[f"{rank}.ended" for rank in range(len(found))]] * len(found)
+
+
 def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
     """One optimizer of this package in another, each with a period and ranks of its own."""
     groups, reports = job

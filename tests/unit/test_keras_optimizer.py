@@ -408,11 +408,6 @@ def test_two_optimizers_on_parts_of_a_model() -> None:
             "must be a keras.optimizers.Optimizer. Rec.*str",
         ),
         (
-            lambda **k: hvdp.ModelAverageOptimizer(wrap("easgd", keras.optimizers.SGD(0.1)), **k),
-            TypeError,
-            "an optimizer that exchanges already",
-        ),
-        (
             lambda **k: wrap("average", keras.optimizers.SGD(0.1), "model", **k),
             TypeError,
             "`model` must be a keras.Model",

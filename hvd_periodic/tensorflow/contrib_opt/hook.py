@@ -17,6 +17,7 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
     Args:
         get_init_op: makes the operation.
         is_chief: what ``MonitoredTrainingSession`` is told.
+        wait: waits for what other ranks still have to do together.
         get_final_op: makes the operation that ends asynchronous training; None elsewhere.
     """
 
@@ -24,9 +25,11 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
         self,
         get_init_op: Callable[[], tf.Operation],
         is_chief: bool,
+        wait: Callable[[], None],
         get_final_op: Callable[[], tf.Operation] | None = None,
     ) -> None:
         self._get_init_op = get_init_op
+        self._wait = wait
         self._get_final_op = get_final_op
         self._is_chief = is_chief
         self._final: Any = None
@@ -52,6 +55,7 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
         session.run(self._operation)
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """End asynchronous training: wait for the other ranks."""
+        """Wait for the other ranks; where training is asynchronous, until they have ended it."""
         if self._final is not None:
             session.run(self._final)
+        self._wait()

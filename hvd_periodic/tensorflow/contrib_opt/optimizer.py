@@ -285,7 +285,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             return tf.group(*(center.finish() for center in self._shared), name=f"{self._name}.final")
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
-        return InitializationHook(get_init_op, is_chief, self.get_final_op if self._asynchronous else None)
+        final = self.get_final_op if self._asynchronous else None
+        return InitializationHook(get_init_op, is_chief, self._communicator.wait_for_job, final)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return what the second variable per trainable variable starts from."""
