@@ -302,8 +302,7 @@ class Synchronizer(Generic[V]):
         since the last one. Training may go on afterwards, from the step count of the rank that did most.
 
         In asynchronous training each rank pushes what is left, and waits, asleep, until all have: the center is final
-        then. The ranks of groups wait for those of all groups, since the first process that ends would take Horovod from
-        the others.
+        then. Ranks of groups wait for those of all groups: the first process that ends would take Horovod from all.
 
         Raises:
             RuntimeError: the centers of the ranks differ; on all ranks.

@@ -21,7 +21,6 @@ from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 
-
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
     "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
@@ -189,6 +188,6 @@ def _refuse_unknown_launcher(size: int) -> None:
         if size == 1 and processes.isdigit() and int(processes) > 1:
             raise RuntimeError(
                 f"{launcher} has started {processes} processes ({variable}), and Horovod knows of one: each would "
-                "train alone. Start them by horovodrun; or by the mpirun, or srun --mpi=pmix (srun --mpi=list says what "
-                f"it has), of the MPI that Horovod was built with. For independent runs: unset {variable}"
+                "train alone. Start them by horovodrun; or by the mpirun, or srun --mpi=pmix (see srun --mpi=list), "
+                f"of the MPI that Horovod was built with. For independent runs: unset {variable}"
             )

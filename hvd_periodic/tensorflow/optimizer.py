@@ -135,6 +135,14 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             if model.built and model.trainable_variables:
                 self.build(model.trainable_variables)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_allreduce" in vars(cls):  # hvd.DistributedOptimizer makes a subclass of what it wraps.
+            raise TypeError(
+                "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
+                "hvdp.ElasticAverageOptimizer(hvd.DistributedOptimizer(optimizer, ...), model, ...)"
+            )
+
     @property
     def synchronizer(self) -> VariableSynchronizer:
         """Counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.

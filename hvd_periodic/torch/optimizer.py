@@ -86,6 +86,14 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)
         self._stop_averaging()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "set_backward_passes_per_step" in vars(cls):  # hvd.DistributedOptimizer makes a subclass of what it wraps.
+            raise TypeError(
+                "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
+                "hvdp.ElasticAverageOptimizer(hvd.DistributedOptimizer(optimizer, ...), model, ...)"
+            )
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of the wrapped optimizer."""

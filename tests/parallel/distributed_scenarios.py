@@ -230,6 +230,9 @@ def refused() -> Any:
         "asynchronous": attempt(without_waiting),
         "another group": attempt(of_another_group),
         "closure": attempt(closure),
+        "around": attempt(
+            lambda: hvd.DistributedOptimizer(OPTIMIZERS["average"](torch.optim.SGD([w], 0.1), [("w", w)]))
+        ),
         "overlap": attempt(lambda: hvdp.rank_groups([range(size), [0]])),
         "missing": attempt(lambda: hvdp.rank_groups([range(size - 1)])),
         "size": attempt(lambda: hvdp.node_groups(0)),

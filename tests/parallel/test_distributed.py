@@ -120,6 +120,7 @@ def test_refused(job: tuple[list[list[int]], Reports]) -> None:
         "asynchronous": "would exchange at different moments",
         "another group": "`process_set` must contain this rank",
         "closure": "takes no closures",
+        "around": "goes inside of an optimizer of hvd_periodic, not around it",
         "overlap": "Groups must not overlap: rank 0 is in several",
         "missing": f"must hold every rank from 0 to {len(reports) - 1} and no other",
         "size": "`node_groups(size=...)` must be an int >= 1",

@@ -21,27 +21,27 @@ NARROW = ["--width", "4", "--blocks", "1"]
 
 @dataclass(frozen=True)
 class Job:
-    """How to run a script, what it needs, and how often its changed form exchanges."""
+    """How to run a script, what it needs, its steps, and how often its changed form exchanges."""
 
     modules: tuple[str, ...]
     flags: tuple[str, ...]
     steps: int
     exchanges: int
     launcher: str = "mpirun"
+    averages_gradients: bool = True
 
 
 JOBS = {
-    # 1 + 2 * 10 batches, and the step without gradients in which hvd.broadcast_optimizer_state makes the state.
     "torch_synthetic": Job(("horovod.torch",), (*SMALL, *NARROW), 21, 2),
     "torch_images": Job(("horovod.torch", "sklearn"), ("--epochs", "6"), 6 * 23, 13, "horovodrun --gloo"),
     "keras_synthetic": Job(("horovod.tensorflow",), (*SMALL, "--model", "MobileNet"), 21, 2),
-    # 12 * 23 steps and the end; before the change none, as Horovod 0.28.1 averages no gradients under Keras 3.
-    "keras_images": Job(("horovod.tensorflow", "sklearn"), (), 0, 28),
+    # The last exchange is that of finalize(). Horovod 0.28.1 averages no gradients in fit() of Keras 3.
+    "keras_images": Job(("horovod.tensorflow", "sklearn"), (), 12 * 23, 28, averages_gradients=False),
     "tensorflow1_synthetic": Job(("horovod.tensorflow",), (*SMALL, *NARROW), 21, 2),
     "tensorflow1_images": Job(("horovod.tensorflow", "sklearn"), (), 250, 25),
 }
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 def diff_of(name: str) -> str:
@@ -61,13 +61,13 @@ def run(script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """Run a script on two ranks; return what it printed and how often each tensor was reduced over ranks."""
     timeline = folder / "timeline.json"
     monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
-    output = start(job.launcher, 2, [str(script), *job.flags], 100)
+    output = start(job.launcher, 2, [str(script), *job.flags], 180)
     names: dict[int, str] = {}
     reduced: Counter[str] = Counter()
     for event in json.loads(timeline.read_text()):
         if event.get("name") == "process_name":
             names[event["pid"]] = event["args"].get("name", "")
-        elif event.get("name") == "NEGOTIATE_ALLREDUCE":
+        elif event.get("name") == "ALLREDUCE":
             reduced[names[event["pid"]]] += 1
     return output, reduced
 
@@ -84,18 +84,17 @@ def test_before_and_after_the_change(name: str, tmp_path: Path, monkeypatch: pyt
     job = JOBS[name]
     for module in job.modules:
         pytest.importorskip(module)
-    output, reduced = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch)
+    output, before = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch)
     check_output(name, output)
-    assert not any("hvd_periodic" in tensor for tensor in reduced)
-    if job.steps:
-        assert max(reduced.values()) == job.steps, "a gradient per step"
-
-    output, reduced = run(apply(name, tmp_path), job, tmp_path, monkeypatch)
+    output, after = run(apply(name, tmp_path), job, tmp_path, monkeypatch)
     check_output(name, output)
-    exchanged = {tensor: times for tensor, times in reduced.items() if "hvd_periodic" in tensor}
-    assert exchanged, "replicas are exchanged"
-    assert set(exchanged.values()) == {job.exchanges}
-    assert max(reduced.values()) == job.exchanges, "and no gradients"
+    # A process does not wait until Horovod has written the end of the timeline.
+    gradients = {tensor for tensor, times in before.items() if 0.9 * job.steps <= times <= job.steps}
+    assert bool(gradients) == job.averages_gradients, before
+    assert not gradients & after.keys()
+    assert not any("hvd_periodic" in tensor for tensor in before)
+    exchanges = max(times for tensor, times in after.items() if "hvd_periodic" in tensor)
+    assert job.exchanges - 1 <= exchanges <= job.exchanges, after
 
 
 @pytest.mark.parametrize("name", JOBS)
