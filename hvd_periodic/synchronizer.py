@@ -139,6 +139,9 @@ class Synchronizer(Generic[V]):
         self.root = root
         self.name = communicator.unique_name() if name is None else name
         self.counters = Counters(next_exchange=next_exchange(schedule, 0))
+        self.group: Communicator | None = None
+        self.group_name = ""
+        self._in_groups = False
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
@@ -182,6 +185,10 @@ class Synchronizer(Generic[V]):
     @counters.setter
     def counters(self, counters: Counters) -> None:
         self._counters = counters
+        self._counters_changed()
+
+    def _counters_changed(self) -> None:
+        """Let a front end follow the counters, whatever has set them."""
 
     def _count(self, **increments: float) -> None:
         """Add to counters, by name."""
@@ -197,6 +204,16 @@ class Synchronizer(Generic[V]):
     def rounds(self) -> int:
         """Exchanges so far."""
         return self.counters.rounds
+
+    def average_within(self, group: Any) -> None:
+        """Take notice of the ranks that average their gradients with this one at every step, before :meth:`start`.
+
+        They agree, start and are restored like this one; those that exchange do so anyway.
+        """
+        self._in_groups = group is not None and group.size > 1 and self.synchronous_until is None
+        exchanging = set(getattr(self.communicator, "ranks", range(self.communicator.size)))
+        if group is not None and not set(group.ranks) <= exchanging:
+            self.group, self.group_name = group, group.unique_name()
 
     @property
     def synchronous_until(self) -> int | None:
@@ -232,7 +249,10 @@ class Synchronizer(Generic[V]):
             ValueError: ranks differ; raised on all of them.
             RuntimeError: asynchronous exchange is not possible, as the job was launched.
         """
-        agree(self.communicator, self.name, build_on_all(self.communicator, self.name, self._facts))
+        facts = build_on_all(self.communicator, self.name, self._facts)
+        agree(self.communicator, self.name, facts)
+        if self.group is not None:
+            agree(self.group, self.group_name, facts)
         if self.asynchronous is not None:
             self.asynchronous.open()
 
@@ -314,6 +334,8 @@ class Synchronizer(Generic[V]):
         """Do what :meth:`finalize` does among the ranks that exchange."""
         self.refuse_inside_center("finalize")
         if self.asynchronous is not None:
+            if not self.communicator.alive():
+                raise RuntimeError("Horovod has been shut down: finalize() has to come before hvd.shutdown()")
             if self.local_steps > self.counters.last_exchange:
                 self._run_exchange(leaving=False)
             self.asynchronous.finish()
@@ -343,19 +365,44 @@ class Synchronizer(Generic[V]):
         """Give all ranks the root's parameters, buffers, center, counters and schedule position.
 
         This is what starts training, and what restores it when a checkpoint was loaded on the root only. The state of
-        the local optimizer is not part of it.
+        the local optimizer is not part of it. Where gradients are averaged in groups, each takes over the values of its
+        first rank before.
 
         Raises:
-            RuntimeError: called inside ``center()``.
+            RuntimeError: called inside ``center()``; or a state was loaded on some ranks only, where gradients are
+                averaged, so that local optimizers have to be in the same state.
         """
         self.refuse_inside_center("broadcast")
-        replica, root = self.replica, self.root
-        is_root = self.communicator.rank == root
+        of_ranks = self.steps_of_ranks()
+        steps = {step for step, _ in of_ranks}
+        averaged = any(in_groups for _, in_groups in of_ranks) or max(steps) < (self.synchronous_until or 0)
+        if averaged and len(steps) > 1:
+            raise RuntimeError(
+                "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
+                f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
+            )
+        if self.group is not None:
+            self._broadcast(self.group, 0, self.group_name)
+        self._broadcast(self.communicator, self.root, self.name)
+        self._restored = None
 
+    def steps_of_ranks(self) -> list[tuple[int, bool]]:
+        """Return the local steps of the ranks that exchange, and whether they average gradients in groups.
+
+        Where they do, these are the ranks of all groups.
+        """
+        known = [(self.counters.local_steps, self._in_groups)]
+        if self.group is not None:
+            known = self.group.allgather_object(known[0], f"{self.group_name}.steps")
+        of_ranks = self.communicator.allgather_object(known, f"{self.name}.steps")
+        return [position for of_group in of_ranks for position in of_group]
+
+    def _broadcast(self, communicator: Communicator, root: int, name: str) -> None:
+        replica, is_root = self.replica, communicator.rank == root
         if self.asynchronous is not None:
             self.asynchronous.wake()
 
-        send = _sender(self.communicator, f"{self.name}.broadcast", root)
+        send = _sender(communicator, f"{name}.broadcast", root)
 
         def send_store(store: Store[Any]) -> None:
             self._send_store(store, send)
@@ -364,7 +411,12 @@ class Synchronizer(Generic[V]):
         if self.placement.everywhere:
             restored = replica.center_optimizer_state()
         progress = (self.counters, self._restored is not None, restored) if is_root else None
-        counters, whole, optimizer_state = self.communicator.allgather_object(progress, f"{self.name}.progress")[root]
+        counters, whole, optimizer_state = communicator.allgather_object(progress, f"{name}.progress")[root]
+        if counters.local_steps and communicator is self.group and not self.placement.everywhere:
+            raise RuntimeError(
+                f"With center={self.placement.name!r}, ranks that average their gradients hold other parts of the "
+                "center: load the state on every rank"
+            )
         self._send_values(send)
         if not is_root:
             self.counters = counters
@@ -381,11 +433,6 @@ class Synchronizer(Generic[V]):
                 self._send_restored(part, is_root, send)
         if not is_root and self.asynchronous is None and (self.placement.everywhere or whole):
             self._load_center_optimizer(optimizer_state)
-        self._restored = None
-
-    def take_values_of_first(self, communicator: Communicator, name: str) -> None:
-        """Give all ranks of another communicator the parameters and buffers of its first, under names with a prefix."""
-        self._send_values(_sender(communicator, name, 0))
 
     def restart_center(self) -> None:
         """Let exchanges begin: set the center to the parameters, which have to be the same on all ranks.

@@ -79,33 +79,51 @@ def check_groups(groups: Iterable[Iterable[int]], ranks: int) -> list[list[int]]
 
 
 def make_groups(
-    framework: str, everyone: Callable[[], Communicator], groups: int | Iterable[Iterable[int]] | None
+    framework: str,
+    everyone: Callable[[], Communicator],
+    size: int | None = None,
+    groups: Iterable[Iterable[int]] | None = None,
 ) -> Groups:
     """Register the process sets of groups; all ranks together.
 
     Args:
         framework: the Horovod module.
         everyone: makes the communicator of all ranks.
-        groups: a size, lists of ranks, or None for one group per host.
+        size: of groups of neighbours.
+        groups: lists of ranks. Without size and groups, one group per host.
 
     Raises:
-        TypeError, ValueError: groups that make no sense.
+        TypeError, ValueError: groups that make no sense, or that differ between ranks; on all of these.
         RuntimeError: Horovod was initialized without dynamic process sets.
     """
     hvd: Any = importlib.import_module(framework)
     if not hvd.is_initialized():
         hvd.init(process_sets="dynamic")
-    if groups is None:
-        hosts = everyone().allgather_object(socket.gethostname(), "hvd_periodic.hosts")
-        groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    elif isinstance(groups, int):
-        groups = groups_of_size(hvd.size(), groups)
-    lists = check_groups(groups, hvd.size())
+    communicator = everyone()
+    hosts = communicator.allgather_object(socket.gethostname(), "hvd_periodic.hosts")
+    failure, lists = None, []
+    try:
+        if groups is not None:
+            lists = check_groups(groups, hvd.size())
+        elif size is not None:
+            lists = groups_of_size(hvd.size(), size)
+        else:
+            lists = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    except (TypeError, ValueError) as error:
+        failure = error
+    of_ranks = communicator.allgather_object(lists, "hvd_periodic.groups")
+    if failure is not None:
+        raise failure
+    if any(other != lists for other in of_ranks):
+        number, other = next((number, other) for number, other in enumerate(of_ranks) if other != lists)
+        raise ValueError(f"All ranks must pass the same groups. Received here: {lists}; on rank {number}: {other}")
     rank = hvd.rank()
     sets = {tuple(members): _register(hvd, framework, members) for members in [*lists, *across(lists)]}
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
     if rank == 0:
         logger.info("Groups of ranks: %s", lists)
+        if len(lists) == 1:
+            logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")
         if any(len(group) == 1 for group in lists):
             logger.info("A group of one rank averages no gradients")
     return Groups(tuple(map(tuple, lists)), sets[tuple(local)], sets[tuple(cross)])

@@ -14,7 +14,6 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.asynchronous.worker import Worker
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.consistency import audit, raise_on_all
 from hvd_periodic.layout import Bucket
 from hvd_periodic.schedules import next_exchange
@@ -81,38 +80,22 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self.check_agreement()
         self._refuse_share_of_another()
         worker, saved = self.asynchronous, self.saved_center
-        steps = self.communicator.allgather_object((self.counters.local_steps, saved is not None), f"{self.name}.steps")
         if worker is None:
-            if len({step for step, _ in steps}) > 1 or not steps[0][0]:
+            steps = {step for step, _ in self.steps_of_ranks()}
+            if steps == {0} or len(steps) > 1:
                 self.broadcast()
             else:
                 self.audit()
             return
-        if any(steps[self.root]):
+        known = (self.counters.local_steps, saved is not None)
+        of_ranks = self.communicator.allgather_object(known, f"{self.name}.known")
+        if any(of_ranks[self.root]):
             worker.resume(self.parts, saved)
         self.saved_center = None
-        if all(any(of_rank) for of_rank in steps):
+        if all(any(of_rank) for of_rank in of_ranks):
             self._start_center(self.counters)
         else:
             self.broadcast()
-
-    def start_alike(self, communicator: Communicator) -> None:
-        """Give all ranks of another communicator, who average their gradients, the variables of its first.
-
-        Where all come from a checkpoint, they go on as they are.
-
-        Raises:
-            ValueError: they come from different steps; on all of them.
-        """
-        name = communicator.unique_name()
-        steps = communicator.allgather_object(self.counters.local_steps, f"{name}.steps")
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"Ranks that average their gradients have to go on from the same step: load the state on each of them. "
-                f"Received: steps {steps}"
-            )
-        if not steps[0]:
-            self.take_values_of_first(communicator, name)
 
     @property
     def _place(self) -> list[int]:

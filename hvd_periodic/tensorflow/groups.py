@@ -35,11 +35,11 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
     """Return groups of these ranks, as :func:`node_groups` does; each rank has to be in one of them.
 
     Raises:
-        ValueError: groups overlap, or do not hold every rank of the job.
+        ValueError: groups overlap, do not hold every rank of the job, or differ between ranks.
         RuntimeError: ``hvd.init()`` was called before, without ``process_sets="dynamic"``.
 
     Example::
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return make_groups("horovod.tensorflow", TensorFlowCommunicator, [list(group) for group in groups])
+    return make_groups("horovod.tensorflow", TensorFlowCommunicator, groups=groups)

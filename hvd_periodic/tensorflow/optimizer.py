@@ -276,9 +276,9 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
 
         build_on_all(self._communicator, self._prefix, check)
         synchronizer = self.synchronizer
-        self._start_alike()
         synchronizer.communicator, synchronizer.name = self._communicator, self._prefix
         synchronizer.root = self._communicator.rank_of(self._root_rank)
+        synchronizer.average_within(None if self._average is None else self._average.communicator)
         synchronizer.start()
         self._started = True
 
@@ -467,7 +467,6 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             position = (synchronizer.local_steps, self._any_in_group(synchronizer.parameters_have_moved()))
             positions = self._communicator.allgather_object(position, f"{self._prefix}.first")
             if any(moved for _, moved in positions) and all(steps == 0 for steps, _ in positions):
-                self._start_alike()
                 synchronizer.broadcast()
             changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
             failure = ValueError(
@@ -477,11 +476,6 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             )
             raise_on_all(self._communicator, self._prefix, failure if changed else None)
         self._opened = True
-
-    def _start_alike(self) -> None:
-        """Give the ranks that average their gradients the values of the first of them."""
-        if self._average is not None:
-            self.synchronizer.start_alike(self._average.communicator)
 
     def _any_in_group(self, value: bool) -> bool:
         """Return whether something is true on any of the ranks that average their gradients."""

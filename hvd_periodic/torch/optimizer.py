@@ -84,7 +84,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)
-        self._stop_averaging()
+        if self._averages and synchronizer.synchronous_until is not None:
+            synchronizer.follow = self._stop_averaging
+            self._stop_averaging()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,6 +129,13 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self.synchronizer.refuse_inside_center("step")
         if closure is not None and self._averages:
             raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
+        in_flight = self._averages and not self._synchronized and not self.synchronizer.replicas_differ
+        if in_flight and getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "A GradScaler must not look at gradients while an hvd.DistributedOptimizer averages them: call "
+                "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
+                "scaler.step(optimizer)"
+            )
         loss, updated = None, self._unscale()
         if updated and closure is not None:
             loss = self.inner.step(self._prepared(closure))
@@ -241,7 +250,6 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self.synchronizer.check_state_dict(own)
         self.inner.load_state_dict(inner)
         self.synchronizer.load_state_dict(own)
-        self._stop_averaging()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()} exchanging by {self.synchronizer.algorithm} at {self.synchronizer.schedule}"
@@ -265,15 +273,13 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         if not updated and isinstance(self.inner, PeriodicOptimizer):
             self.inner._count(updated)
         self.synchronizer.step(updated)
-        self._stop_averaging()
 
     def _stop_averaging(self) -> None:
         """Let a DistributedOptimizer inside leave the gradients alone while the replicas are to differ."""
-        if self.synchronizer.synchronous_until is not None:
-            inner: Any = self.inner
-            passes = NEVER if self.synchronizer.replicas_differ else self._passes
-            if inner.backward_passes_per_step != passes:
-                inner.set_backward_passes_per_step(passes)
+        inner: Any = self.inner
+        passes = NEVER if self.synchronizer.replicas_differ else self._passes
+        if inner.backward_passes_per_step != passes:
+            inner.set_backward_passes_per_step(passes)
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, showing the gradients of each evaluation to the algorithm."""

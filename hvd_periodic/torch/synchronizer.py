@@ -63,6 +63,8 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     replica: TorchReplica
     averaged: HorovodCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
+    follow: Callable[[], None] | None = None
+    """Called whenever the counters change."""
 
     def __init__(
         self,
@@ -102,13 +104,18 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             )
 
         build_on_all(communicator, name, build)
-        if self.averaged is not None and self.averaged.size > 1:
-            self.take_values_of_first(self.averaged, self.averaged.unique_name())
+        self.average_within(self.averaged)
         self.start()
+
+    def _counters_changed(self) -> None:
+        if self.follow is not None:
+            self.follow()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.asynchronous is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
+        if self.averaged is not None:
+            raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica = self.replica
         parts = (replica.named, replica.optimizer, replica.center_optimizer, replica.bucket_bytes)
         return (

@@ -5,6 +5,7 @@ mpirun -np 4 python -m tests.parallel.distributed_scenarios FOLDER '[[0, 1], [2,
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -167,6 +168,62 @@ def statistics() -> Any:
 
 
 @scenario
+def restored_on_the_root() -> Any:
+    """The state of rank 0, loaded there alone and broadcast(): x, x and steps after one more step; or the error."""
+    results = {}
+    for name, schedule in (("groups", 2), ("post-local", hvdp.PostLocal(4, 3))):
+
+        def make(schedule: Any = schedule) -> tuple[Any, Any]:
+            w = parameter()
+            local, cross = (GROUPS[0].local, GROUPS[0].cross) if schedule == 2 else (None, None)
+            inner = distributed(w, local or hvd.global_process_set)
+            return w, hvdp.ElasticAverageOptimizer(inner, [("w", w)], schedule, 0.25, process_set=cross)
+
+        w, optimizer = make()
+        train(w, optimizer, 7)
+        state, value = optimizer.state_dict(), w.detach().clone()
+        w, optimizer = make()
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(state)
+            w.data.copy_(value)
+        if schedule == 2:
+            results[name] = attempt(optimizer.synchronizer.broadcast)
+            continue
+        optimizer.synchronizer.broadcast()
+        start = w.detach().tolist()
+        train(w, optimizer, 1)
+        results[name] = [start, w.detach().tolist(), optimizer.synchronizer.local_steps]
+    return results
+
+
+@scenario
+def scaled() -> Any:
+    """Under a GradScaler: x and x without one; the error where gradients are looked at too early."""
+    found: list[Any] = []
+    for scale in (1.0, 1024.0):
+        w = parameter()
+        optimizer = OPTIMIZERS["average"](distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].cross)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(w, float(scaler.scale(torch.ones(()))))
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        found.append(w.detach().tolist())
+    w = parameter()
+    optimizer = OPTIMIZERS["average"](distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].cross)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    backward(w)
+    found.append(attempt(lambda: scaler.step(optimizer)))
+    optimizer.synchronize()
+    return found
+
+
+@scenario
 def levels() -> Any:
     """Averages inside of groups after every second step, and of all ranks after every sixth."""
     w = parameter()
@@ -223,8 +280,21 @@ def refused() -> Any:
         optimizer = OPTIMIZERS["average"](distributed(w, GROUPS[0].local), [("w", w)], process_set=GROUPS[0].cross)
         optimizer.step(lambda: torch.zeros(()))
 
+    def other_periods() -> None:
+        """Each place in a group has a period of its own: those that exchange agree, those of a group do not."""
+        period = 2 + next(group for group in GROUPS[0].ranks if hvd.rank() in group).index(hvd.rank())
+        inner = distributed(w, GROUPS[0].local)
+        hvdp.ModelAverageOptimizer(inner, [("w", w)], period, process_set=GROUPS[0].cross)
+
+    def post_local_optimizer() -> Any:
+        return hvdp.ModelAverageOptimizer(distributed(w), [("w", w)], hvdp.PostLocal(2, 2))
+
     size = hvd.size()
     return {
+        "other periods": attempt(other_periods),
+        "other groups": attempt(lambda: hvdp.rank_groups([[0], range(1, size)] if hvd.rank() else [range(size)])),
+        "a string": attempt(lambda: hvdp.node_groups("2")),
+        "copy": attempt(lambda: copy.deepcopy(post_local_optimizer())),
         "over all": attempt(over_all),
         "inside the group": attempt(inside_the_group),
         "asynchronous": attempt(without_waiting),

@@ -102,6 +102,25 @@ def test_groups_end_together(job: tuple[list[list[int]], Reports]) -> None:
     assert found == [[f"{rank}.ended" for rank in range(len(found))]] * len(found)
 
 
+def test_the_state_of_the_root_alone(job: tuple[list[list[int]], Reports]) -> None:
+    """It is enough after the switch of post-local; in groups members would go on with other momenta."""
+    found = column(job[1], "restored_on_the_root")
+    start = found[0]["post-local"][0]
+    after = []
+    for report in found:
+        assert "load the state on every rank. Received: states of steps [0, 7]" in report["groups"]
+        assert report["post-local"][0] == start
+        assert report["post-local"][2] == 8
+        after.append(report["post-local"][1])
+    assert all(x != after[0] for x in after[1:]), "no rank averages gradients any longer"
+
+
+def test_gradients_are_averaged_before_a_scaler_looks_at_them(job: tuple[list[list[int]], Reports]) -> None:
+    for plain, scaled, error in column(job[1], "scaled"):
+        assert scaled == pytest.approx(plain, rel=1e-12)
+        assert "A GradScaler must not look at gradients while" in error
+
+
 def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
     """One optimizer of this package in another, each with a period and ranks of its own."""
     groups, reports = job
@@ -120,6 +139,10 @@ def test_refused(job: tuple[list[list[int]], Reports]) -> None:
         "asynchronous": "would exchange at different moments",
         "another group": "`process_set` must contain this rank",
         "closure": "takes no closures",
+        "other periods": "All ranks must run the same optimizer",
+        "other groups": "All ranks must pass the same groups",
+        "a string": "`node_groups(size=...)` must be an int",
+        "copy": "cannot be copied or pickled",
         "around": "goes inside of an optimizer of hvd_periodic, not around it",
         "overlap": "Groups must not overlap: rank 0 is in several",
         "missing": f"must hold every rank from 0 to {len(reports) - 1} and no other",

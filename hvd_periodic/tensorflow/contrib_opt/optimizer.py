@@ -36,6 +36,7 @@ from hvd_periodic.tensorflow.store import VariableStore
 Pairs = list[tuple[Any, Any]]
 """(gradient, variable) pairs."""
 
+_COLLECTIONS = tf.compat.v1.GraphKeys
 _ROOT = 0
 
 _HOW_TO_START = (
@@ -113,6 +114,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._adopts = getter is None
         self._getter = getter_class("", tf.compat.v1.GraphKeys.GLOBAL_VARIABLES) if getter is None else getter
         self._local_steps: tf.Variable | None = None
+        self._positions: list[tf.Variable] = []
         self._buffers = buffers
         self._global_step: Any = None
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
@@ -137,13 +139,15 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         if not (isinstance(self._schedule, PostLocal) and self._schedule.quiet):
             return None
         if self._local_steps is None:
-            self._local_steps = self._new_variable("local_steps", (), tf.int64, 0)
+            # In checkpoints, unlike other counters: training does not fall back into that phase.
+            self._local_steps = self._new_variable("local_steps", (), tf.int64, 0, _COLLECTIONS.GLOBAL_VARIABLES)
+            self._positions.append(self._local_steps)
         return self._local_steps >= self._schedule.start
 
     def _averaged_until(self, begun: tf.Tensor, pairs: Pairs) -> Pairs:
         """Return pairs whose gradients the DistributedOptimizer inside averages as long as no local step has begun."""
-        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        gradients, variables = (list(column) for column in zip(*present, strict=True))
+        present = [pair for pair in pairs if pair[0] is not None]
+        gradients, variables = [gradient for gradient, _ in present], [variable for _, variable in present]
         means: list[Any] = []
 
         def mean() -> list[Any]:
@@ -153,7 +157,10 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         def leave() -> list[Any]:
             return [in_form_of(form, gradient) for form, gradient in zip(means, gradients, strict=True)]
 
-        return list(zip(tf.cond(tf.logical_not(begun), mean, leave), variables, strict=True))
+        if not gradients:
+            return pairs
+        chosen = iter(tf.cond(tf.logical_not(begun), mean, leave))
+        return [(gradient if gradient is None else next(chosen), variable) for gradient, variable in pairs]
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> tf.Operation:
         """Return the operation that takes one local step and, every period, exchanges.
@@ -183,6 +190,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             return pairs, self._synchronizer([v for g, v in pairs if g is not None], prefix)
 
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
+        synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         self._global_step = global_step
         with tf.device(None), tf.compat.v1.name_scope(name or self._name), self._getter.paused():
@@ -236,7 +244,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
     def _initialize(self) -> tf.Operation:
         """Give all ranks the root's centers and global step, then let everything local start from the center."""
         getter, self._initializations = self._getter, self._initializations + 1
-        shared = [*getter.centers.values(), *getter.statistics]
+        shared = [*getter.centers.values(), *getter.statistics, *self._positions]
         if self._center_optimizer is not None:
             shared += self._center_optimizer.variables()
         if self._global_step is not None:
@@ -267,6 +275,13 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             value = self._averaged.broadcast(value, f"{name}.group", 0)
         return self._communicator.broadcast(value, name, _ROOT)
 
+    def finalize(self) -> None:
+        """Wait until all groups of ranks have come to their end; the hook of ``make_session_run_hook`` does it too.
+
+        The first process that ends takes Horovod from all others. Outside of groups there is nothing to wait for.
+        """
+        self._communicator.wait_for_job()
+
     def get_final_op(self) -> tf.Operation:
         """Return the operation that ends asynchronous training.
 
@@ -286,7 +301,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
         final = self.get_final_op if self._asynchronous else None
-        return InitializationHook(get_init_op, is_chief, self._communicator.wait_for_job, final)
+        return InitializationHook(get_init_op, is_chief, self.finalize, final)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return what the second variable per trainable variable starts from."""
@@ -371,7 +386,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._buffer_centers += pairs
         return synchronizer
 
-    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+    def _new_variable(
+        self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any, collection: str | None = None
+    ) -> tf.Variable:
         if name == "local_steps" and self._local_steps is not None:
             made, self._local_steps = self._local_steps, None
             return made
@@ -379,7 +396,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             made = tf.compat.v1.Variable(
                 lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
                 trainable=False,
-                collections=[self._getter.collection],
+                collections=[collection or self._getter.collection],
                 name="local_step" if name == "local_steps" else f"{self._name}/{name}",
                 use_resource=True,
             )
