@@ -84,8 +84,7 @@ def shuffled() -> Iterator[dict[tf.Tensor, np.ndarray | bool]]:
     random = np.random.default_rng(args.seed)
     while True:
         order = random.permutation(len(train_images))[hvd.rank() :: hvd.size()]
-        for first in range(0, len(order) - args.batch_size, args.batch_size):
-            batch = order[first : first + args.batch_size]
+        for batch in np.array_split(order, len(order) // args.batch_size):
             yield {images: train_images[batch], labels: train_labels[batch], training: True}
 
 

@@ -72,7 +72,8 @@ class Training:
             self.optimizer = OPTIMIZERS[name](opt(), workers, getter, *period, **options)
             with tf.control_dependencies([self.mean.assign_add([1.0 + hvd.rank()])]):
                 loss = loss_of(self.w)
-            self.step_op = self.optimizer.minimize(loss, global_step=tf.train.get_or_create_global_step())
+            self.global_step = tf.train.get_or_create_global_step()
+            self.step_op = self.optimizer.minimize(loss, global_step=self.global_step)
             self.saver = self.optimizer.swapping_saver(tf.trainable_variables())
             self.center = next(v for v in tf.global_variables() if v.op.name == "global_center_variable/w")
             if not with_getter:
@@ -105,7 +106,7 @@ def without_getter() -> Any:
             everything = {v.op.name for v in tf.global_variables()}
             path = tf.train.Saver().save(training.session, f"{folder}/c")
             before = training.state()
-            mean = training.session.run(training.mean).tolist()
+            mean = [*training.session.run(training.mean).tolist(), int(training.session.run(training.global_step))]
             training.take(3)
             tf.train.Saver().restore(training.session, path)
             again = training.state()

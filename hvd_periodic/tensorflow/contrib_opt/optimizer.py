@@ -167,7 +167,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
         Args:
             grads_and_vars: pairs as :meth:`compute_gradients` returns them.
-            global_step: incremented by one at every exchange.
+            global_step: incremented by one at every exchange; without a custom getter, at every local step.
             name: of the operation.
 
         Raises:
@@ -444,7 +444,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 # As in _initialize: a center that is set to a reference variable would share its memory.
                 values = function(*(tf.raw_ops.DeepCopy(x=variable.read_value()) for variable in variables))
                 assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
-                if counted and global_step is not None:
+                if counted and global_step is not None and not self._adopts:
                     assigned.append(global_step.assign_add(tf.ones([], global_step.dtype.base_dtype)))
                 with tf.control_dependencies([tf.group(*assigned)]):
                     return tf.constant(True)
@@ -465,6 +465,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         def nothing() -> tf.Tensor:
             return tf.constant(False)
 
+        if self._adopts and global_step is not None:  # A Horovod script knows steps, not rounds.
+            with tf.control_dependencies(waited):
+                waited = [global_step.assign_add(tf.ones([], global_step.dtype.base_dtype))]
         with tf.control_dependencies(waited):
             due = tf.function(synchronizer.count, autograph=False)()
         with _control_flow_v1():
