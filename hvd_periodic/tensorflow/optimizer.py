@@ -309,7 +309,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._open(variables)
         self.synchronizer.refuse_inside_center("step")
         self._check_variables_are_known(variables)
-        gradients, updated = self._prepare(self._averaged(gradients, variables), variables)
+        gradients, updated = self._prepare(self._average_gradients(gradients, variables), variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
 
@@ -535,7 +535,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._saved.variables[name] = variable
         return native(variable)
 
-    def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def _average_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the means of gradients over the ranks of a DistributedOptimizer, as long as it averages."""
         average, synchronizer = self._average, self.synchronizer
         if average is None or (tf.executing_eagerly() and synchronizer.replicas_differ):

@@ -84,7 +84,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)
-        if self._averages and synchronizer.synchronous_until is not None:
+        if hasattr(optimizer, "set_backward_passes_per_step") and synchronizer.synchronous_until is not None:
             synchronizer.follow = self._stop_averaging
             self._stop_averaging()
 

@@ -82,9 +82,23 @@ class Training:
                 start_op = self.optimizer.get_init_op()
             else:
                 start_op = self.optimizer.get_init_op(hvd.rank())
-            self.session = tf.Session()
-            self.session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
-            self.session.run(start_op)
+            self._all = tf.train.Saver()
+            self._start = [tf.group(tf.global_variables_initializer(), tf.local_variables_initializer()), start_op]
+            self._begin()
+
+    def _begin(self, path: str | None = None) -> None:
+        """Start a session as a script does: initialize, restore, and let all ranks start alike."""
+        self.session = tf.Session(graph=self.graph)
+        self.session.run(self._start[0])
+        if path is not None:
+            self._all.restore(self.session, path)
+        self.session.run(self._start[1])
+
+    def restart(self) -> Training:
+        """Go on in a new session, from a checkpoint of the global variables."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._begin(self._all.save(self.session, f"{folder}/c"))
+        return self
 
     def take(self, steps: int) -> Training:
         for _ in range(steps):
@@ -147,6 +161,21 @@ def post_local() -> Any:
 
 
 @scenario
+def resumed() -> Any:
+    """x after a step that follows a restart: before the switch at step 4, and after it; with and without a getter."""
+    results: dict[str, Any] = {}
+    for steps in (2, 6):
+        for with_getter in (True, False):
+
+            def inside() -> Any:
+                return hvd.DistributedOptimizer(local())
+
+            training = Training("average", with_getter, inside, hvd.size(), hvdp.PostLocal(4, 30))
+            results[f"{steps} {with_getter}"] = training.take(steps).restart().take(1).state()[0]
+    return results
+
+
+@scenario
 def embedding() -> Any:
     """Sparse gradients on both sides of the switch: all values at step 3, and after the exchange at step 5."""
     with tf.Graph().as_default():
@@ -173,6 +202,9 @@ def refused() -> Any:
         with tf.Graph().as_default():
             return attempt(lambda: OPTIMIZERS["easgd"](*arguments, **options))
 
+    def inside_another() -> Any:
+        return OPTIMIZERS["average"](local(), hvd.size(), None)
+
     def never_started() -> None:
         with tf.Graph().as_default(), tf.Session() as session:
             w = tf.get_variable("w", initializer=np.array(oracle.START) + hvd.rank(), dtype=tf.float64)
@@ -187,6 +219,8 @@ def refused() -> Any:
         "over all": made(hvd.DistributedOptimizer(local()), n, None),
         "asynchronous": made(local(), n, None, asynchronous=True),
         "passes": made(hvd.DistributedOptimizer(local(), backward_passes_per_step=2), n, None),
+        "levels": made(inside_another(), n, None),
+        "rho": attempt(lambda: contrib_opt.ElasticAverageOptimizer(local(), n, None, hvdp.PostLocal(4, 3))),
         "workers": made(inside, n + 1, None, process_set=groups.cross),
         "never started": attempt(never_started, tf.errors.OpError),
     }

@@ -72,6 +72,14 @@ def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
                 assert late == [close(replicas[rank]), close(center)], (name, with_getter, rank)
 
 
+def test_a_restart_does_not_fall_back_into_the_synchronous_phase(job: tuple[list[list[int]], Reports]) -> None:
+    found = column(job[1], "resumed")
+    for with_getter in (True, False):
+        before, after = ([report[f"{steps} {with_getter}"] for report in found] for steps in (2, 6))
+        assert all(x == before[0] for x in before), "gradients are averaged still"
+        assert all(x != after[0] for x in after[1:]), "and no longer"
+
+
 def test_sparse_gradients_on_both_sides_of_the_switch(job: tuple[list[list[int]], Reports]) -> None:
     """Rows that no rank touched do not move; all are equal while gradients are averaged, and after the exchange."""
     found = column(job[1], "embedding")
@@ -92,6 +100,8 @@ def test_refused(job: tuple[list[list[int]], Reports]) -> None:
         "over all": "so that nothing would be left to exchange",
         "asynchronous": "asynchronous=True needs a ElasticAverageCustomGetter",
         "passes": "backward_passes_per_step > 1 inside is for PyTorch only",
+        "levels": "takes no optimizer that exchanges already",
+        "rho": "`rho` has no default",
         "workers": "`num_worker` must be the number of Horovod ranks that exchange",
         "never started": "Has a session begun without the hook",
     }

@@ -251,7 +251,7 @@ def test_commands(launcher: str, plain: str, pinned: str, tmp_path: Path) -> Non
     name, _, controller = launcher.partition(" --")
     mpirun = shutil.which("mpirun", path=environment()["PATH"])
     for expected, options, passed in ((plain, {}, PLAIN), (pinned, OPTIONS, PASSED)):
-        variables = {"HVD_PERIODIC_DRY_RUN": "1", "HVD_PERIODIC_CONTROLLER": controller, "LD_LIBRARY_PATH": "/opt/lib"}
+        variables = {"HVD_PERIODIC_DRY_RUN": "1", "HVD_PERIODIC_CONTROLLER": controller, "LD_LIBRARY_PATH": "lib"}
         shown = run(script(name, "h0:4,h1:4", str(tmp_path / "train.py"), "--flag", "a b"), **variables, **options)
         command = expected.format(
             mpirun=mpirun,

@@ -15,7 +15,7 @@ from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
-from hvd_periodic.schedules import PostLocal, Schedule, as_schedule, next_exchange
+from hvd_periodic.schedules import PostLocal, Schedule, as_schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.distributed import averaged_by, plain
 from hvd_periodic.tensorflow.contrib_opt.getters import (
@@ -89,6 +89,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                     f"`{cls}` wraps a tf.compat.v1.train.Optimizer; for Keras optimizers there is "
                     f"hvd_periodic.tensorflow.{cls}. Received: {type(opt).__name__}"
                 )
+            if isinstance(opt, _GraphOptimizer):
+                raise TypeError(f"`{cls}` takes no optimizer that exchanges already; those of PyTorch and Keras do")
             if not isinstance(getter, getter_class) and getter is not None:
                 raise TypeError(f"`{cls}` needs a {getter_class.__name__}. Received: {type(getter).__name__}")
             if asynchronous and getter is None:
@@ -112,7 +114,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._algorithm, self._schedule, self._averaged = build_on_all(self._communicator, prefix, check)
         self._opt: Any = opt
         self._adopts = getter is None
-        self._getter = getter_class("", tf.compat.v1.GraphKeys.GLOBAL_VARIABLES) if getter is None else getter
+        self._getter = getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._local_steps: tf.Variable | None = None
         self._positions: list[tf.Variable] = []
         self._buffers = buffers
@@ -405,14 +407,13 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _keep_slots_local(self, variables: Sequence[Any]) -> None:
         """Move what the wrapped optimizer keeps of the local replicas from the global to the local variables."""
-        keys = tf.compat.v1.GraphKeys
         graph = tf.compat.v1.get_default_graph()
         own = {variable.ref() for variable in self._opt.variables()}
-        everywhere = graph.get_collection_ref(keys.GLOBAL_VARIABLES)
+        everywhere = graph.get_collection_ref(_COLLECTIONS.GLOBAL_VARIABLES)
         moved = [variable for variable in everywhere if variable.ref() in own]
         everywhere[:] = [variable for variable in everywhere if variable.ref() not in own]
         for variable in moved:
-            graph.add_to_collection(keys.LOCAL_VARIABLES, variable)
+            graph.add_to_collection(_COLLECTIONS.LOCAL_VARIABLES, variable)
 
     def _count_and_exchange(
         self, synchronizer: VariableSynchronizer, waited: Sequence[Any], global_step: Any
@@ -564,8 +565,12 @@ class ElasticAverageOptimizer(_InitializedByTask):
             made = EASGD(moving_rate)
             if rho is not None:
                 return EASGD(moving_rate, rho=rho)
-            period = next_exchange(as_schedule(communication_period, "communication_period"), 0)
-            rate = moving_rate if made.moving_rate is not None else BETA / period / num_worker
+            if made.moving_rate is None and callable(communication_period):
+                raise ValueError(
+                    "`rho` has no default, which would be moving_rate / learning_rate, where the default of `moving_rate` "
+                    "follows a schedule: pass `rho`, 0.0 for no elastic term"
+                )
+            rate = moving_rate if made.moving_rate is not None else BETA / communication_period / num_worker
             rate = require_real(rate, "`moving_rate`", positive=True)
             return EASGD(moving_rate, rho=rate / _numeric_rate(plain(opt)))
 
