@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
-
-from hvd_periodic.comm.base import Communicator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
 
-def build_on_all(communicator: Communicator, name: str, build: Callable[[], T]) -> T:
+class Ranks(Protocol):
+    """Ranks that can learn of each other: a communicator, or all ranks that train together."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+
+
+def build_on_all(communicator: Ranks, name: str, build: Callable[[], T]) -> T:
     """Return ``build()``, or raise on every rank if it raises on any.
 
     A rank whose arguments are refused would otherwise leave the others waiting for it.
@@ -30,7 +39,7 @@ def build_on_all(communicator: Communicator, name: str, build: Callable[[], T]) 
     return result  # type: ignore[return-value]
 
 
-def raise_on_all(communicator: Communicator, name: str, failure: Exception | None) -> None:
+def raise_on_all(communicator: Ranks, name: str, failure: Exception | None) -> None:
     """Raise on every rank if any rank reports a failure: its own error there, a RuntimeError elsewhere."""
     reports = communicator.allgather_object(failure and f"{type(failure).__name__}: {failure}", f"{name}.failures")
     if failure is not None:
@@ -41,7 +50,7 @@ def raise_on_all(communicator: Communicator, name: str, failure: Exception | Non
         raise RuntimeError(f"Rank {rank} failed ({len(failed)} of {communicator.size} ranks did): {report}")
 
 
-def agree(communicator: Communicator, name: str, facts: Mapping[str, object]) -> None:
+def agree(communicator: Ranks, name: str, facts: Mapping[str, object]) -> None:
     """Raise on all ranks unless all state the same facts, compared as text.
 
     Digests are compared first, so that large models cost a few bytes per rank.
@@ -59,7 +68,7 @@ def agree(communicator: Communicator, name: str, facts: Mapping[str, object]) ->
         for rank, rank_facts in enumerate(by_rank):
             ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = "; ".join(f"{value} on rank {_join(ranks)}" for value, ranks in ranks_by_value.items())
+            values = "; ".join(f"{value} on rank {join(ranks)}" for value, ranks in ranks_by_value.items())
             raise ValueError(f"All ranks must run the same optimizer. They differ in {key}: {values}")
     raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
 
@@ -70,7 +79,7 @@ _ADVICE = (
 )
 
 
-def audit(communicator: Communicator, name: str, vectors: Iterable[bytes], advice: str = _ADVICE) -> None:
+def audit(communicator: Ranks, name: str, vectors: Iterable[bytes], advice: str = _ADVICE) -> None:
     """Raise on all ranks unless all hold the same vectors, to the bit.
 
     Raises:
@@ -82,8 +91,9 @@ def audit(communicator: Communicator, name: str, vectors: Iterable[bytes], advic
     digests = communicator.allgather_object(digest.hexdigest(), f"{name}.audit")
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
-        raise RuntimeError(f"The center variables differ between ranks: rank {_join(different)} from rank 0. {advice}")
+        raise RuntimeError(f"The center variables differ between ranks: rank {join(different)} from rank 0. {advice}")
 
 
-def _join(ranks: list[int]) -> str:
+def join(ranks: Sequence[int]) -> str:
+    """Return ranks as text."""
     return ", ".join(map(str, ranks))

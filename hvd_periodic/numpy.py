@@ -165,12 +165,21 @@ class NumpyReplica:
 
     def center_settings(self) -> dict[str, object]:
         """Return the numbers and texts among the attributes of the center optimizer."""
+        return {f"{key} of the center optimizer": value for key, value in self.center_hyperparameters().items()}
+
+    def center_hyperparameters(self) -> Any:
+        """Return the numbers and texts among the attributes of the center optimizer."""
         attributes = {} if self._center_optimizer is None else vars(self._center_optimizer)
-        return {
-            f"{key} of the center optimizer": value
-            for key, value in attributes.items()
-            if isinstance(value, (int, float, str))
-        }
+        return {key: value for key, value in attributes.items() if isinstance(value, (int, float, str))}
+
+    def follow(self, settings: Any) -> None:
+        """Set them."""
+        if self._center_optimizer is not None and settings is not None:
+            vars(self._center_optimizer).update(settings)
+
+    def discard_gradients(self) -> None:
+        """Leave the parameters without gradients."""
+        self.gradients = [None] * len(self.arrays)
 
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's attributes."""
@@ -220,10 +229,6 @@ class NumpyReplica:
     def from_host(self, array: Array, bucket: Bucket) -> Array:
         """It is there."""
         return array
-
-    def control(self, values: list[int]) -> Array:
-        """Return the values as int64."""
-        return np.array(values, dtype=np.int64)
 
     def to_bytes(self, value: Array) -> bytes:
         """Return the raw memory."""
@@ -327,6 +332,10 @@ class PeriodicOptimizer:
         self.synchronizer.prepare_gradients()
         self.optimizer.step(replica.arrays, replica.gradients)
         self.synchronizer.step()
+
+    def skip(self) -> None:
+        """Count an iteration without update, as every rank has to that has nothing to step with."""
+        self.synchronizer.step(updated=False)
 
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the arrays inside a ``with`` block, the local values again after it."""

@@ -93,16 +93,25 @@ class Replica(CenterOptimizer, Protocol, Generic[V]):
         """
 
     def center_settings(self) -> dict[str, object]:
-        """Return the hyper-parameters of the center optimizer; all ranks have to agree on them."""
+        """Return the hyper-parameters of the center optimizer, by readable name; all ranks have to agree on them.
+
+        Names of learning rates begin with ``lr`` or ``learning_rate``.
+        """
+
+    def center_hyperparameters(self) -> Any:
+        """Return the same in a form that :meth:`follow` takes, on another rank."""
+
+    def follow(self, settings: Any) -> None:
+        """Let the next step of the center optimizer take these hyper-parameters; None: its own."""
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of this iteration, which are of other parameters than there are."""
 
     def to_host(self, value: V, bucket: Bucket) -> np.ndarray:
         """Return a flat vector as an array in host memory; a view, where it is there already."""
 
     def from_host(self, array: np.ndarray, bucket: Bucket) -> V:
         """Return an array as a flat vector on the device of the bucket; may be a view of the array."""
-
-    def control(self, values: list[int]) -> Any:
-        """Return a 64-bit integer vector in host memory that the communicator takes."""
 
     def to_bytes(self, value: V) -> bytes:
         """Return the raw memory of a flat vector, for audits."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
-
-import numpy as np
 
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange
@@ -18,19 +19,21 @@ from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
+from hvd_periodic.comm.together import Together
+from hvd_periodic.consistency import agree, audit, build_on_all, join
+from hvd_periodic.meeting import Purpose, Record, check, integers, records_of
 from hvd_periodic.part import Part
 from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
 from hvd_periodic.schedules.post_local import PostLocal
+from hvd_periodic.startup import Moment, Standing, Start, decide
 from hvd_periodic.store import Store
 from hvd_periodic.version import __version__
 
 V = TypeVar("V")
 
-_FAR = 2**62
-"""Above every step count; ``_FAR − step`` turns a maximum over ranks into a minimum."""
+logger = logging.getLogger("hvd_periodic")
 
 _STATE_VERSION = 1
 _STATE_KEYS = {"algorithm", "schedule", "counters", "center_optimizer", "vectors"}
@@ -73,27 +76,31 @@ class Counters:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What ranks learn of each other before an exchange: maxima over ranks.
+    """What ranks have learned of each other before an exchange.
 
     Attributes:
         training: some rank is still training, and not here to finalize.
         step: local steps at which this rank goes on.
-        pending: local steps since the last exchange.
+        pending: local steps since the last exchange, on the rank with most of them.
         period: local steps that the schedule planned between the last exchange and the next; where some rank is still
             training, for those that are.
+        settings: hyper-parameters for the step of the center optimizer, where those of ranks differ.
     """
 
     training: bool
     step: int
     pending: int
     period: int
+    settings: Any = None
 
 
 class Synchronizer(Generic[V]):
     """Runs one algorithm on one replica, whenever its schedule says so.
 
-    Construction is local; :meth:`start` is the first call that communicates. Every rank then calls :meth:`step` once
-    per iteration, and :meth:`finalize` once at the end.
+    Construction is local; :meth:`start` is the first call that communicates, and gives all ranks the root's values.
+    Until the first step others may be loaded, into the model or as a state: :meth:`begin` then finds out on all ranks
+    who has what. Every rank calls :meth:`prepare_gradients` before each local update, :meth:`step` once per iteration,
+    and :meth:`finalize` once at the end.
 
     Args:
         replica: the parameters of this rank, as a front end provides them.
@@ -139,9 +146,13 @@ class Synchronizer(Generic[V]):
         self.root = root
         self.name = communicator.unique_name() if name is None else name
         self.counters = Counters(next_exchange=next_exchange(schedule, 0))
-        self.group: Communicator | None = None
-        self.group_name = ""
+        self.together = Together(communicator)
+        self.run = ""
+        """Names this training among others, in saved states."""
         self._in_groups = False
+        self._begun = False
+        self._loaded = False
+        self._warned = False
         self._prepared = False
         self._failure: str | None = None
         self._inside_center = False
@@ -205,15 +216,33 @@ class Synchronizer(Generic[V]):
         """Exchanges so far."""
         return self.counters.rounds
 
+    @property
+    def number(self) -> int:
+        """Which optimizer of its ranks this is, as the name says: 1 for the first."""
+        last = self.name.rpartition(".")[2]
+        return int(last) if last.isdigit() else 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether training has begun, since construction and since a state was loaded."""
+        return self._begun
+
+    @begun.setter
+    def begun(self, begun: bool) -> None:
+        self._begun = begun
+        self._begun_changed()
+
+    def _begun_changed(self) -> None:
+        """Let a front end wait for the first local update, or no longer."""
+
     def average_within(self, group: Any) -> None:
         """Take notice of the ranks that average their gradients with this one at every step, before :meth:`start`.
 
         They agree, start and are restored like this one; those that exchange do so anyway.
         """
         self._in_groups = group is not None and group.size > 1 and self.synchronous_until is None
-        exchanging = set(getattr(self.communicator, "ranks", range(self.communicator.size)))
-        if group is not None and not set(group.ranks) <= exchanging:
-            self.group, self.group_name = group, group.unique_name()
+        if group is not None and not set(group.global_ranks) <= set(self.communicator.global_ranks):
+            self.together.average_within(group)
 
     @property
     def synchronous_until(self) -> int | None:
@@ -240,7 +269,112 @@ class Synchronizer(Generic[V]):
             ValueError: ranks differ; raised on all of them.
         """
         self.check_agreement()
-        self.broadcast()
+        runs = self.together.gather(uuid.uuid4().hex[:16], "run")
+        self.run = next(iter(runs.values()))
+        self._give_values()
+        self._restart()
+
+    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+        """Begin training, if it has not begun since construction or since a state was loaded: all ranks together.
+
+        The ranks find out who has what:
+
+        - nobody has loaded a state: all start from what is now in the model of the root;
+        - every rank has loaded its own, or all the same one: they go on exactly from there;
+        - the root has, and others have not: all take over its parameters, center, counters, and state of the center's
+          optimizer.
+
+        Args:
+            moment: what this rank can say of its model. Where all have changed theirs already, they started from what
+                :meth:`start` gave them.
+
+        Returns:
+            Whether this rank took over other parameters, so that gradients which it has are of none that it holds.
+
+        Raises:
+            RuntimeError: the states of ranks do not belong together; a rank cannot go on; ranks wait in different
+                places; all are at the end, and have trained without counting a step. On all ranks.
+        """
+        if self._begun:
+            return False
+        self._meet(Purpose.START)
+        standings = self.together.gather(self._standing(moment), "start")
+        until = self.synchronous_until or 0
+        averaging = self.together.any(self._in_groups) or max(s.local_steps for s in standings.values()) < until
+        root = self.communicator.global_ranks[self.root]
+        start = decide(standings, root, averaging, asynchronous=self.asynchronous is not None)
+        digests = {standing.replica for standing in standings.values()}
+        if start is Start.ANEW:
+            self._begin_anew(different=len(digests) > 1)
+        elif start is Start.FROM_ROOT:
+            self._take_over(self.communicator, self.root, self.name)
+        elif self.asynchronous is not None and start is Start.AS_LOADED:
+            self.asynchronous.resume(self.parts, self._restored)
+        self._restored = None
+        self._loaded = False
+        self.begun = True
+        if start not in (Start.ANEW, Start.FROM_ROOT):
+            return False
+        return len(digests) > 1 if averaging else standings[self._global_rank].replica != standings[root].replica
+
+    @property
+    def _global_rank(self) -> int:
+        return self.communicator.global_ranks[self.communicator.rank]
+
+    def _begin_anew(self, different: bool) -> None:
+        """Start from the root's parameters, which may have been loaded since construction."""
+        if different:
+            logger.warning("The parameters of the ranks differ at the first step: all take over the root's")
+            self._give_values()
+        self._restart()
+        for part in self.parts[1:]:  # A forward pass has changed statistics already, on each rank in its way.
+            if part.placement.everywhere:
+                self._send_store(part.center, _sender(self.communicator, f"{self.name}.{part.name}", self.root))
+
+    def _restart(self) -> None:
+        """Set the center to the parameters, wherever it lives; all ranks together."""
+        self.reset_center()
+        if self.asynchronous is not None:
+            self.asynchronous.start(self.parts)
+
+    def _standing(self, moment: Moment) -> Standing:
+        """Return where this rank stands, for the others."""
+        counters, loaded = self.counters, self._has_loaded()
+        center = ""
+        if loaded and self.asynchronous is None:
+            center = self._digest(self._loaded_centers())
+        return Standing(
+            loaded,
+            counters.local_steps,
+            (counters.last_exchange, counters.next_exchange),
+            self.run if loaded else "",
+            center,
+            self._digest([self.parts[0].values]),
+            moment,
+        )
+
+    def _has_loaded(self) -> bool:
+        return self._loaded and self.local_steps > 0
+
+    def _loaded_centers(self) -> list[Store[Any]]:
+        """Return the centers that were loaded, whole; none where this rank has shares only."""
+        stores: list[Store[Any]] = []
+        for part in self.parts[:1] if self._in_groups else self.parts:
+            if part.placement.everywhere:
+                stores.append(part.center)
+            elif self._restored is not None:
+                stores.append(self.replica.new_temporary_store(part.values.layout))
+                self.replica.load(stores[-1], self._restored["vectors"][part.name]["center"])
+        return stores
+
+    def _digest(self, stores: Iterable[Store[Any]]) -> str:
+        """Return a text that is the same where the values are, to the bit; empty of no stores."""
+        digest, any_store = hashlib.sha256(), False
+        for store in stores:
+            any_store = True
+            for bucket in store.layout.buckets:
+                digest.update(self.replica.to_bytes(store.read(bucket)))
+        return digest.hexdigest() if any_store else ""
 
     def check_agreement(self) -> None:
         """Check that all ranks are about to do the same; for asynchronous exchange, make the center.
@@ -251,20 +385,23 @@ class Synchronizer(Generic[V]):
         """
         facts = build_on_all(self.communicator, self.name, self._facts)
         agree(self.communicator, self.name, facts)
-        if self.group is not None:
-            agree(self.group, self.group_name, facts)
+        if self.together.group is not None:
+            agree(self.together.group, self.together.group_name, facts)
         if self.asynchronous is not None:
-            self.asynchronous.open()
+            self.asynchronous.open(self.number)
 
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
 
-        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing.
+        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing. The first call
+        begins training, see :meth:`begin`: gradients of parameters that are replaced there are discarded.
 
         Raises:
-            RuntimeError: called inside ``center()``.
+            RuntimeError: called inside ``center()``; or as :meth:`begin`.
         """
         self.refuse_inside_center("step")
+        if self.begin():
+            self.replica.discard_gradients()
         self._prepared = True
         if self.algorithm.uses_gradients and not self.replicas_are_equal:
             self._show_gradients()
@@ -287,6 +424,7 @@ class Synchronizer(Generic[V]):
                 shown; or as :meth:`sync`.
         """
         self.begin_step(updated)
+        self.begin(Moment.AFTER_UPDATE if updated else Moment.BEFORE_UPDATE)
         self._count(local_steps=1, skipped_updates=not updated)
         if self.local_steps == self.synchronous_until:
             self.restart_center()
@@ -312,6 +450,7 @@ class Synchronizer(Generic[V]):
             RuntimeError: the parameters changed since construction, or ranks are at different steps; on all ranks.
         """
         self.refuse_inside_center("sync")
+        self.begin(Moment.AFTER_UPDATE)
         self._run_exchange(leaving=False)
 
     def finalize(self) -> None:
@@ -333,9 +472,10 @@ class Synchronizer(Generic[V]):
     def leave(self) -> None:
         """Do what :meth:`finalize` does among the ranks that exchange."""
         self.refuse_inside_center("finalize")
+        if self.asynchronous is not None and not self.communicator.alive():
+            raise RuntimeError("Horovod has been shut down: finalize() has to come before hvd.shutdown()")
+        self.begin(Moment.END)
         if self.asynchronous is not None:
-            if not self.communicator.alive():
-                raise RuntimeError("Horovod has been shut down: finalize() has to come before hvd.shutdown()")
             if self.local_steps > self.counters.last_exchange:
                 self._run_exchange(leaving=False)
             self.asynchronous.finish()
@@ -350,12 +490,14 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: they do not; names the ranks.
         """
+        # Statistics of groups differ: every place in the groups has its own.
+        parts = self.parts if self.together.group is None else self.parts[:1]
         audit(
-            self.communicator,
+            self.together,
             self.name,
             (
                 self.replica.to_bytes(part.center.read(bucket))
-                for part in self.parts
+                for part in parts
                 if part.placement.everywhere
                 for bucket in part.values.layout.buckets
             ),
@@ -373,46 +515,42 @@ class Synchronizer(Generic[V]):
                 averaged, so that local optimizers have to be in the same state.
         """
         self.refuse_inside_center("broadcast")
-        of_ranks = self.steps_of_ranks()
-        steps = {step for step, _ in of_ranks}
-        averaged = any(in_groups for _, in_groups in of_ranks) or max(steps) < (self.synchronous_until or 0)
-        if averaged and len(steps) > 1:
+        steps = set(self.together.gather(self.counters.local_steps, "steps").values())
+        averaging = self.together.any(self._in_groups) or max(steps) < (self.synchronous_until or 0)
+        if averaging and len(steps) > 1:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
                 f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
-        if self.group is not None:
-            self._broadcast(self.group, 0, self.group_name)
-        self._broadcast(self.communicator, self.root, self.name)
+        self._take_over(self.communicator, self.root, self.name)
+        if self.together.group is not None:
+            self._take_over(self.together.group, self.together.group_root, self.together.group_name)
         self._restored = None
+        self._loaded = False
+        self.begun = True
 
-    def steps_of_ranks(self) -> list[tuple[int, bool]]:
-        """Return the local steps of the ranks that exchange, and whether they average gradients in groups.
+    def _give_values(self) -> None:
+        """Give all ranks the root's parameters, statistics and constants."""
+        self._send_values(_sender(self.communicator, f"{self.name}.values", self.root))
+        if self.together.group is not None:
+            self._send_values(
+                _sender(self.together.group, f"{self.together.group_name}.values", self.together.group_root)
+            )
 
-        Where they do, these are the ranks of all groups.
-        """
-        known = [(self.counters.local_steps, self._in_groups)]
-        if self.group is not None:
-            known = self.group.allgather_object(known[0], f"{self.group_name}.steps")
-        of_ranks = self.communicator.allgather_object(known, f"{self.name}.steps")
-        return [position for of_group in of_ranks for position in of_group]
-
-    def _broadcast(self, communicator: Communicator, root: int, name: str) -> None:
-        replica, is_root = self.replica, communicator.rank == root
-        if self.asynchronous is not None:
-            self.asynchronous.wake()
+    def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
+        """Give the ranks of a communicator all that one of them has."""
+        replica, is_root, worker = self.replica, communicator.rank == root, self.asynchronous
+        if worker is not None:
+            worker.wake()
 
         send = _sender(communicator, f"{name}.broadcast", root)
-
-        def send_store(store: Store[Any]) -> None:
-            self._send_store(store, send)
-
         restored = None if self._restored is None else self._restored["center_optimizer"]
         if self.placement.everywhere:
             restored = replica.center_optimizer_state()
-        progress = (self.counters, self._restored is not None, restored) if is_root else None
-        counters, whole, optimizer_state = communicator.allgather_object(progress, f"{name}.progress")[root]
-        if counters.local_steps and communicator is self.group and not self.placement.everywhere:
+        progress = (self.counters, self.run, self._restored is not None, restored) if is_root else None
+        gathered = communicator.allgather_object(progress, f"{name}.progress")[root]
+        counters, self.run, whole, optimizer_state = gathered
+        if counters.local_steps and communicator is self.together.group and not self.placement.everywhere:
             raise RuntimeError(
                 f"With center={self.placement.name!r}, ranks that average their gradients hold other parts of the "
                 "center: load the state on every rank"
@@ -420,18 +558,19 @@ class Synchronizer(Generic[V]):
         self._send_values(send)
         if not is_root:
             self.counters = counters
-        if self.asynchronous is not None:
-            self._start_center(counters)
         if counters.local_steps == 0:  # The parameters may have been loaded since construction.
-            self.reset_center()
-        for part in self.parts if counters.local_steps else []:
+            self._restart()
+            return
+        if worker is not None and whole:
+            worker.resume(self.parts, self._restored)
+        for part in self.parts:
             for store in part.state.values():
-                send_store(store)
+                self._send_store(store, send)
             if part.placement.everywhere:
-                send_store(part.center)
-            elif whole and self.asynchronous is None:
+                self._send_store(part.center, send)
+            elif whole and worker is None:
                 self._send_restored(part, is_root, send)
-        if not is_root and self.asynchronous is None and (self.placement.everywhere or whole):
+        if not is_root and worker is None and (self.placement.everywhere or whole):
             self._load_center_optimizer(optimizer_state)
 
     def restart_center(self) -> None:
@@ -466,13 +605,6 @@ class Synchronizer(Generic[V]):
         for bucket in store.layout.buckets:
             store.write(bucket, send(store.read(bucket, out=self.replica.scratch(bucket, 0))))
 
-    def _start_center(self, counters: Counters) -> None:
-        """Let the root set the asynchronous center to its replica, unless it has loaded one."""
-        worker = self.asynchronous
-        if worker is not None:
-            restarts = worker.start(self.parts) if counters.local_steps == 0 else worker.transport.restarts()
-            worker.started(self.communicator.allgather_object(restarts, f"{self.name}.restarts")[self.root])
-
     def _load_center_optimizer(self, saved: Any) -> None:
         state = self.placement.select(saved)
         if state is not None:
@@ -491,26 +623,33 @@ class Synchronizer(Generic[V]):
     def center(self) -> Iterator[None]:
         """Hold the center variables in the model inside the block, the local values again after it, come what may.
 
-        Buffers that are averaged at exchanges take the values of the last one. Where the center is not on every rank,
-        all ranks have to enter the block.
+        Buffers that are averaged at exchanges take the values of the last one. Before the first step the center is what
+        the model holds. Where the center is not on every rank, all ranks have to enter the block.
 
         Raises:
             RuntimeError: blocks are nested.
         """
         self.refuse_inside_center("center")
-        self._follow_equal_replicas()
-        held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in self.parts]
+        self._begin_reading()
+        shown = self.parts if self._begun or self._has_loaded() else []
+        held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in shown]
         self._inside_center = True
         try:
-            for part in self.parts:
+            for part in shown:
                 for bucket in part.values.layout.buckets:
                     part.values.write(bucket, part.fetch(self.communicator, bucket, self.name))
             yield
         finally:
-            for part, vectors in zip(self.parts, held, strict=True):
+            for part, vectors in zip(shown, held, strict=True):
                 for bucket, vector in zip(part.values.layout.buckets, vectors, strict=True):
                     part.values.write(bucket, vector)
             self._inside_center = False
+
+    def _begin_reading(self) -> None:
+        """Get ready to read the center: where all ranks have to, they begin training first."""
+        if self.reads_together:
+            self.begin()
+        self._follow_equal_replicas()
 
     @property
     def inside_center(self) -> bool:
@@ -531,7 +670,7 @@ class Synchronizer(Generic[V]):
 
         Nothing is communicated where the center is on every rank; otherwise all ranks have to ask.
         """
-        self._follow_equal_replicas()
+        self._begin_reading()
         return float(self._distance())
 
     def _distance(self) -> Any:
@@ -548,43 +687,83 @@ class Synchronizer(Generic[V]):
         """Return all that training needs to continue exactly, except the parameters and the local optimizer.
 
         It holds copies, in tensors, dicts, lists and numbers only; the whole center, wherever that lives. Where it is
-        not on every rank, all ranks have to call this.
+        not on every rank, all ranks have to call this, once training has begun.
         """
+        if not self._begun:
+            return self._state_before_training()
         self._follow_equal_replicas()
+        return self._state()
+
+    def _state_before_training(self) -> dict[str, Any]:
+        """Return what was loaded; or of a new training, in which the center is what the model holds."""
+        if self._restored is not None:
+            return copy.deepcopy(self._restored)
+        if not self._has_loaded():
+            self.reset_center()
+        if self.placement.everywhere:
+            return self._state()
+        vectors = {
+            part.name: {
+                "center": self.replica.save(part.values),
+                **{key: self.replica.save(store) for key, store in part.state.items()},
+            }
+            for part in self.parts
+        }
+        return self._assembled(vectors, None)
+
+    def _state(self) -> dict[str, Any]:
         if self.asynchronous is not None:
             optimizer_state = self.asynchronous.optimizer_state()
         else:
             optimizer_state = self.replica.center_optimizer_state()
         if self.parts[0].total is not None and self.asynchronous is None:
             optimizer_state = self.placement.gather(self.communicator, optimizer_state, f"{self.name}.state")
+        vectors = {part.name: part.save(self.communicator, self.name) for part in self.parts}
+        return self._assembled(vectors, optimizer_state)
+
+    def _assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
+            "run": self.run,
             "algorithm": type(self.algorithm).__name__,
             "schedule": repr(self.schedule),
             "counters": asdict(self.counters),
             "center_optimizer": optimizer_state,
-            "vectors": {part.name: part.save(self.communicator, self.name) for part in self.parts},
+            "vectors": vectors,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; load it on every rank, each rank its own or all the same.
+        """Restore what :meth:`state_dict` returned: on every rank its own, or all the same; or on the root alone.
 
-        The next exchange takes place where the saved schedule put it, those after it where this one does.
+        The first step afterwards finds out who has loaded what, see :meth:`begin`. The next exchange takes place where
+        the saved schedule put it, those after it where this one does.
 
         Raises:
             ValueError: the state belongs to another algorithm, another model or another version.
-            RuntimeError: called inside ``center()``.
+            RuntimeError: called inside ``center()``; or in the middle of asynchronous training, which other ranks would
+                not notice.
         """
         self.refuse_inside_center("load_state_dict")
         self.check_state_dict(state)
-        if self.asynchronous is None:
+        worker = self.asynchronous
+        if worker is None:
             self._load_center_optimizer(state["center_optimizer"])
+        else:
+            if self._begun and not worker.at_rest and self.communicator.size > 1:
+                raise RuntimeError(
+                    "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "
+                    "first step, or after finalize()"
+                )
+            worker.check(state)
         for part in self.parts:
             part.load(state["vectors"][part.name])
-        if self.asynchronous is not None:
-            self.asynchronous.restore(self.parts, state)
+        if worker is not None:
+            worker.show(self.parts, state)
         self._restored = None if self.placement.everywhere else state
+        self._loaded = True
+        self.run = state.get("run", "")
         self.counters = Counters(**state["counters"])
+        self.begun = False
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise; change nothing."""
@@ -626,12 +805,9 @@ class Synchronizer(Generic[V]):
             self._exchange_alone(self.asynchronous)
             return False
         started = time.perf_counter()
-        self._restored = None
-        values = self.announce(self.counters, leaving)
-        control = self.replica.control(values)
-        total = self.communicator.allreduce(control, f"{self.name}.control", op="max")()
-        meeting = self.conclude(self.counters, np.asarray(total).tolist(), leaving)
-        self._count(bytes_sent=8 * len(values))
+        meeting = self.conclude(self._meet(Purpose.LEAVE if leaving else Purpose.EXCHANGE), self.counters)
+        self._count(bytes_sent=8 * len(integers(Record(0, 0))))
+        self.replica.follow(meeting.settings)
         if meeting.training or meeting.pending:
             exchange = Exchange(self.communicator.size, meeting.period, max(self.counters.gradients, 1))
             try:
@@ -656,7 +832,7 @@ class Synchronizer(Generic[V]):
     def _exchange_alone(self, worker: Worker) -> None:
         """Exchange with the center, without the other ranks."""
         started, counters = time.perf_counter(), self.counters
-        problem = self._problem(counters, leaving=False)
+        problem = self._problem(counters, Purpose.EXCHANGE)
         if problem is not None:
             raise RuntimeError(problem)
         period = counters.next_exchange - counters.last_exchange
@@ -678,56 +854,100 @@ class Synchronizer(Generic[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
 
-    def announce(self, counters: Counters, leaving: bool) -> list[int]:
-        """Return what this rank tells the others before any data travels; their maximum over ranks is concluded from.
-
-        A rank that is leaving sends zeros for its position, which no maximum of others can notice.
-        """
-        step, last = counters.local_steps, counters.last_exchange
-        position = [0, 0] if leaving else [step + 1, _FAR - step]
-        fingerprint = self._fingerprint()
-        planned = counters.next_exchange - last
-        values = [int(self._problem(counters, leaving) is not None), fingerprint, _FAR - fingerprint, *position]
-        return [*values, step, step - last, 0 if leaving else planned, planned]
-
-    def conclude(self, counters: Counters, total: list[int], leaving: bool) -> Meeting:
-        """Return what this exchange is, given the maximum over ranks of what they announced.
+    def _meet(self, purpose: Purpose) -> list[Record]:
+        """Return what all ranks have come for, and where they stand.
 
         Raises:
-            RuntimeError: on all ranks, if the parameters of one have changed or ranks are at different steps.
+            RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
+        """
+        problem = self._problem(self.counters, purpose)
+        record = self.announce(self.counters, purpose, problem)
+        records = records_of(self.communicator.gather_integers(integers(record), self.meeting_name))
+        check(self.communicator, records, None if problem is None else RuntimeError(problem))
+        return records
+
+    @property
+    def meeting_name(self) -> str:
+        """The name of the collective in which ranks meet."""
+        return self.communicator.meeting_name
+
+    def announce(self, counters: Counters, purpose: Purpose, problem: str | None) -> Record:
+        """Return what this rank tells the others before any data travels."""
+        settings = self.replica.center_settings()
+        rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
+        others = {key: value for key, value in settings.items() if key not in rates}
+        return Record(
+            purpose,
+            self.number,
+            int(problem is not None),
+            _fingerprint(others),
+            _fingerprint(rates),
+            counters.local_steps,
+            counters.local_steps - counters.skipped_updates,
+            counters.local_steps - counters.last_exchange,
+            counters.next_exchange - counters.last_exchange,
+        )
+
+    def conclude(self, records: Sequence[Record], counters: Counters) -> Meeting:
+        """Return what this exchange is, given what all ranks announced.
+
+        Raises:
+            RuntimeError: on all ranks, if they are at different steps.
             ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
         """
-        failed, largest, smallest, latest, earliest = total[0], total[1], _FAR - total[2], total[3] - 1, _FAR - total[4]
-        if failed:
-            problem = self._problem(counters, leaving)
-            raise_on_all(self.communicator, self.name, None if problem is None else RuntimeError(problem))
-        if largest != smallest:
-            agree(self.communicator, self.name, self.replica.center_settings())
-        training = latest >= 0
-        if training and latest != earliest:
+        training = [record for record in records if record.training]
+        steps = sorted({record.local_steps for record in training})
+        if len(steps) > 1:
             raise RuntimeError(
-                f"Ranks exchange at different local steps, from {earliest} to {latest}; this rank is at "
+                f"Ranks exchange at different local steps, from {steps[0]} to {steps[-1]}; this rank is at "
                 f"{counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
                 "broadcast()? A rank that runs out of data calls finalize()"
             )
-        step = counters.local_steps if training else total[5]
-        return Meeting(training, step, pending=total[6], period=total[7] or total[8])
+        return Meeting(
+            bool(training),
+            counters.local_steps if training else max(record.local_steps for record in records),
+            pending=max(record.pending for record in records),
+            period=max(record.period for record in training or records),
+            settings=self._settings_of(records, training or records),
+        )
 
-    def _fingerprint(self) -> int:
-        """Return a number that is the same where the hyper-parameters of the center optimizer are."""
-        settings = self.replica.center_settings()
-        return int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")
+    def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:
+        """Return the hyper-parameters of the center optimizer where those of ranks differ; None where they do not.
 
-    def _problem(self, counters: Counters, leaving: bool) -> str | None:
+        They follow local optimizers, and a learning-rate scheduler is behind on a rank whose updates were skipped, and
+        ahead on one that has ended its epoch. Those that train decide; of them, who has made most updates; of several,
+        the first.
+        """
+        most = max(record.updates for record in deciding)
+        first = next(record for record in deciding if record.updates == most)
+        if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):
+            return None
+        if any(record.settings != first.settings for record in deciding if record.updates == most):
+            agree(self.communicator, self.name, self.replica.center_settings())
+        of_ranks = self.communicator.allgather_object(self.replica.center_hyperparameters(), f"{self.name}.settings")
+        decides = records.index(first)
+        others = [r for r, record in enumerate(records) if record in deciding and record.rate != first.rate]
+        if any(records[rank].updates == most for rank in others) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "The learning rates of the ranks differ at local step %d: the optimizer of the center takes that of "
+                "rank %d, and not those of rank %s. A scheduler has to decide alike on all ranks",
+                first.local_steps,
+                decides,
+                join(others),
+            )
+        return of_ranks[decides]
+
+    def _problem(self, counters: Counters, purpose: Purpose) -> str | None:
         """Return why this rank cannot exchange, or None."""
         try:
             next_exchange(self.schedule, counters.local_steps)
         except Exception as error:
             return f"The schedule failed: {type(error).__name__}: {error}"
-        unused = leaving and counters.local_steps == counters.rounds == 0
+        unused = purpose == Purpose.LEAVE and counters.local_steps == counters.rounds == 0
         if unused and self.placement.everywhere and self.distance() > 0:
             return "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer"
-        return self._failure or self.replica.changes()
+        return self.communicator.changed() or self._failure or self.replica.changes()
 
     def refuse_inside_center(self, method: str) -> None:
         """Raise a RuntimeError inside ``center()``, in the name of a method that makes no sense there."""
@@ -742,3 +962,8 @@ def _sender(communicator: Communicator, name: str, root: int) -> Callable[[Any],
     """Return a function that broadcasts one value after the other, under names with a prefix."""
     calls = itertools.count()
     return lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", root)
+
+
+def _fingerprint(settings: dict[str, object]) -> int:
+    """Return a number that is the same where settings are."""
+    return int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")

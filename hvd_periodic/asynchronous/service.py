@@ -21,7 +21,7 @@ from hvd_periodic.replica import CenterOptimizer
 _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 """Tags: of a request and of its answer; that of bucket i is ``_PAYLOAD + 2 i``, of the reply one more."""
 
-_BEGIN, _READ, _WRITE, _STATE, _LOAD, _COUNTS = range(6)
+_BEGIN, _READ, _WRITE, _STATE, _LOAD = range(5)
 """Requests, of five integers. ``_BEGIN`` says what the payloads that follow belong to; the first holder answers it."""
 
 _REST = 0.05
@@ -107,8 +107,7 @@ class ServiceTransport(Transport):
         states = [optimizer_state] * len(self._holders)
         if len(states) > 1 and optimizer_state is not None:
             states = optimizer_state["sharded"]
-        # The first holder is the last to know: its counter says that the restart is complete.
-        for holder, state in reversed(list(zip(self._holders, states, strict=True))):
+        for holder, state in zip(self._holders, states, strict=True):
             if holder == self._rank:
                 self._own.load(state)
             else:
@@ -129,14 +128,6 @@ class ServiceTransport(Transport):
         if all(state is None for state in states):
             return None
         return states[0] if len(states) == 1 else {"sharded": states}
-
-    def restarts(self) -> int:
-        """Ask the first holder."""
-        first = self._holders[0]
-        if first == self._rank:
-            return self._own.restarts
-        self._request(first, _COUNTS)
-        return int(np.frombuffer(self._answer(first), np.int64)[1])
 
     def rest(self) -> None:
         """Let the thread look for messages less often, until one comes."""
@@ -170,7 +161,7 @@ class ServiceTransport(Transport):
         if first == self._rank:
             before = self._own.count()
         else:
-            counts = np.empty(2, np.int64)
+            counts = np.empty(1, np.int64)
             reply = self._replies.receive(counts, first, _ANSWER)
 
         def wait() -> int:
@@ -252,7 +243,7 @@ class _Service:
         optimized: int,
     ) -> None:
         self._held = held
-        self.restarts = self._pushes = 0
+        self._pushes = 0
         self._requests, self._replies = requests, replies
         self._optimizer = optimizer
         self._sizes = sizes
@@ -309,14 +300,13 @@ class _Service:
             return self._optimizer.center_optimizer_state() if self._stepped else None
 
     def load(self, state: Any) -> None:
-        """End a restart, after the buckets have been written."""
+        """Set the optimizer's state, after the buckets have been written; None for a new one."""
         with self._lock:
             self._stepped = state is not None
             if state is not None:
                 self._optimizer.load_center_optimizer_state(state)
             elif self._optimized:
                 self._optimizer.reset_center_optimizer()
-            self.restarts += 1
 
     def _run(self) -> None:
         """Serve until stopped."""
@@ -375,9 +365,7 @@ class _Service:
             self._exchanges[source] = Exchange(int(header[3]), period, int(header[2]))
             before = self.count()
             if index == 0:
-                self._send(np.array([before, self.restarts], np.int64), source, _ANSWER)
-        elif operation == _COUNTS:
-            self._send(np.array([self._pushes, self.restarts], np.int64), source, _ANSWER)
+                self._send(np.array([before], np.int64), source, _ANSWER)
         elif operation == _READ:
             self._send(self.read(index), source, _tag(index) + 1)
         elif operation == _STATE:

@@ -39,15 +39,11 @@ class Transport(ABC):
 
     @abstractmethod
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Set the whole center and the state of its optimizer, None for a new one; on one rank. Count a restart."""
+        """Set the whole center and the state of its optimizer, None for a new one; on one rank."""
 
     @abstractmethod
     def optimizer_state(self) -> Any:
         """Return a copy of the state of the center's optimizer."""
-
-    @abstractmethod
-    def restarts(self) -> int:
-        """Return how often the center was written as a whole."""
 
     def rest(self) -> None:
         """Expect nothing for a while."""
@@ -57,8 +53,8 @@ class Transport(ABC):
         """Release everything, when all ranks are done."""
 
 
-_PUSHES, _RESTARTS, _STEPPED, _HEADER = 0, 1, 2, 8
-"""Places in the header, in integers of 64 bits: pushes so far, restarts, whether the center's optimizer has stepped."""
+_PUSHES, _STEPPED, _HEADER = 0, 1, 8
+"""Places in the header, in integers of 64 bits: pushes so far, whether the center's optimizer has stepped."""
 
 
 class MemoryTransport(Transport):
@@ -132,7 +128,6 @@ class MemoryTransport(Transport):
             if optimizer_state is not None:
                 self._optimizer.load_center_optimizer_state(optimizer_state)
                 self._optimizer.push_center_optimizer(self._state)
-            self._header[_RESTARTS] += 1
 
     def optimizer_state(self) -> Any:
         """Return the state in the memory."""
@@ -141,10 +136,6 @@ class MemoryTransport(Transport):
                 return None
             self._optimizer.pull_center_optimizer(self._state)
             return self._optimizer.center_optimizer_state()
-
-    def restarts(self) -> int:
-        """Read the counter."""
-        return int(self._header[_RESTARTS])
 
     def close(self) -> None:
         """Release the memory."""

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,8 @@ class Worker:
         use_locking: bool,
     ) -> None:
         self.communicator, self._replica, self._root = communicator, replica, root
+        self._number = 0
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
-        self._awaited: int | None = None
-        self._known_restarts = 0
-        self._restored = False
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
@@ -114,13 +112,17 @@ class Worker:
             raise RuntimeError("The synchronizer has not been started: call start() on all ranks")
         return self._transport
 
-    def open(self) -> None:
+    def open(self, number: int) -> None:
         """Make the center, and the way to it; collective.
+
+        Args:
+            number: of the optimizer, the same on all ranks and above 0.
 
         Raises:
             RuntimeError: these ranks cannot exchange asynchronously, as the job was launched.
         """
         communicator, replica = self.communicator, self._replica
+        self._number = number
         memory = _in_memory(communicator)
         self._divided = self._sharded and not memory
         if memory:
@@ -143,7 +145,7 @@ class Worker:
 
     def exchange(self, parts: Sequence[Part[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
-        self.prepare()
+        self.wake()
         buckets = [(part, bucket) for part in parts for bucket in part.values.layout.buckets]
 
         def payloads() -> Iterator[np.ndarray]:
@@ -158,7 +160,6 @@ class Worker:
         """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
         if self._final is not None:
             return self._replica.from_host(self._final[index], bucket)
-        self._wait_for_restart()
         return self._replica.from_host(self.transport.read(index), bucket)
 
     def optimizer_state(self) -> Any:
@@ -171,7 +172,6 @@ class Worker:
             return None
         if not self.communicator.alive():
             raise RuntimeError("The state of the center's optimizer has gone with hvd.shutdown(): save it before")
-        self._wait_for_restart()
         return self.transport.optimizer_state()
 
     def facts(self) -> dict[str, object]:
@@ -186,44 +186,46 @@ class Worker:
             "use_locking": self._use_locking,
         }
 
-    def start(self, parts: Sequence[Part[Any]]) -> int:
-        """On the root, set the center to its replica, unless it was restored; return how often the center was set."""
+    @property
+    def at_rest(self) -> bool:
+        """Whether no training is under way: :meth:`finish` was the last, or nothing has been exchanged yet."""
+        return self._final is not None
+
+    def start(self, parts: Sequence[Part[Any]]) -> None:
+        """Set the center to the root's replica; collective."""
         self.wake()
-        if self.communicator.rank == self._root and not self._restored:
+        if self.communicator.rank == self._root:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
                 for part in parts
                 for bucket in part.values.layout.buckets
             )
-        return self.transport.restarts()
+        self._wait_for_root()
 
-    def restore(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
-        """On the root, set the center to what was saved; elsewhere, expect that the root does.
+    def resume(self, parts: Sequence[Part[Any]], state: dict[str, Any] | None) -> None:
+        """Set the center to what the root has loaded, or where nothing was to its replica; collective."""
+        if self.communicator.rank == self._root and state is None:
+            logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
+        has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{self._number}.center")
+        if not has_center[self._root]:
+            self.start(parts)
+            return
+        self.wake()
+        if self.communicator.rank == self._root and state is not None:
+            self.transport.write(self._saved(parts, state), state["center_optimizer"])
+        self._wait_for_root()
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Check a state that is to be loaded.
 
         Raises:
             ValueError: the state of the center's optimizer was saved of other holders.
         """
-        self.wake()
         holders = Sharded(self.communicator, self._root) if self._divided else self.placements[0]
         holders.select(state["center_optimizer"])
-        expected = self._known_restarts + 1
-        self.started(expected)
-        if self.communicator.rank != self._root:
-            self._awaited = expected
-        else:
-            self.resume(parts, state)
 
-    def resume(self, parts: Sequence[Part[Any]], state: dict[str, Any] | None) -> None:
-        """On the root, set the center to what was saved, or where nothing was to its replica."""
-        self.wake()
-        if self.communicator.rank != self._root:
-            return
-        if state is None:
-            logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
-            self.start(parts)
-            return
-        self.transport.write(self._saved(parts, state), state["center_optimizer"])
-        self._restored = True
+    def _wait_for_root(self) -> None:
+        self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
 
     def show(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
         """Let what was saved be read as the center, until there is one."""
@@ -236,28 +238,11 @@ class Worker:
             for bucket in part.values.layout.buckets:
                 yield self._replica.to_host(store.read(bucket), bucket)
 
-    def started(self, restarts: int) -> None:
-        """Know how often the center was set."""
-        self._known_restarts = restarts
-        self._awaited = None
-        self._restored = False
-
-    def prepare(self) -> None:
-        """Go on training, if it had ended; wait for the root to have restored the center."""
-        self.wake()
-        self._wait_for_restart()
-
-    def _wait_for_restart(self) -> None:
-        if self._awaited is not None:
-            while self.transport.restarts() < self._awaited:
-                time.sleep(1e-3)
-            self._awaited = None
-
     def finish(self) -> None:
         """Wait for all workers to be done, and keep the final center; collective."""
-        self.communicator.meet(False)
+        self.communicator.assemble(self._number)
         self._final = [self.transport.read(index) for index in range(self._count)]
-        self.communicator.meet()
+        self.communicator.assemble(self._number)
         self.transport.rest()
 
     def final(self, index: int) -> np.ndarray:
@@ -275,31 +260,33 @@ class Worker:
         _opened.remove(self)
         if not self.communicator.alive():
             return
-        self.communicator.meet()
+        self.communicator.assemble(self._number)
         self.transport.close()
 
-    def leave(self) -> Iterator[None]:
-        """Take part in every :meth:`finish` of others, until all ranks leave; yield while there is nothing to do."""
-        if not self.communicator.alive():
-            return
-        if getattr(sys, "last_type", None) is not None:
-            logger.error("Rank %d fails in asynchronous training, and ends the job", self.communicator.rank)
-            self.communicator.abort()
-        if self._final is None:
-            logger.warning("Rank %d ends without finalize(), and waits for the others", self.communicator.rank)
-        while not (yield from self._meeting()):
-            yield from self._meeting()  # the others have read the final center
 
-    def _meeting(self) -> Generator[None, None, bool]:
-        look = self.communicator.meeting(True)
-        while (everybody := look()) is None:
+def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:
+    """Take part in every end that others wait for, until all ranks leave; yield while there is nothing to do."""
+    if not communicator.alive():
+        return
+    if getattr(sys, "last_type", None) is not None:
+        logger.error("Rank %d fails in asynchronous training, and ends the job", communicator.rank)
+        communicator.abort()
+    if not all(worker.at_rest for worker in workers):
+        logger.warning("Rank %d ends without finalize(), and waits for the others", communicator.rank)
+    while True:
+        look = communicator.assembly(0)
+        while (number := look()) is None:
             yield
-        return everybody
+        if number == 0:
+            return
 
 
 def _leave_all() -> None:
-    """End with the process, all workers at once: other ranks may finish them in any order."""
-    leaving = [worker.leave() for worker in _opened]
+    """End with the process, all workers at once: other ranks may finish those of other ranks first."""
+    channels: dict[int, list[Worker]] = {}
+    for worker in _opened:
+        channels.setdefault(id(worker.communicator.channel), []).append(worker)
+    leaving = [_leave(workers[0].communicator, workers) for workers in channels.values()]
     while leaving:
         leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
         time.sleep(1e-3)

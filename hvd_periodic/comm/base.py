@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import LONG, Messages
+from hvd_periodic.meeting import Purpose, Record, meet
 
 
 class Communicator(ABC):
@@ -27,12 +28,31 @@ class Communicator(ABC):
     rank: int
     size: int
     processes: ClassVar[bool] = True
-    _names = 0
+    constructed: int = 0
+    """How many optimizers of this process were constructed on these ranks."""
+    meeting_name: str = "hvd_periodic.meeting"
+    """Under which all optimizers of these ranks meet."""
 
     def unique_name(self) -> str:
-        """Return a prefix for the names of collectives: the k-th call returns the same on every rank."""
-        self._names += 1
-        return f"hvd_periodic.{self._names}"
+        """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
+
+        The ranks agree on it: some may have constructed more optimizers than others.
+
+        Raises:
+            RuntimeError: some ranks have come for something else than to construct an optimizer; on all of them.
+        """
+        records = meet(self, Record(Purpose.CONSTRUCT, self.constructed))
+        self.constructed = 1 + max(record.optimizer for record in records)
+        return f"{self.meeting_name.removesuffix('meeting')}{self.constructed}"
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the set as the job numbers them."""
+        return list(range(self.size))
+
+    def changed(self) -> str | None:
+        """Return how the job has changed since construction, so that these ranks are no longer what they were."""
+        return None
 
     @abstractmethod
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
@@ -69,6 +89,10 @@ class Communicator(ABC):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
 
+    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
+        """Return the integers of all ranks, one rank after another; all bring equally many."""
+        return [value for of_rank in self.allgather_object(list(values), name) for value in of_rank]
+
     def shares_memory(self) -> bool:
         """Return whether :meth:`shared_memory` is possible. Collective.
 
@@ -89,17 +113,31 @@ class Communicator(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} has no messages between two ranks")
 
-    def meeting(self, agreed: bool) -> Callable[[], bool | None]:
-        """Start to wait for all ranks; return what tells whether all agreed, and None until all are there."""
-        everybody = all(self.allgather_object(agreed, "hvd_periodic.meeting"))
-        return lambda: everybody
+    def assembly(self, number: int) -> Callable[[], int | None]:
+        """Start to wait for all ranks, which may take hours.
 
-    def meet(self, agreed: bool = True) -> bool:
-        """Wait for all ranks, for hours if need be, without taking a core; return whether all agreed."""
-        look = self.meeting(agreed)
-        while (everybody := look()) is None:
+        Args:
+            number: what this rank waits for, above 0; 0: it takes part, whatever the others wait for.
+
+        Returns:
+            what tells for what they wait: None until all ranks are there; 0 if none waits for anything.
+
+        Raises:
+            RuntimeError: from what is returned, on all ranks: they wait for different things.
+        """
+        numbers = self.allgather_object(number, "hvd_periodic.assembly")
+        return lambda: awaited(numbers)
+
+    @property
+    def channel(self) -> object:
+        """What carries assemblies: the same object where the same ranks have several communicators."""
+        return self
+
+    def assemble(self, number: int) -> None:
+        """Wait for all ranks, without taking a core; see :meth:`assembly`."""
+        look = self.assembly(number)
+        while look() is None:
             time.sleep(LONG)
-        return everybody
 
     def alive(self) -> bool:
         """Return whether ranks can still reach each other."""
@@ -126,3 +164,22 @@ class Communicator(ABC):
         if require_int(global_rank, "`root_rank`", minimum=0) >= self.size:
             raise ValueError(f"`root_rank` must be one of the ranks 0 to {self.size - 1}. Received: {global_rank!r}")
         return global_rank
+
+
+def awaited(numbers: Sequence[int]) -> int:
+    """Return what ranks wait for, given the number of each.
+
+    Raises:
+        RuntimeError: they wait for different things.
+
+    Example:
+        >>> awaited([2, 0, 2])
+        2
+    """
+    waiting = sorted({number for number in numbers if number})
+    if len(waiting) > 1:
+        raise RuntimeError(
+            f"Ranks wait for the end of different optimizers: {', '.join(map(str, waiting))}. Asynchronous optimizers "
+            "have to be finalized in the same order on all ranks"
+        )
+    return waiting[0] if waiting else 0

@@ -7,7 +7,7 @@ import importlib
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
@@ -48,7 +48,7 @@ class HorovodCommunicator(Communicator):
         ValueError: the process set is not registered, or this rank is not in it.
     """
 
-    _constructed: ClassVar[Counter[int]] = Counter()
+    _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
         self._hvd: Any = importlib.import_module(framework)
@@ -72,14 +72,37 @@ class HorovodCommunicator(Communicator):
         self._framework = framework
         self._tensor = tensor
         self.process_set = process_set
+        self.meeting_name = f"hvd_periodic.{process_set.process_set_id}.meeting"
         self.rank = self.ranks.index(self._hvd.rank())
         self.size = len(self.ranks)
+        self._place = (self._hvd.rank(), self._hvd.size())
 
-    def unique_name(self) -> str:
-        """Return a prefix that no other optimizer of this process uses on this process set."""
-        process_set = self.process_set.process_set_id
-        self._constructed[process_set] += 1
-        return f"hvd_periodic.{process_set}.{self._constructed[process_set]}"
+    @property
+    def constructed(self) -> int:
+        """How many optimizers of this process were constructed on this process set, by any communicator."""
+        return self._constructed[self.meeting_name]
+
+    @constructed.setter
+    def constructed(self, number: int) -> None:
+        self._constructed[self.meeting_name] = number
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the process set."""
+        return self.ranks
+
+    def changed(self) -> str | None:
+        """Return how Horovod's ranks differ from those of construction, as they do when elastic Horovod has reset."""
+        if not self._hvd.is_initialized():
+            return "Horovod has been shut down"
+        place = (self._hvd.rank(), self._hvd.size())
+        if place == self._place:
+            return None
+        return (
+            f"Horovod's ranks have changed: this was rank {self._place[0]} of {self._place[1]} when the optimizer "
+            f"was constructed, and is rank {place[0]} of {place[1]} now. Elastic Horovod is not supported: end the job "
+            "on all ranks, and start it anew from a checkpoint"
+        )
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start an allreduce in place."""
@@ -99,6 +122,10 @@ class HorovodCommunicator(Communicator):
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather, in a new tensor."""
         return self._hvd.allgather(buffer, name=name, process_set=self.process_set)
+
+    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
+        """Gather a small array."""
+        return [int(value) for value in self._allgather(np.array(values, dtype=np.int64), name)]
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""
@@ -127,9 +154,14 @@ class HorovodCommunicator(Communicator):
         """Return those of MPI."""
         return self._mpi.messages()
 
-    def meeting(self, agreed: bool) -> Callable[[], bool | None]:
+    def assembly(self, number: int) -> Callable[[], int | None]:
         """Start to wait for all ranks, outside of Horovod, which would report a stall."""
-        return (lambda: agreed) if self.size == 1 else self._mpi.meeting(agreed)
+        return (lambda: number) if self.size == 1 else self._mpi.assembly(number)
+
+    @property
+    def channel(self) -> object:
+        """That of MPI."""
+        return self if self.size == 1 else self._mpi
 
     def alive(self) -> bool:
         """Whether Horovod has not been shut down, here or elsewhere."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.base import Communicator, awaited
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.window import on_one_host, open_window
@@ -15,6 +15,13 @@ from hvd_periodic.layout import chunk
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+_ABOVE_ALL = 2**31
+"""Above every number of an optimizer."""
+
+_of_ranks: dict[tuple[int, ...], MPICommunicator] = {}
+"""Communicators of this process by ranks of the job: MPI has a limited number, and optimizers share them."""
 
 
 class MPICommunicator(Communicator):
@@ -83,11 +90,15 @@ class MPICommunicator(Communicator):
         """Return those of a duplicate."""
         return Messages(self._comm.Dup())
 
-    def meeting(self, agreed: bool) -> Callable[[], bool | None]:
+    def assembly(self, number: int) -> Callable[[], int | None]:
         """Start a nonblocking reduction: MPI's own waiting takes a core."""
-        disagreeing = np.array([not agreed], dtype=np.int32)
-        request = self._comm.Iallreduce(self._in_place, disagreeing, op=self._operations["max"])
-        return lambda: not disagreeing[0] if request.Test() else None
+        extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
+        request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
+
+        def look() -> int | None:
+            return awaited([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
+
+        return look
 
     def alive(self) -> bool:
         """Whether MPI has not ended."""
@@ -116,7 +127,7 @@ def world_rank() -> int:
 
 
 def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
-    """Return the communicator of these ranks of the job, in this order; collective among them.
+    """Return the communicator of these ranks of the job, in this order; collective among them at first.
 
     Raises:
         RuntimeError: mpi4py counts fewer ranks than there are.
@@ -127,4 +138,7 @@ def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
         raise RuntimeError(
             "mpi4py was built for another MPI than Horovod, and knows one rank alone: install both for one MPI"
         )
-    return MPICommunicator(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks)))
+    key = tuple(ranks)
+    if key not in _of_ranks:
+        _of_ranks[key] = MPICommunicator(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks)))
+    return _of_ranks[key]

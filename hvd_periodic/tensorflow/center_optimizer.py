@@ -30,6 +30,7 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the one that moves the center.
+        rate: the learning rate for the next step, where it is that of another rank.
 
     Raises:
         TypeError: ``optimizer`` is not a Keras optimizer.
@@ -38,6 +39,7 @@ class CenterOptimizer:
 
     def __init__(self, local: Any, optimizer: Any = None) -> None:
         self._followed = None
+        self.rate: Any = None
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
             self._followed = plain
@@ -89,6 +91,8 @@ class CenterOptimizer:
             if self._scheduled:
                 iterations = tf.convert_to_tensor(self._followed.iterations)
                 rate = maximum(tf.where(iterations == maximum(iterations), rate, 0.0))
+            elif self.rate is not None:
+                rate = tf.cast(self.rate, rate.dtype)
             self.optimizer.learning_rate = rate
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
@@ -141,6 +145,17 @@ class CenterOptimizer:
         rate = (self._followed or self.optimizer).learning_rate
         config["learning_rate"] = "scheduled" if self._scheduled else float(keras.ops.convert_to_numpy(rate))
         return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether the learning rate is that of a variable of the local optimizer, which ranks may set differently."""
+        return self._followed is not None and not self._scheduled
+
+    def hyperparameters(self) -> dict[str, float] | None:
+        """Return the learning rate, where it is a variable of the local optimizer."""
+        if self._followed is None or not self.follows_rate:
+            return None
+        return {"learning_rate": float(keras.ops.convert_to_numpy(self._followed.learning_rate))}
 
     def state(self) -> list[Any]:
         """Return copies of the optimizer's variables, as numpy arrays."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,15 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather; the result is a new tensor."""
         return self._run(self._hvd.allgather, buffer, name)
+
+    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
+        """Gather at once, under the name that the same has in a graph."""
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return super().gather_integers(values, name)
+            with tf.device("CPU:0"):
+                gathered = self.allgather(tf.constant(list(values), dtype=tf.int64), name)
+            return [int(value) for value in gathered.numpy()]
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast; Horovod names the root by its global rank."""

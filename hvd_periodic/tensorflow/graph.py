@@ -16,7 +16,9 @@ from hvd_periodic.algorithms import Exchange
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.consistency import audit, raise_on_all
 from hvd_periodic.layout import Bucket
+from hvd_periodic.meeting import Purpose, check, integers, records_of
 from hvd_periodic.schedules import next_exchange
+from hvd_periodic.startup import Moment
 from hvd_periodic.synchronizer import Counters
 from hvd_periodic.tensorflow.space import in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
@@ -48,7 +50,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     """
 
     replica: Any
-    opening: Callable[[], None] | None = None
+    opening: Callable[[], object] | None = None
     how_to_start: str | None = None
     saved_center: dict[str, Any] | None = None
     as_read: VariableStore | None = None
@@ -68,34 +70,42 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._compiled_distance = tf.function(self._distance, autograph=False)
 
     def start(self) -> None:
-        """Check that all ranks are about to do the same, then give all the root's values.
+        """Check that all ranks are about to do the same; where none has loaded a state, give all the root's values.
 
-        Where all ranks come from a checkpoint of the same step, they go on as they are; in asynchronous exchange the
-        steps may differ.
+        A state may come at any time before the first step, by a checkpoint that is restored into the variables.
 
         Raises:
-            ValueError: ranks differ, or have loaded each other's shares; raised on all of them.
-            RuntimeError: ranks come from a checkpoint, and their centers differ; on all of them.
+            ValueError: ranks differ; raised on all of them.
         """
         self.check_agreement()
-        self._refuse_share_of_another()
-        worker, saved = self.asynchronous, self.saved_center
-        if worker is None:
-            steps = {step for step, _ in self.steps_of_ranks()}
-            if steps == {0} or len(steps) > 1:
-                self.broadcast()
-            else:
-                self.audit()
-            return
-        known = (self.counters.local_steps, saved is not None)
-        of_ranks = self.communicator.allgather_object(known, f"{self.name}.known")
-        if any(of_ranks[self.root]):
-            worker.resume(self.parts, saved)
-        self.saved_center = None
-        if all(any(of_rank) for of_rank in of_ranks):
-            self._start_center(self.counters)
-        else:
-            self.broadcast()
+        if not self.together.any(self._has_loaded()):
+            self._give_values()
+            self._restart()
+
+    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+        """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
+        if self._begun:
+            return False
+        with tf.init_scope():
+            if not tf.executing_eagerly():
+                return False
+            self._refuse_share_of_another()
+            self._restored = self._restored or self.saved_center
+            replaced = super().begin(moment)
+            self.saved_center = None
+        return replaced
+
+    def _has_loaded(self) -> bool:
+        return self.counters.local_steps > 0 or self.saved_center is not None
+
+    @property
+    def meeting_name(self) -> str:
+        """The name of the collective in which ranks meet; in TensorFlow 1 of this optimizer alone.
+
+        Exchanges of several optimizers in one session might run at the same time.
+        """
+        with tf.init_scope():
+            return super().meeting_name if tf.executing_eagerly() else f"{self.name}.meeting"
 
     @property
     def _place(self) -> list[int]:
@@ -115,8 +125,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             problem = self._share_problem()
             raise_on_all(self.communicator, self.name, None if problem is None else ValueError(problem))
 
-    def _problem(self, counters: Counters, leaving: bool) -> str | None:
-        return self._share_problem() or super()._problem(counters, leaving)
+    def _problem(self, counters: Counters, purpose: Purpose) -> str | None:
+        return self._share_problem() or super()._problem(counters, purpose)
 
     @property
     def counters(self) -> Counters:
@@ -186,10 +196,6 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
         self._follow_equal_replicas()
         return self._distance_now()
-
-    def parameters_have_moved(self) -> bool:
-        """Return whether the parameters are not the center, which may not have followed them yet."""
-        return self._distance_now() > 0
 
     def _distance_now(self) -> float:
         return float(self._distance() if self.asynchronous is not None else self._compiled_distance())
@@ -302,16 +308,21 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             return self._exchange_alone_in_graph(self.asynchronous)
         started = tf.timestamp()
         before = tf.stack([self._counter_variables[name] for name in _INTEGERS])
-        announced = on_host(self._announce_in_graph, [before])
+        name = self.meeting_name
+        with tf.control_dependencies(_take_turn()):
+            announced = on_host(self._announce_in_graph, [before])
         with tf.device("CPU:0"):
-            total = self.communicator.allreduce(announced, f"{self.name}.control", op="max")()
-        plan = on_host(self._conclude_in_graph, [before, total])
+            gathered = self.communicator.allgather(announced, name)
+        plan = on_host(self._conclude_in_graph, [before, gathered])
         checks = [plan]
         if self.how_to_start is not None:
             advice = self.how_to_start
             with tf.control_dependencies([plan]):
                 first = tf.equal(self._counter_variables["rounds"], 0)
             checks.append(tf.cond(first, lambda: self._audit_in_graph(advice), lambda: tf.constant(True)))
+        self.replica.follow(None)
+        if self.replica.follows_rate:
+            self.replica.follow({"learning_rate": tf.bitcast(plan[3], tf.float64)})
         with tf.control_dependencies(checks):
             gradients = tf.maximum(self._counter_variables["gradients"], 1)
             exchange: Any = Exchange(
@@ -341,7 +352,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             counters = self._from_integers(integers.numpy().tolist())
             planned = counters.next_exchange - counters.last_exchange
             alone = Exchange(self.communicator.size, planned, max(counters.gradients, 1))
-            worker.prepare()
+            worker.wake()
             pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
             missed = worker.transport.missed
             following = next_exchange(self.schedule, counters.local_steps)
@@ -400,13 +411,21 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             return tf.ensure_shape(tf.py_function(check, centers, tf.bool), [])
 
     def _announce_in_graph(self, before: list[int]) -> list[int]:
-        return self.announce(self._from_integers(before), leaving=False)
-
-    def _conclude_in_graph(self, before: list[int], total: list[int]) -> list[int]:
-        """Return the period of this exchange, the step of the next, and how many integers were sent."""
         counters = self._from_integers(before)
-        meeting = self.conclude(counters, total, leaving=False)
-        return [meeting.period, next_exchange(self.schedule, counters.local_steps), len(total)]
+        return integers(self.announce(counters, Purpose.EXCHANGE, self._problem(counters, Purpose.EXCHANGE)))
+
+    def _conclude_in_graph(self, before: list[int], gathered: list[int]) -> list[int]:
+        """Return the period of this exchange, the step of the next, how many integers were sent, and the bits of the
+        learning rate of the center's optimizer, as float64.
+        """
+        counters, records = self._from_integers(before), records_of(gathered)
+        problem = self._problem(counters, Purpose.EXCHANGE)
+        check(self.communicator, records, None if problem is None else RuntimeError(problem))
+        meeting = self.conclude(records, counters)
+        settings = meeting.settings or self.replica.center_hyperparameters() or {}
+        rate = np.float64(settings.get("learning_rate", 0.0)).view(np.int64)
+        sent = len(gathered) // len(records)
+        return [meeting.period, next_exchange(self.schedule, counters.local_steps), sent, int(rate)]
 
     def _from_integers(self, values: list[int]) -> Counters:
         return Counters(**dict(zip(_INTEGERS, values, strict=True)))
@@ -431,6 +450,22 @@ def refuse_xla() -> None:
             "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "
             "model.compile(), or to the tf.function that applies the gradients"
         )
+
+
+_turns: list[tf.Variable] = []
+
+
+def _take_turn() -> list[tf.Operation]:
+    """Return what lets exchanges of one compiled function happen one after another, in the order of the program.
+
+    All optimizers meet under one name, of which no process can have two collectives under way.
+    """
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return []
+        if not _turns:
+            _turns.append(tf.Variable(0, dtype=tf.int64, trainable=False))
+    return [_turns[0].assign_add(1).op]
 
 
 def _operations_so_far() -> list[tf.Operation]:

@@ -16,9 +16,10 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator
-from hvd_periodic.consistency import build_on_all, raise_on_all
+from hvd_periodic.consistency import build_on_all
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.startup import Moment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.config import decode, encode
@@ -306,12 +307,34 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         if len(gradients) != len(variables):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         refuse_xla()
-        self._open(variables)
+        replaced = self._open(variables)
         self.synchronizer.refuse_inside_center("step")
         self._check_variables_are_known(variables)
+        if replaced:
+            self._count_skipped()
+            return
         gradients, updated = self._prepare(self._average_gradients(gradients, variables), variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
+
+    def skip(self) -> None:
+        """Count an iteration without update, in place of applying gradients, in an eager loop.
+
+        Ranks exchange at the same iterations: where one passes over a batch, and the others do not, it has to count.
+
+        Raises:
+            RuntimeError: called inside ``center()``; the optimizer is not built.
+        """
+        if not self.built:
+            raise RuntimeError("The optimizer is not built: call optimizer.build(model.trainable_variables)")
+        self._open(self._trainable_variables)
+        self._count_skipped()
+
+    def _count_skipped(self) -> None:
+        """Count an iteration without update, on every level."""
+        if isinstance(self.inner_optimizer, PeriodicOptimizer):
+            self.inner_optimizer.skip()
+        self.synchronizer.step(updated=False)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Take one local step on (gradient, variable) pairs; return the iterations of the wrapped optimizer."""
@@ -445,43 +468,29 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
             "name": self.name,
         } | ({} if moved is None else {"center_optimizer": keras.saving.serialize_keras_object(moved)})
 
-    def _open(self, variables: Sequence[Any] = ()) -> None:
-        """Start at the first step, and take over what was loaded into the variables since the optimizer was built.
+    def _open(self, variables: Sequence[Any] = ()) -> bool:
+        """Start at the first step, and take over what was loaded since the optimizer was built, on the root at least.
 
-        All ranks do this together: where their first call is ``finalize()``, in it. In an eager step the gradients are
-        there already, and have to be those of the root's values.
+        All ranks do this together: where their first call is ``finalize()``, in it.
 
         Args:
             variables: of which the step is, if it is one.
+
+        Returns:
+            Whether this rank took over other values: in an eager step, its gradients are there already, and are of none
+            that it holds.
         """
         if self._opened:
-            return
+            return False
         eager = tf.executing_eagerly()
         with tf.init_scope():
             if not tf.executing_eagerly():
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
-            before = [native(variable).numpy() for variable in variables] if eager else []
             self.build(variables)
             self.start()
-            synchronizer = self.synchronizer
-            position = (synchronizer.local_steps, self._any_in_group(synchronizer.parameters_have_moved()))
-            positions = self._communicator.allgather_object(position, f"{self._prefix}.first")
-            if any(moved for _, moved in positions) and all(steps == 0 for steps, _ in positions):
-                synchronizer.broadcast()
-            changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
-            failure = ValueError(
-                "The variables of the ranks differed at the first step, and its gradients were taken before all got "
-                "the root's values: call optimizer.build(model.trainable_variables) on all ranks before training, "
-                "after weights are loaded"
-            )
-            raise_on_all(self._communicator, self._prefix, failure if changed else None)
+            replaced = self.synchronizer.begin(Moment.BEFORE_UPDATE if variables else Moment.END)
         self._opened = True
-
-    def _any_in_group(self, value: bool) -> bool:
-        """Return whether something is true on any of the ranks that average their gradients."""
-        if self._average is None:
-            return value
-        return any(self._average.communicator.allgather_object(value, f"{self._prefix}.group"))
+        return replaced and eager
 
     def _refuse_other_ranks(self) -> None:
         if self._saved_process_set is not None and self._process_set is None:

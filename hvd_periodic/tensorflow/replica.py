@@ -164,6 +164,26 @@ class VariableReplica:
         """Return the hyper-parameters of the center optimizer."""
         return {} if self._center_optimizer is None else self._center_optimizer.settings()
 
+    def center_hyperparameters(self) -> Any:
+        """Return the learning rate, where the center optimizer follows that of the local one."""
+        return None if self._center_optimizer is None else self._center_optimizer.hyperparameters()
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether the learning rate of the center optimizer is one that ranks may have to tell each other."""
+        return self._center_optimizer is not None and self._center_optimizer.follows_rate
+
+    def follow(self, settings: Any) -> None:
+        """Let the center optimizer take another learning rate."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.rate = None if settings is None else settings["learning_rate"]
+
+    def discard_gradients(self) -> None:
+        """Replace the gradients by zeros: Keras refuses to step without any."""
+        self.gradients = [
+            None if gradient is None else tf.zeros_like(tf.convert_to_tensor(gradient)) for gradient in self.gradients
+        ]
+
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's state."""
         return None if self._center_optimizer is None else self._center_optimizer.state()
@@ -211,11 +231,6 @@ class VariableReplica:
     def from_host(self, array: np.ndarray, bucket: Bucket) -> Any:
         """Return a tensor."""
         return tf.constant(array)
-
-    def control(self, values: list[int]) -> tf.Tensor:
-        """Return the values as int64 in host memory."""
-        with tf.device("CPU:0"):
-            return tf.constant(values, dtype=tf.int64)
 
     def to_bytes(self, value: Any) -> bytes:
         """Return the raw memory."""

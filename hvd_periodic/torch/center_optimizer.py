@@ -32,6 +32,7 @@ class CenterOptimizer:
 
     Attributes:
         keys: group, number in the group and key of every tensor of the state, once :meth:`shapes` has found them.
+        followed: the hyper-parameters of every group for the next step, where they are those of another rank.
 
     Raises:
         TypeError: the source makes no torch optimizer, its class cannot be constructed from parameter groups alone, or
@@ -51,6 +52,7 @@ class CenterOptimizer:
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
         self.keys: list[tuple[int, int, str]] = []
+        self.followed: list[dict[str, Any]] | None = None
         self._source = source
         self._template = source if isinstance(source, torch.optim.Optimizer) else None
         self._follows_local = source is local
@@ -108,9 +110,16 @@ class CenterOptimizer:
             for key, value in sorted(_hyperparameters(group).items())
         }
 
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Return copies of the hyper-parameters of the next step, of every group."""
+        self._follow()
+        return copy.deepcopy([_hyperparameters(group) for group in self.optimizer.param_groups])
+
     def step(self) -> None:
         """Move the centers by their gradients."""
         self._follow()
+        for group, followed in zip(self.optimizer.param_groups, self.followed or (), strict=False):
+            group.update(followed)
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import NEVER
 from hvd_periodic.torch.replica import Model
+from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 _STATE_KEY, _INSIDE_KEY = "hvd_periodic", "inside"
@@ -115,7 +116,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """Take one local step, and exchange if one is due.
 
         Under a ``GradScaler`` an iteration whose gradients overflowed on this rank counts without an update, so that
-        all ranks keep exchanging at the same iterations.
+        all ranks keep exchanging at the same iterations. So does the first one on a rank that finds out in it that
+        other parameters than its own are what all start from, see :meth:`Synchronizer.begin`. The step that
+        ``hvd.broadcast_optimizer_state`` takes to make the state of an optimizer moves and counts nothing.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -126,7 +129,11 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: called inside ``center()``; or what an exchange raises.
         """
+        if not self.state and makes_state_only():
+            make_state(self)
+            return None
         self.synchronizer.refuse_inside_center("step")
+        stale = self.synchronizer.begin() and closure is None
         if closure is not None and self._averages:
             raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
         in_flight = self._averages and not self._synchronized and not self.synchronizer.replicas_differ
@@ -136,7 +143,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
                 "scaler.step(optimizer)"
             )
-        loss, updated = None, self._unscale()
+        loss, updated = None, self._unscale() and not stale
+        if stale and not self._synchronized:
+            self.synchronize()
         if updated and closure is not None:
             loss = self.inner.step(self._prepared(closure))
         elif updated:
@@ -146,6 +155,26 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             loss = self._local_step()
         self._count(updated)
         return loss
+
+    def skip(self) -> None:
+        """Count an iteration without update, in place of :meth:`step`.
+
+        Ranks exchange at the same iterations: where one passes over a batch, and the others do not, it has to count.
+
+        Example::
+
+            if loss.isfinite():
+                loss.backward()
+                optimizer.step()
+            else:
+                optimizer.skip()
+
+        Raises:
+            RuntimeError: as :meth:`step`.
+        """
+        self.synchronizer.refuse_inside_center("skip")
+        self.synchronizer.begin()
+        self._count(updated=False)
 
     def synchronize(self) -> None:
         """Wait for the gradients that an ``hvd.DistributedOptimizer`` inside averages, if there is one.
@@ -232,8 +261,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; with the model's own state, training continues to the bit.
 
-        Load the model's and this state after construction, on every rank: construction gives all ranks the root's
-        parameters. Each rank may load its own state, or all the same one.
+        Load the model's and this state after construction: each rank its own, or all the same one; or the root alone,
+        from which all others then take over parameters, center and counters. The first step finds out which.
 
         Raises:
             ValueError: the state is that of an optimizer which was not wrapped, or of another model or algorithm.

@@ -287,6 +287,20 @@ class TorchReplica:
         """Return the hyper-parameters of the center optimizer."""
         return {} if self._center_optimizer is None else self._center_optimizer.settings()
 
+    def center_hyperparameters(self) -> Any:
+        """Return the hyper-parameters of every group."""
+        return None if self._center_optimizer is None else self._center_optimizer.hyperparameters()
+
+    def follow(self, settings: Any) -> None:
+        """Let the center optimizer take other hyper-parameters."""
+        if self._center_optimizer is not None:
+            self._center_optimizer.followed = settings
+
+    def discard_gradients(self) -> None:
+        """Leave the parameters without gradients, so that optimizers pass over them."""
+        for parameter in self.tensors:
+            parameter.grad = None
+
     def center_optimizer_state(self) -> Any:
         """Return a copy of the center optimizer's state dict."""
         return None if self._center_optimizer is None else self._center_optimizer.state_dict()
@@ -354,10 +368,6 @@ class TorchReplica:
         stream.synchronize()
         value.record_stream(torch.cuda.current_stream(device))
         return value
-
-    def control(self, values: list[int]) -> torch.Tensor:
-        """Return the values as int64 in host memory."""
-        return torch.tensor(values, dtype=torch.int64)
 
     def to_bytes(self, value: torch.Tensor) -> bytes:
         """Return the raw memory."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Algorithm
@@ -18,6 +20,7 @@ from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import averaged_by
 from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
+from hvd_periodic.torch.state_making import makes_state_only
 
 
 class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
@@ -29,7 +32,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         for inputs, targets in batches:
             optimizer.zero_grad()
             loss(model(inputs), targets).backward()
-            synchronizer.prepare_gradients()     # needed for AGN, and for EASGD with rho > 0
+            synchronizer.prepare_gradients()
             optimizer.step()
             synchronizer.step()                  # once per iteration, whether or not the update ran
         synchronizer.finalize()
@@ -65,6 +68,8 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
     follow: Callable[[], None] | None = None
     """Called whenever the counters change."""
+    _waiting: Any = None
+    """The handle of what notices the first step of a local optimizer, until training has begun."""
 
     def __init__(
         self,
@@ -106,10 +111,21 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         build_on_all(communicator, name, build)
         self.average_within(self.averaged)
         self.start()
+        self.begun = False
+
+    def _begun_changed(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+        self._waiting = None if self.begun else _notice_first_step(self)
 
     def _counters_changed(self) -> None:
         if self.follow is not None:
             self.follow()
+
+    def holds_some_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer changes parameters that take part."""
+        ours = set(map(id, self.replica.tensors))
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.asynchronous is not None:
@@ -126,6 +142,20 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
+
+
+def _notice_first_step(owner: Synchronizer) -> Any:
+    """Begin training when an optimizer is about to change the parameters, also one that this package does not know."""
+    reference = weakref.ref(owner)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        synchronizer = reference()
+        if synchronizer is None or hasattr(optimizer, "synchronizer") or makes_state_only():
+            return  # An optimizer of this package begins by itself.
+        if synchronizer.holds_some_of(optimizer) and synchronizer.begin():
+            synchronizer.replica.discard_gradients()
+
+    return register_optimizer_step_pre_hook(before_step)
 
 
 def communicator_of(process_set: Any) -> Communicator:

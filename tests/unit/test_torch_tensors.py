@@ -96,6 +96,7 @@ def test_center_of_16_bit_parameters_moves_under_a_small_rate() -> None:
     optimizer = hvdp.ElasticAverageOptimizer(
         torch.optim.SGD([parameter], lr=0.0), [("w", parameter)], 1, moving_rate=0.001, process_set=LocalCommunicator()
     )
+    optimizer.synchronizer.begin()
     with torch.no_grad():
         parameter.fill_(2.0)
     for _ in range(500):

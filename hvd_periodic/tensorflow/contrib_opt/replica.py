@@ -73,7 +73,10 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
+        rate: None: hyper-parameters are those of this rank.
     """
+
+    follows_rate = False
 
     def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = copy.copy(local)
@@ -81,6 +84,7 @@ class CenterOptimizer:
         self.optimizer._non_slot_dict = {}
         self.optimizer._deferred_slot_restorations = {}
         self.optimizer._name = f"center_{local.get_name()}"
+        self.rate = None
 
     def variables(self) -> list[Any]:
         """Return the slots and other variables."""
@@ -103,6 +107,9 @@ class CenterOptimizer:
             if isinstance(value, Number) and name != "_use_locking"
         }
 
+    def hyperparameters(self) -> None:
+        """Return None: what is a number is the same on all ranks."""
+
 
 class HostCenterOptimizer:
     """A copy of the local optimizer in a graph and a session of its own, for a center in host memory.
@@ -114,10 +121,13 @@ class HostCenterOptimizer:
 
     Attributes:
         optimizer: that one.
+        rate: as in :class:`CenterOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is a tensor, which belongs to the graph of the user.
     """
+
+    follows_rate = False
 
     def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
         for name, value in vars(local).items():
@@ -127,6 +137,7 @@ class HostCenterOptimizer:
                     f"{type(local).__name__}, a tensor, has no value: pass a number"
                 )
         self.optimizer = local
+        self.rate = None
 
     def shapes(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over such centers: make one and look."""
@@ -162,6 +173,9 @@ class HostCenterOptimizer:
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters that are numbers."""
         return CenterOptimizer(self.optimizer).settings()
+
+    def hyperparameters(self) -> None:
+        """Return None: what is a number is the same on all ranks."""
 
     def _make(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> None:
         graph, v1 = tf.Graph(), tf.compat.v1

@@ -1,0 +1,137 @@
+"""What ranks tell each other before data travels: one small record per rank, gathered on all.
+
+All optimizers of a process set meet under one name, whatever they meet for. So ranks that wait in different places find
+out, instead of waiting forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from hvd_periodic.consistency import join, raise_on_all
+
+if TYPE_CHECKING:
+    from hvd_periodic.comm.base import Communicator
+
+
+class Purpose(IntEnum):
+    """What a rank has come for."""
+
+    CONSTRUCT = 0
+    START = 1
+    EXCHANGE = 2
+    LEAVE = 3
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank tells the others, in integers of 64 bits.
+
+    Attributes:
+        purpose: what it has come for.
+        optimizer: which optimizer of the process set this is, counted from 1; to construct one: how many there are.
+        problem: 1 where this rank cannot go on.
+        settings: a number that is the same where the hyper-parameters of the center optimizer are.
+        rate: the bits of the learning rate that drives the center optimizer, as float64; 0 where there is none.
+        local_steps: iterations so far.
+        updates: iterations whose update ran.
+        pending: iterations since the last exchange.
+        period: iterations that the schedule planned between the last exchange and the next.
+    """
+
+    purpose: int
+    optimizer: int
+    problem: int = 0
+    settings: int = 0
+    rate: int = 0
+    local_steps: int = 0
+    updates: int = 0
+    pending: int = 0
+    period: int = 0
+
+    @property
+    def training(self) -> bool:
+        """Whether the rank exchanges and goes on, as opposed to one that has run out of data."""
+        return self.purpose == Purpose.EXCHANGE
+
+
+def integers(record: Record) -> list[int]:
+    """Return a record as it travels.
+
+    Example:
+        >>> integers(Record(Purpose.START, optimizer=1))
+        [1, 1, 0, 0, 0, 0, 0, 0, 0]
+    """
+    return [int(value) for value in astuple(record)]
+
+
+def records_of(gathered: Sequence[int]) -> list[Record]:
+    """Return the records of all ranks, given their integers one after another."""
+    width = len(fields(Record))
+    return [Record(*gathered[start : start + width]) for start in range(0, len(gathered), width)]
+
+
+def meet(communicator: Communicator, record: Record, failure: Exception | None = None) -> list[Record]:
+    """Return the records of all ranks, in rank order.
+
+    Args:
+        communicator: the ranks.
+        record: of this one.
+        failure: why this rank cannot go on, where ``record.problem`` says so.
+
+    Raises:
+        Exception: ``failure``, on this rank.
+        RuntimeError: another rank cannot go on, or ranks have come for different things; on all of them.
+    """
+    records = records_of(communicator.gather_integers(integers(record), communicator.meeting_name))
+    check(communicator, records, failure)
+    return records
+
+
+def check(communicator: Communicator, records: Sequence[Record], failure: Exception | None) -> None:
+    """Raise on all ranks where one cannot go on, or where they have come for different things; as :func:`meet`."""
+    crossed = cross_purposes(records)
+    if crossed or any(record.problem for record in records):
+        raise_on_all(communicator, communicator.meeting_name, failure)
+    if crossed:
+        raise RuntimeError(crossed)
+
+
+def cross_purposes(records: Sequence[Record]) -> str | None:
+    """Return where ranks wait for each other, if they have come for different things; None if they have not.
+
+    Example:
+        >>> print(cross_purposes([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)]).split(":")[0])
+        Ranks wait for each other in different places
+    """
+    purposes = {record.purpose for record in records}
+    together = len(purposes) == 1 or purposes <= {Purpose.EXCHANGE, Purpose.LEAVE}
+    if together and (Purpose.CONSTRUCT in purposes or len({record.optimizer for record in records}) == 1):
+        return None
+    ranks: dict[str, list[int]] = {}
+    for rank, record in enumerate(records):
+        ranks.setdefault(_place(record), []).append(rank)
+    places = "; ".join(f"{place} on rank {join(members)}" for place, members in ranks.items())
+    if Purpose.CONSTRUCT in purposes:
+        advice = (
+            "All ranks construct an optimizer together; elastic Horovod, which restarts some of them, is not supported"
+        )
+    elif Purpose.START in purposes and len(purposes) > 1:
+        advice = "A state that is loaded after training has begun has to be loaded on every rank"
+    else:
+        advice = (
+            "Where a process has several optimizers, all ranks step them in the same order and equally often: step() "
+            "once per iteration, or skip() where there is no update"
+        )
+    return f"Ranks wait for each other in different places: {places}. {advice}"
+
+
+def _place(record: Record) -> str:
+    if record.purpose == Purpose.CONSTRUCT:
+        return "construction of an optimizer"
+    what = {Purpose.START: "first step", Purpose.EXCHANGE: "exchange", Purpose.LEAVE: "finalize()"}
+    where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
+    return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

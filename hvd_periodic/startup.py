@@ -1,0 +1,107 @@
+"""The first step after construction or a load: who has what, and what all start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from hvd_periodic.consistency import join
+
+
+class Moment(Enum):
+    """When a rank comes to begin training."""
+
+    BEFORE_UPDATE = "the model holds what local training starts from"
+    AFTER_UPDATE = "local training has changed the model already"
+    END = "this rank has nothing to train with"
+
+
+class Start(Enum):
+    """What training starts from."""
+
+    ANEW = "the parameters of the root"
+    AS_CONSTRUCTED = "the parameters that the root had at construction"
+    AS_LOADED = "what every rank has loaded"
+    FROM_ROOT = "what the root has loaded"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands before its first step.
+
+    Attributes:
+        loaded: a state was loaded.
+        local_steps: iterations so far.
+        exchanges: local steps at the last exchange and at the next.
+        run: which training the state is of; empty where nothing says.
+        center: digest of the center that was loaded; empty where this rank does not know all of it.
+        replica: digest of the parameters.
+        moment: when this rank has come.
+    """
+
+    loaded: bool
+    local_steps: int
+    exchanges: tuple[int, int]
+    run: str
+    center: str
+    replica: str
+    moment: Moment = Moment.BEFORE_UPDATE
+
+
+def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False, asynchronous: bool = False) -> Start:
+    """Return what training starts from; the same on all ranks.
+
+    Args:
+        standings: of all ranks, by global rank.
+        root: the global rank whose values all start from.
+        averaging: gradients are averaged over ranks, so that local optimizers have to be in the same state.
+        asynchronous: ranks exchange at steps of their own.
+
+    Raises:
+        RuntimeError: the ranks have loaded states that do not belong together; names them.
+
+    Example:
+        >>> new = Standing(False, 0, (0, 10), "", "", "")
+        >>> old = Standing(True, 40, (40, 50), "", "", "")
+        >>> decide({0: old, 1: new}, root=0)
+        <Start.FROM_ROOT: 'what the root has loaded'>
+    """
+    loaded = {rank: standing for rank, standing in standings.items() if standing.loaded}
+    if not loaded:
+        known = any(standing.moment is Moment.BEFORE_UPDATE for standing in standings.values())
+        return Start.ANEW if known else Start.AS_CONSTRUCTED
+    if len(loaded) < len(standings):
+        if averaging:
+            raise RuntimeError(
+                "Ranks that average their gradients need local optimizers in the same state, which the root does not "
+                "bring: load the state on every rank. Received: "
+                + _by_rank(standings, lambda standing: f"step {standing.local_steps}")
+            )
+        if root not in loaded:
+            raise RuntimeError(
+                f"Rank {join(sorted(loaded))} has loaded a state, and the root, rank {root}, has none: load it on the "
+                "root, from which all then start, or on every rank"
+            )
+        return Start.FROM_ROOT
+    _require_one(loaded, lambda standing: standing.run and f"run {standing.run}")
+    if not asynchronous:
+        _require_one(loaded, lambda standing: f"step {standing.local_steps}")
+        _require_one(loaded, lambda s: f"step {s.local_steps}, exchanging at {s.exchanges[0]} and {s.exchanges[1]}")
+        _require_one(loaded, lambda standing: standing.center and f"center {standing.center[:8]}")
+    return Start.AS_LOADED
+
+
+def _require_one(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> None:
+    if len({text(standing) for standing in standings.values()} - {""}) > 1:
+        raise RuntimeError(
+            f"The ranks have loaded states of different runs or steps: {_by_rank(standings, text)}. Load on every rank "
+            "what it saved itself, all at the same step; or the state of one of them on the root alone"
+        )
+
+
+def _by_rank(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, standing in sorted(standings.items()):
+        ranks.setdefault(text(standing) or "unknown", []).append(rank)
+    return "; ".join(f"{of_ranks} on rank {join(members)}" for of_ranks, members in ranks.items())
