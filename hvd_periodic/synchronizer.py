@@ -46,7 +46,8 @@ class Counters:
     Attributes:
         local_steps: iterations, whether or not the update ran.
         rounds: exchanges.
-        skipped_updates: iterations whose update did not run (overflow under mixed precision).
+        skipped_updates: iterations whose update did not run: overflow under mixed precision, or another rank's while
+            this one had run out of data.
         bytes_sent: bytes that this rank handed to collectives in exchanges.
         last_exchange: local steps at the last exchange.
         next_exchange: local steps at which the next exchange is due.
@@ -324,7 +325,8 @@ class Synchronizer(Generic[V]):
     def _begin_anew(self, different: bool) -> None:
         """Start from the root's parameters, which may have been loaded since construction."""
         if different:
-            logger.warning("The parameters of the ranks differ at the first step: all take over the root's")
+            if self.communicator.rank == self.root:
+                logger.warning("The parameters of the ranks differ at the first step: all take over the root's")
             self._give_values()
         self._restart()
         for part in self.parts[1:]:  # A forward pass has changed statistics already, on each rank in its way.
@@ -494,7 +496,7 @@ class Synchronizer(Generic[V]):
         parts = self.parts if self.together.group is None else self.parts[:1]
         audit(
             self.together,
-            self.name,
+            "center",
             (
                 self.replica.to_bytes(part.center.read(bucket))
                 for part in parts
@@ -822,6 +824,7 @@ class Synchronizer(Generic[V]):
         self.counters = replace(
             self.counters,
             local_steps=meeting.step,
+            skipped_updates=self.counters.skipped_updates + meeting.step - self.counters.local_steps,
             last_exchange=meeting.step,
             next_exchange=next_exchange(self.schedule, meeting.step),
             gradients=0,

@@ -26,7 +26,8 @@ class Groups:
         ranks: of every group.
         local: process set of this rank's group, for ``hvd.DistributedOptimizer``.
         cross: process set of the ranks with which this one exchanges between groups: those with the same place in their
-            groups. Where groups have different sizes, all ranks: then a group counts once per rank.
+            groups. Where groups have different sizes, or more than two groups are interleaved in changing order, all
+            ranks: then a group counts once per rank.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -51,15 +52,25 @@ def groups_of_size(ranks: int, size: int) -> list[list[int]]:
 def across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the sets of ranks that exchange between groups.
 
+    Horovod numbers the ranks of a set in ascending order. Members of a group stay equal to the bit only where all sets
+    sum over groups in the same order, up to the first two: otherwise all ranks exchange.
+
     Example:
         >>> across([[0, 1], [2, 3]])
         [[0, 2], [1, 3]]
         >>> across([[0, 1], [2]])
         [[0, 1, 2]]
+        >>> across([[0, 5], [1, 4], [2, 3]])
+        [[0, 1, 2, 3, 4, 5]]
     """
+    everybody = [sorted(rank for group in groups for rank in group)]
     if len({len(group) for group in groups}) > 1:
-        return [sorted(rank for group in groups for rank in group)]
-    return [sorted(column) for column in zip(*groups, strict=True)]
+        return everybody
+    columns = list(zip(*groups, strict=True))
+    orders = {tuple(sorted(range(len(groups)), key=column.__getitem__)) for column in columns}
+    if len(groups) > 2 and len(orders) > 1:
+        return everybody
+    return [sorted(column) for column in columns]
 
 
 def check_groups(groups: Iterable[Iterable[int]], ranks: int) -> list[list[int]]:

@@ -40,7 +40,7 @@ class Together:
         self.group_root = lowest.index(min(lowest))
 
     def gather(self, value: Any, name: str) -> dict[int, Any]:
-        """Return the values of all ranks, by global rank."""
+        """Return the values of all ranks, by global rank; ``name`` is the same in all sets of ranks."""
         known = {self.exchanging.global_ranks[self.exchanging.rank]: value}
         if self.group is not None:
             known = _merged(self.group.allgather_object(known, f"{self.group_name}.{name}"))

@@ -420,7 +420,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """
         counters, records = self._from_integers(before), records_of(gathered)
         problem = self._problem(counters, Purpose.EXCHANGE)
-        check(self.communicator, records, None if problem is None else RuntimeError(problem))
+        # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
+        kind = RuntimeError if self.communicator.changed() is None else ValueError
+        check(self.communicator, records, None if problem is None else kind(problem))
         meeting = self.conclude(records, counters)
         settings = meeting.settings or self.replica.center_hyperparameters() or {}
         rate = np.float64(settings.get("learning_rate", 0.0)).view(np.int64)

@@ -31,6 +31,8 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        # Ranks that wait let others have their core: there are more processes than cores.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
@@ -44,8 +46,21 @@ def start(launcher: str, ranks: int, command: Sequence[str], timeout_seconds: fl
     """
     words = LAUNCHERS[launcher]
     numbers = ["-np", str(ranks)] if words else []
+    code, output = _run([*words, *numbers, sys.executable, *command], timeout_seconds)
+    assert code == 0, f"Exit {code}: {launcher} {ranks} {command}\n{output}"
+    return output
+
+
+def run_elastic(ranks: int, discovery: Path, command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
+    """Run a Python command under elastic Horovod; return the exit code and what it printed."""
+    words = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(ranks), "--min-np", "1", "--max-np", "2"]
+    words += ["--host-discovery-script", str(discovery)]
+    return _run([*words, sys.executable, *command], timeout_seconds)
+
+
+def _run(words: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
     process = subprocess.Popen(
-        [*words, *numbers, sys.executable, *command],
+        words,
         env=environment(),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -59,9 +74,8 @@ def start(launcher: str, ranks: int, command: Sequence[str], timeout_seconds: fl
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"No end within {timeout_seconds} s: {launcher} {ranks} {command}\n{output}") from None
-    assert process.returncode == 0, f"Exit {process.returncode}: {launcher} {ranks} {command}\n{output}"
-    return output
+        raise AssertionError(f"No end within {timeout_seconds} s: {' '.join(words)}\n{output}") from None
+    return process.returncode, output
 
 
 def run_scenarios(

@@ -1,0 +1,32 @@
+"""Elastic Horovod, which is not supported: a job whose ranks change ends with an error, and never trains on."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.launch import run_elastic
+
+pytest.importorskip("horovod.torch")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("change", ["kill", "add"])
+def test_a_job_whose_ranks_change_ends(framework: str, change: str, tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    condition = "true" if change == "kill" else f"[ -e {tmp_path}/more ]"
+    script.write_text(f"#!/bin/sh\necho localhost:1\nif {condition}; then echo 127.0.0.1:1; fi\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    ranks = 2 if change == "kill" else 1
+    command = ["-m", "tests.parallel.elastic_program", framework, change, str(tmp_path)]
+    code, output = run_elastic(ranks, script, command, timeout_seconds=200)
+    assert code != 0, output
+    ended = "".join(re.findall(r"ENDED .*", output))
+    before, after = (2, 1) if change == "kill" else (1, 2)
+    assert f"of {before} when the optimizer was constructed" in ended, output
+    assert re.search(rf"is rank \d of {after} now. Elastic Horovod is not supported", ended), output
