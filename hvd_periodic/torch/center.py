@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 
+@neutrally
 def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Synchronizer) -> dict[str, Any]:
     """Return ``model.state_dict()`` with the values of the center, under the original names and in the original dtypes.
 

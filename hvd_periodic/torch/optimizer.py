@@ -13,6 +13,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import NEVER
+from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.replica import Model
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -229,6 +230,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             own[_INSIDE_KEY] = inner[_STATE_KEY]
         return {**inner, _STATE_KEY: own}
 
+    @neutrally
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; with the model's own state, training continues to the bit.
 

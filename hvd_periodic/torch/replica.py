@@ -435,6 +435,8 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype that a tensor has in flat vectors."""
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no values: materialize the model first")
+    if tensor.is_inference():
+        raise ValueError(f"{name!r} was made in inference mode and cannot be written outside of it: .clone() it")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name!r} must be a dense tensor. Received: {tensor.layout}")
     if tensor.numel() and any(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import averaged_by
+from hvd_periodic.torch.neutral import neutral, neutrally
 from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
 
 
@@ -66,6 +68,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     follow: Callable[[], None] | None = None
     """Called whenever the counters change."""
 
+    @neutrally
     def __init__(
         self,
         model: Model,
@@ -107,6 +110,31 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         self.average_within(self.averaged)
         self.start()
 
+    # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
+    start = neutrally(synchronizer.Synchronizer.start)
+    sync = neutrally(synchronizer.Synchronizer.sync)
+    finalize = neutrally(synchronizer.Synchronizer.finalize)
+    leave = neutrally(synchronizer.Synchronizer.leave)
+    audit = neutrally(synchronizer.Synchronizer.audit)
+    broadcast = neutrally(synchronizer.Synchronizer.broadcast)
+    reset_center = neutrally(synchronizer.Synchronizer.reset_center)
+    restart_center = neutrally(synchronizer.Synchronizer.restart_center)
+    distance = neutrally(synchronizer.Synchronizer.distance)
+    state_dict = neutrally(synchronizer.Synchronizer.state_dict)
+    load_state_dict = neutrally(synchronizer.Synchronizer.load_state_dict)
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Hold the center in the model inside a ``with`` block, which runs in the user's own mode."""
+        block = ExitStack()
+        with neutral():
+            block.enter_context(super().center())
+        try:
+            yield
+        finally:
+            with neutral():
+                block.close()
+
     def _counters_changed(self) -> None:
         if self.follow is not None:
             self.follow()
@@ -141,6 +169,7 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
 
 
+@neutrally
 def _restore(parts: tuple[Any, ...], *rest: Any) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
     restored = Synchronizer.__new__(Synchronizer)

@@ -177,5 +177,14 @@ def test_process_set(ranks: list[dict[str, Any]]) -> None:
         assert "must contain this rank (1)" in outside
 
 
+def test_modes_of_the_users_code_change_nothing(ranks: list[dict[str, Any]]) -> None:
+    """Inference mode, autocast, a default device, ... around everything: the same numbers, and the block keeps them."""
+    for report in column(ranks, "modes"):
+        for mode, found in report.items():
+            for algorithm, (kept, numbers) in found.items():
+                assert kept, f"{mode} inside center() of {algorithm}"
+                assert numbers == report["none"][algorithm][1], f"{algorithm} in {mode}"
+
+
 def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "contract") == ["kept"] * len(ranks)

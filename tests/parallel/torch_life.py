@@ -1,0 +1,82 @@
+"""What scripts do around an exchange without thinking of it; part of the jobs of ``scenarios.py``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvd_periodic.torch as hvdp
+from tests.parallel.program import Scenarios
+
+scenario = Scenarios()
+
+Mode = Callable[[], AbstractContextManager[Any]]
+
+MODES: dict[str, Mode] = {
+    "none": nullcontext,
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "default device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def bits(tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: int, mode: Mode = nullcontext) -> None:
+    """Take steps on data that differ between ranks, with only ``optimizer.step()`` in the mode."""
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, generator=generator)).square().mean().backward()
+        with mode():
+            optimizer.step()
+
+
+def in_mode(mode: Mode, make: Callable[[Any, Any], Any]) -> Any:
+    """Call everything in a mode; return what came out, and whether the user's own code was in that mode."""
+    torch.manual_seed(0)
+    model = network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, inner, 1)  # The state of the local optimizer is the user's, and made outside.
+    with mode():
+        optimizer = make(inner, model)
+    train(model, optimizer, 3, mode)
+    with mode(), optimizer.center():
+        own = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+        seen = bits(list(model.state_dict().values()))
+    with mode():
+        expected = [torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+        distance = optimizer.synchronizer.distance()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.synchronizer.broadcast()
+        optimizer.finalize()
+    train(model, optimizer, 3, mode)
+    with mode():
+        exported = hvdp.center_state_dict(model, optimizer)
+        optimizer.finalize()
+    if any(tensor.is_inference() for tensor in exported.values()):
+        raise RuntimeError("What is exported has to be usable outside of the mode")
+    return own == expected, [seen, distance, bits(list(exported.values())), bits(list(model.parameters()))]
+
+
+@scenario
+def modes() -> Any:
+    """The same training in every mode of PyTorch."""
+    algorithms: dict[str, Callable[..., Any]] = {
+        "easgd": lambda o, m: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, rho=0.5),
+        "agn sharded": lambda o, m: hvdp.AGNOptimizer(o, m, 2, center="sharded"),
+    }
+    return {name: {key: in_mode(mode, make) for key, make in algorithms.items()} for name, mode in MODES.items()}
