@@ -319,7 +319,7 @@ class TorchReplica:
     def reset_center_optimizer(self) -> None:
         """Forget its state."""
         if self._center_optimizer is not None:
-            self._center_optimizer.optimizer.state.clear()
+            self._center_optimizer.reset()
 
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
         """Make these arrays its state."""
