@@ -11,6 +11,7 @@ import torch
 
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import NEVER
 from hvd_periodic.torch.neutral import neutrally
@@ -64,7 +65,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         center_optimizer: CenterOptimizerLike | None = None,
         asynchronous: bool = False,
         argument: str = "period",
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -322,7 +323,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
             is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
-        buffers: ``"average"`` or ``"local"``; default: average.
+        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -357,7 +358,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: float = 0.0,
         asynchronous: bool = False,
         *,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -383,7 +384,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         named_parameters: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        buffers: ``"average"`` or ``"local"``; default: average.
+        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -401,7 +402,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         named_parameters: Model,
         interval_steps: int | Schedule = 100,
         *,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -432,7 +433,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.
-        buffers: ``"average"`` or ``"local"``; default: average.
+        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -453,7 +454,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: str = "sum",
         asynchronous: bool = False,
         *,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,

@@ -16,6 +16,7 @@ from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import averaged_by
 from hvd_periodic.torch.neutral import neutral, neutrally
@@ -45,9 +46,13 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             for the center.
         center_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
-        buffers: ``"average"``: at every exchange real buffers (batch-norm statistics) become their mean over ranks,
-            integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone. Default:
-            ``"average"`` unless ``model`` carries no buffers.
+        buffers: what becomes of the model's buffers at an exchange. ``"average"``: real ones become their mean over
+            ranks, integer ones their maximum; ``"maximum"``; ``"broadcast"``: all become those of ``root_rank``;
+            ``"local"``: they are broadcast at the start and then left alone. One of these for all; a dict from patterns
+            of names to them, of which the first that matches counts; or a function (name, tensor) to one of them or
+            None. Default, and for what a dict or function leaves open: ``"average"`` for buffers whose name says that
+            they are statistics (``running_mean``, ``running_var``, ``num_batches_tracked``, ``moving_...``), otherwise
+            ``"local"``.
         center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
             ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
@@ -77,7 +82,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         center_optimizer: CenterOptimizerLike | None = None,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,

@@ -186,5 +186,15 @@ def test_modes_of_the_users_code_change_nothing(ranks: list[dict[str, Any]]) -> 
                 assert numbers == report["none"][algorithm][1], f"{algorithm} in {mode}"
 
 
+def test_buffers_that_are_no_statistics(ranks: list[dict[str, Any]]) -> None:
+    mean, infinity = (len(ranks) - 1) / 2, float("inf")
+    assert len({equal for _, equal in column(ranks, "buffers")}) == 1
+    for rank, (seen, _) in enumerate(column(ranks, "buffers")):
+        first = [mean, infinity if rank == 0 else rank, mean]
+        for (statistic, mask, state, normalized), expected in zip(seen, first, strict=True):
+            assert statistic == pytest.approx([expected, mean])
+            assert (mask, state, normalized) == ([0.0, -infinity], rank, True)
+
+
 def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "contract") == ["kept"] * len(ranks)

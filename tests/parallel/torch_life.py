@@ -80,3 +80,30 @@ def modes() -> Any:
         "agn sharded": lambda o, m: hvdp.AGNOptimizer(o, m, 2, center="sharded"),
     }
     return {name: {key: in_mode(mode, make) for key, make in algorithms.items()} for name, mode in MODES.items()}
+
+
+@scenario
+def buffers() -> Any:
+    """A mask that all set, an infinity of one rank at one exchange, a queue that all take over from the root."""
+    torch.manual_seed(hvd.rank())
+    model = network()
+    model.register_buffer("mask", torch.zeros(2))
+    model.register_buffer("queue", torch.nn.functional.normalize(torch.randn(3, 2), dim=1))
+    model.register_buffer("random_state", torch.get_rng_state()[:8])
+    rules = {"mask": "average", "queue": "broadcast"}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvdp.ElasticAverageOptimizer(inner, model, 1, 0.25, buffers=rules, center="sharded")
+    statistic, seen = model[1].running_mean, []
+    for step in range(3):
+        model.mask[1] = float("-inf")
+        model.queue[step] = torch.nn.functional.normalize(torch.randn(2), dim=0)
+        model.random_state.fill_(hvd.rank())
+        with torch.no_grad():
+            statistic.fill_(hvd.rank())
+            if step == 1 and hvd.rank() == 0:
+                statistic[0] = float("inf")
+        optimizer.zero_grad()
+        optimizer.step()
+        norm = (model.queue.norm(dim=1) - 1).abs().max().item()
+        seen.append([statistic.tolist()[:2], model.mask.tolist(), model.random_state.tolist()[0], norm < 1e-6])
+    return seen, bits([model.queue, *model[1].buffers()])
