@@ -14,8 +14,8 @@ from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import NEVER
+from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.neutral import neutrally
-from hvd_periodic.torch.replica import Model
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 _STATE_KEY, _INSIDE_KEY = "hvd_periodic", "inside"
@@ -86,7 +86,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)
-        if hasattr(optimizer, "set_backward_passes_per_step") and synchronizer.synchronous_until is not None:
+        direct = not isinstance(optimizer, PeriodicOptimizer)
+        if direct and hasattr(optimizer, "set_backward_passes_per_step") and synchronizer.synchronous_until is not None:
             synchronizer.follow = self._stop_averaging
             self._stop_averaging()
 
@@ -97,6 +98,14 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
                 "hvdp.ElasticAverageOptimizer(hvd.DistributedOptimizer(optimizer, ...), model, ...)"
             )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapped optimizer has besides, such as ``train()`` and ``eval()`` of schedule-free ones."""
+        inner = vars(self).get("inner")
+        if inner is not None and not name.startswith("__") and hasattr(inner, name):
+            return getattr(inner, name)
+        of_whom = "" if inner is None else f", and neither has the {type(inner).__name__} that it wraps"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{of_whom}", name=name, obj=self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import GeneratorType
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedParameter
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
-from hvd_periodic.named import unique_pairs
 from hvd_periodic.store import FlatStore, PackedStore, Store
-from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM, Buffers, policies, policy_of
+from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
+from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.vector import VectorSpace
-
-Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
-"""A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
 
 
 class _TensorStore(PackedStore[torch.Tensor]):
@@ -37,66 +30,6 @@ class _TensorStore(PackedStore[torch.Tensor]):
     def write(self, bucket: Bucket, value: torch.Tensor) -> None:
         with torch.no_grad():
             super().write(bucket, value)
-
-
-@dataclass(frozen=True)
-class NamedTensors:
-    """The tensors of a model, by name; tied ones once.
-
-    Attributes:
-        parameters: all parameters, frozen ones too.
-        buffers: all buffers; empty if the model was given as pairs from elsewhere.
-        policies: what becomes of each buffer, by name.
-        module: where they come from, if that was given and while it lives.
-        given: what says so of buffers that appear later.
-    """
-
-    parameters: list[tuple[str, torch.Tensor]]
-    buffers: list[tuple[str, torch.Tensor]]
-    policies: dict[str, str]
-    module: weakref.ref[torch.nn.Module] | None = None
-    given: Buffers = None
-
-    @classmethod
-    def of(cls, model: Model, buffers: Buffers) -> NamedTensors:
-        """Take apart a module, or (name, parameter) pairs.
-
-        Args:
-            model: the module or the pairs.
-            buffers: what becomes of buffers; None: what their names suggest.
-
-        Raises:
-            TypeError: neither a module nor pairs.
-            ValueError: duplicate names, or unknown or impossible ``buffers``.
-        """
-        model = _module_behind(model) or model
-        if isinstance(model, torch.nn.Module):
-            pairs: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
-            if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
-                raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
-            named = list(model.named_buffers())
-            return cls(pairs, named, policies(buffers, named), weakref.ref(model), buffers)
-        if buffers not in (None, LOCAL):
-            raise ValueError(
-                f"`buffers={buffers!r}` needs the model: pass `model`, or `model.named_parameters()` itself"
-            )
-        if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
-            raise TypeError(
-                "`named_parameters` must be a torch.nn.Module or (name, parameter) pairs. "
-                f"Received: {type(model).__name__}"
-            )
-        pairs = unique_pairs(model, "named_parameters")
-        for name, parameter in pairs:
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
-        return cls(pairs, [], {})
-
-    def of_policy(self, policy: str) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that have this policy."""
-        return [(name, tensor) for name, tensor in self.buffers if self.policies[name] == policy]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NamedTensors, (self.parameters, self.buffers, self.policies)
 
 
 class TorchReplica:
@@ -152,7 +85,7 @@ class TorchReplica:
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
-        self._frozen = [(n, p) for n, p in ours if not p.requires_grad]
+        self._ours, self._exchanged = ours, exchanged
         self._center_optimizer: CenterOptimizer | None = None
         self._signatures = [
             (kind, name, tensor, _signature(tensor))
@@ -198,25 +131,16 @@ class TorchReplica:
             if _signature(tensor) != signature:
                 then, now = _describe(*signature), _describe(*_signature(tensor))
                 return f"{kind} {name!r} was {then} at construction and is {now} now"
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                return f"Parameter {name!r} was frozen at construction and is trainable now"
+        for name, parameter in self._ours:
+            if parameter.requires_grad != (id(parameter) in self._exchanged):
+                then, now = ("frozen", "trainable") if parameter.requires_grad else ("trainable", "frozen")
+                return f"Parameter {name!r} was {then} at construction and is {now} now: make a new optimizer"
         if self.optimizer is not None and _held_by(self.optimizer) != self._held:
             return "Parameters of the optimizer were added, removed or replaced after construction"
-        module = None if self.named.module is None else self.named.module()
-        if module is not None:
-            current = {name: id(tensor) for name, tensor in module.named_parameters()}
-            original = {name: id(tensor) for name, tensor in self.named.parameters}
-            for of_whom, buffers in ((current, module.named_buffers()), (original, self.named.buffers)):
-                of_whom |= {name: id(tensor) for name, tensor in buffers if self._exchanged(name, tensor)}
-            changed = [name for name in current.keys() | original.keys() if current.get(name) != original.get(name)]
-            if changed:
-                return f"{min(changed)!r} was added to the model, removed or replaced after construction"
+        changed = self.named.changed()
+        if changed is not None:
+            return f"{changed!r} was added to the model, removed or replaced after construction"
         return None
-
-    def _exchanged(self, name: str, buffer: torch.Tensor) -> bool:
-        policy = self.named.policies.get(name) or policy_of(self.named.given, name, buffer)
-        return policy != LOCAL
 
     def new_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
         """Return zeros on the devices of the tensors."""
@@ -403,20 +327,6 @@ class TorchReplica:
     def _empty(self, bucket: Bucket) -> torch.Tensor:
         dtype, device = self._kinds[bucket.kind]
         return torch.empty(bucket.size, dtype=dtype, device=device)
-
-
-def _module_behind(model: Model) -> torch.nn.Module | None:
-    """Return the module whose ``named_parameters()`` this is, if it is that call itself, with no arguments.
-
-    Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Taken as mere pairs, it would leave
-    the batch-norm statistics of every rank to themselves, without a word.
-    """
-    if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:
-        return None
-    arguments = {} if model.gi_frame is None else dict(model.gi_frame.f_locals)
-    module = arguments.pop("self", None)
-    plain = arguments == {"prefix": "", "recurse": True, "remove_duplicate": True}
-    return module if plain and isinstance(module, torch.nn.Module) else None
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:

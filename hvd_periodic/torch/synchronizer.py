@@ -19,8 +19,10 @@ from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import averaged_by
+from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import neutral, neutrally
-from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
+from hvd_periodic.torch.replica import TorchReplica
+from hvd_periodic.torch.saved import translated
 
 
 class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
@@ -126,7 +128,15 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     restart_center = neutrally(synchronizer.Synchronizer.restart_center)
     distance = neutrally(synchronizer.Synchronizer.distance)
     state_dict = neutrally(synchronizer.Synchronizer.state_dict)
-    load_state_dict = neutrally(synchronizer.Synchronizer.load_state_dict)
+
+    @neutrally
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict()`` returned, as every synchronizer does."""
+        super().load_state_dict(translated(state, self.parts, self.replica.named))
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict()`` would raise; change nothing."""
+        super().check_state_dict(translated(state, self.parts, self.replica.named))
 
     @contextmanager
     def center(self) -> Iterator[None]:

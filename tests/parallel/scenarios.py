@@ -19,7 +19,8 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import PostLocal
-from hvd_periodic.torch.replica import NamedTensors, TorchReplica
+from hvd_periodic.torch.model import NamedTensors
+from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
