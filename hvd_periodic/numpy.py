@@ -69,6 +69,7 @@ class NumpyReplica:
 
     buffers: Store[Array] | None = None
     integers: Store[Array] | None = None
+    from_root: Store[Array] | None = None
     constants: Store[Array] | None = None
 
     def __init__(

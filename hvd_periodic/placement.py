@@ -87,8 +87,8 @@ class Replicated(Placement):
         return share
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
-        """All-reduce."""
-        return communicator.allreduce(buffer, name, op)
+        """All-reduce, or broadcast from the root."""
+        return _reduced(communicator, buffer, name, op, self._root)
 
 
 class Root(Placement):
@@ -105,8 +105,8 @@ class Root(Placement):
         return communicator.broadcast(share if self._rank == self._root else out, name, self._root)
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
-        """All-reduce."""
-        return communicator.allreduce(buffer, name, op)
+        """All-reduce, or broadcast from the root."""
+        return _reduced(communicator, buffer, name, op, self._root)
 
     def moves(self, bytes_of_bucket: int) -> int:
         """The root sends all of it."""
@@ -159,6 +159,13 @@ class Sharded(Placement):
                 "with the placement and the number of ranks that it was saved with, or start anew from the saved center"
             )
         return None if states is None else states[self._rank]
+
+
+def _reduced(communicator: Communicator, buffer: Any, name: str, op: str, root: int) -> Callable[[], Any]:
+    if op != "root":
+        return communicator.allreduce(buffer, name, op)
+    received = communicator.broadcast(buffer, name, root)
+    return lambda: received
 
 
 PLACEMENTS: dict[str, type[Placement]] = {placement.name: placement for placement in (Replicated, Root, Sharded)}

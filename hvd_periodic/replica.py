@@ -59,6 +59,7 @@ class Replica(CenterOptimizer, Protocol, Generic[V]):
         parameters: what the algorithm acts on; the same parameters, in the same order, for the whole training.
         buffers: real-valued statistics that are averaged at every exchange; None where there are none.
         integers: counters, of which the largest of all ranks wins at every exchange; None where there are none.
+        from_root: what becomes the root's at every exchange; None where there is nothing.
         constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
     """
 
@@ -66,6 +67,7 @@ class Replica(CenterOptimizer, Protocol, Generic[V]):
     parameters: Store[V]
     buffers: Store[V] | None
     integers: Store[V] | None
+    from_root: Store[V] | None
     constants: Store[V] | None
 
     def facts(self) -> dict[str, object]:

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.algorithms.broadcast import Broadcast
 from hvd_periodic.algorithms.maximum import Maximum
+from hvd_periodic.algorithms.statistics import Statistics
 from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.comm.base import Communicator
@@ -159,12 +160,17 @@ class Synchronizer(Generic[V]):
         self._inside_center = False
         exchanged: list[tuple[str, Store[V], Algorithm]] = [("parameters", replica.parameters, algorithm)]
         if replica.buffers is not None:
-            exchanged.append(("buffers", replica.buffers, Averaging()))
+            exchanged.append(("buffers", replica.buffers, Statistics(alone=asynchronous)))
         if replica.integers is not None:
             exchanged.append(("integers", replica.integers, Maximum(rising=asynchronous)))
+        if replica.from_root is not None:
+            broadcast = Broadcast()
+            if asynchronous:
+                broadcast.check_asynchronous(communicator.size)
+            exchanged.append(("from_root", replica.from_root, broadcast))
         place = placement_of(center)
         self.asynchronous: Worker | None = None
-        placements: list[Placement] = [place(communicator, root), *[Replicated(communicator, root)] * 2]
+        placements: list[Placement] = [place(communicator, root), *[Replicated(communicator, root)] * 3]
         if asynchronous:
             shared = [SharedPart(values.layout, made) for _, values, made in exchanged]
             sharded = place is Sharded

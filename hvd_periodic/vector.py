@@ -47,6 +47,10 @@ class VectorSpace(Generic[V]):
         """Return the larger of ``x`` and ``y``, element by element."""
         return cast(V, np.maximum(x, y))
 
+    def where_finite(self, condition: Any, x: Any, otherwise: Any) -> V:
+        """Return, in a new value, ``x`` where ``condition`` is finite and ``otherwise``, maybe a number, elsewhere."""
+        return cast(V, np.where(np.isfinite(condition), x, otherwise))
+
     def copy(self, x: Any, out: V | None = None) -> V:
         """Return a value equal to ``x`` that shares no memory with it."""
         return cast(V, np.copy(x))

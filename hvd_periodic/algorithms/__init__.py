@@ -11,7 +11,9 @@ Notation, the same in all files:
 from hvd_periodic.algorithms.agn import AGN
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.broadcast import Broadcast
 from hvd_periodic.algorithms.easgd import EASGD
 from hvd_periodic.algorithms.maximum import Maximum
+from hvd_periodic.algorithms.statistics import Statistics
 
-__all__ = ["AGN", "EASGD", "Algorithm", "Averaging", "Exchange", "Maximum", "State"]
+__all__ = ["AGN", "EASGD", "Algorithm", "Averaging", "Broadcast", "Exchange", "Maximum", "State", "Statistics"]

@@ -44,7 +44,7 @@ class Algorithm(ABC):
     have defaults.
 
     Attributes:
-        reduction: what becomes of the messages, ``"sum"`` or ``"max"`` over workers.
+        reduction: what becomes of the messages, ``"sum"`` or ``"max"`` over workers, or the ``"root"``'s alone.
         reads_before: ``message`` needs ``state["center"]``.
         reads_after: ``pull`` needs the center after it has moved; otherwise it takes the one that ``message`` saw.
         optimizes_center: an optimizer of its own, in place of ``move``, applies the sum of the messages to the center.

@@ -88,6 +88,7 @@ class VariableReplica:
         self.parameters: Store[Any] = self._store(named.parameters)
         self.buffers: Store[Any] | None = self._store(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self._store(named.counted) if named.counted else None
+        self.from_root: Store[Any] | None = None
         self.constants: Store[Any] | None = self._store(named.constants) if named.constants else None
 
     def facts(self) -> dict[str, object]:

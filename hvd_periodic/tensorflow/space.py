@@ -42,6 +42,10 @@ class TensorSpace(VectorSpace[Any]):
         """Return the larger of both."""
         return tf.maximum(x, y)
 
+    def where_finite(self, condition: Any, x: Any, otherwise: Any) -> Any:
+        """Return ``x`` where the condition is finite."""
+        return tf.where(tf.math.is_finite(condition), x, tf.cast(otherwise, x.dtype))
+
     def copy(self, x: Any, out: Any = None) -> Any:
         """Return the tensor, which nothing can change."""
         return tf.identity(x)

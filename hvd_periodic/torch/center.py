@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
+from hvd_periodic.torch.model import original_name
+from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 
+@neutrally
 def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Synchronizer) -> dict[str, Any]:
     """Return ``model.state_dict()`` with the values of the center, under the original names and in the original dtypes.
+
+    Those of a model that ``torch.compile`` wraps are the names in the model that was compiled.
 
     Averaged buffers have the values of the last exchange; what takes no part in exchanges (frozen parameters, local
     buffers) is this rank's. All values are copies. Nothing is communicated, so one rank may call it alone.
@@ -44,6 +49,11 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
         )
     with nullcontext() if synchronizer.inside_center else synchronizer.center():
         state = model.state_dict()
-        for name, value in state.items():
-            state[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-    return state
+        copied: Any = type(state)(
+            (original_name(name), value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+            for name, value in state.items()
+        )
+    if hasattr(state, "_metadata"):
+        copied._metadata = {original_name(f"{name}.")[:-1]: version for name, version in state._metadata.items()}
+    exported: dict[str, Any] = copied
+    return exported

@@ -8,8 +8,10 @@ import torch
 
 from hvd_periodic.comm.groups import Groups, make_groups
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.torch.neutral import neutrally
 
 
+@neutrally
 def node_groups(size: int | None = None) -> Groups:
     """Return groups of ranks: those of each host, or neighbours; all ranks call this, in place of ``hvd.init()``.
 
@@ -33,6 +35,7 @@ def node_groups(size: int | None = None) -> Groups:
     return make_groups("horovod.torch", _everyone, size)
 
 
+@neutrally
 def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
     """Return groups of these ranks, as :func:`node_groups` does; each rank has to be in one of them.
 

@@ -11,9 +11,11 @@ import torch
 
 from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import NEVER
-from hvd_periodic.torch.replica import Model
+from hvd_periodic.torch.model import Model
+from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -64,7 +66,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         center_optimizer: CenterOptimizerLike | None = None,
         asynchronous: bool = False,
         argument: str = "period",
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -85,7 +87,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)
-        if hasattr(optimizer, "set_backward_passes_per_step") and synchronizer.synchronous_until is not None:
+        direct = not isinstance(optimizer, PeriodicOptimizer)
+        if direct and hasattr(optimizer, "set_backward_passes_per_step") and synchronizer.synchronous_until is not None:
             synchronizer.follow = self._stop_averaging
             self._stop_averaging()
 
@@ -96,6 +99,14 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
                 "hvdp.ElasticAverageOptimizer(hvd.DistributedOptimizer(optimizer, ...), model, ...)"
             )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapped optimizer has besides, such as ``train()`` and ``eval()`` of schedule-free ones."""
+        inner = vars(self).get("inner")
+        if inner is not None and not name.startswith("__") and hasattr(inner, name):
+            return getattr(inner, name)
+        of_whom = "" if inner is None else f", and neither has the {type(inner).__name__} that it wraps"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{of_whom}", name=name, obj=self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -258,6 +269,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             own[_INSIDE_KEY] = inner[_STATE_KEY]
         return {**inner, _STATE_KEY: own}
 
+    @neutrally
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; with the model's own state, training continues to the bit.
 
@@ -349,7 +361,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
             is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
-        buffers: ``"average"`` or ``"local"``; default: average.
+        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -384,7 +396,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: float = 0.0,
         asynchronous: bool = False,
         *,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -410,7 +422,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         named_parameters: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        buffers: ``"average"`` or ``"local"``; default: average.
+        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -428,7 +440,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         named_parameters: Model,
         interval_steps: int | Schedule = 100,
         *,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -459,7 +471,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.
-        buffers: ``"average"`` or ``"local"``; default: average.
+        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
         center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
         root_rank: the rank, in Horovod's numbering, whose values all start from.
         process_set: the ranks that exchange; default: all.
@@ -480,7 +492,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: str = "sum",
         asynchronous: bool = False,
         *,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,

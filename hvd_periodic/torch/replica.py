@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import GeneratorType
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import UninitializedParameter
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
-from hvd_periodic.named import unique_pairs
 from hvd_periodic.store import FlatStore, PackedStore, Store
+from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
+from hvd_periodic.torch.dtypes import INTEGERS, REALS
+from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.vector import VectorSpace
-
-Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
-"""A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
-
-_ACCUMULATION = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
-"""The dtype of center and accumulators: a 16-bit center does not move under a small rate."""
-
-_INTEGERS = {
-    torch.bool: torch.uint8,
-    torch.uint8: torch.uint8,
-    torch.int8: torch.int8,
-    torch.int16: torch.int32,
-    torch.int32: torch.int32,
-    torch.int64: torch.int64,
-}
-"""The dtype in which integers travel; those that are not here, only at the start, as int64."""
 
 
 class _TensorStore(PackedStore[torch.Tensor]):
@@ -53,59 +30,6 @@ class _TensorStore(PackedStore[torch.Tensor]):
     def write(self, bucket: Bucket, value: torch.Tensor) -> None:
         with torch.no_grad():
             super().write(bucket, value)
-
-
-@dataclass(frozen=True)
-class NamedTensors:
-    """The tensors of a model, by name; tied ones once.
-
-    Attributes:
-        parameters: all parameters, frozen ones too.
-        buffers: all buffers; empty if the model was given as pairs from elsewhere.
-        policy: ``"average"`` or ``"local"`` buffers.
-        module: where they come from, if that was given and while it lives.
-    """
-
-    parameters: list[tuple[str, torch.Tensor]]
-    buffers: list[tuple[str, torch.Tensor]]
-    policy: str
-    module: weakref.ref[torch.nn.Module] | None = None
-
-    @classmethod
-    def of(cls, model: Model, buffers: str | None) -> NamedTensors:
-        """Take apart a module, or (name, parameter) pairs.
-
-        Args:
-            model: the module or the pairs.
-            buffers: ``"average"``, ``"local"``, or None: average what a module has.
-
-        Raises:
-            TypeError: neither a module nor pairs.
-            ValueError: duplicate names, or unknown or impossible ``buffers``.
-        """
-        if buffers not in (None, "average", "local"):
-            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
-        model = _module_behind(model) or model
-        if isinstance(model, torch.nn.Module):
-            pairs: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
-            if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
-                raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
-            return cls(pairs, list(model.named_buffers()), buffers or "average", weakref.ref(model))
-        if buffers == "average":
-            raise ValueError("`buffers='average'` needs the model: pass `model`, or `model.named_parameters()` itself")
-        if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
-            raise TypeError(
-                "`named_parameters` must be a torch.nn.Module or (name, parameter) pairs. "
-                f"Received: {type(model).__name__}"
-            )
-        pairs = unique_pairs(model, "named_parameters")
-        for name, parameter in pairs:
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
-        return cls(pairs, [], "local")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NamedTensors, (self.parameters, self.buffers, self.policy)
 
 
 class TorchReplica:
@@ -150,19 +74,24 @@ class TorchReplica:
                 f"{len(named.parameters)} parameters, none of them trainable and with elements"
             )
         for name, parameter in taking_part:
-            if parameter.dtype not in _ACCUMULATION:
+            if parameter.dtype not in REALS:
                 raise TypeError(
                     f"Parameter {name!r} must be float64, float32, bfloat16 or float16. Received: {parameter.dtype}"
                 )
-        averaged, counted, constants = _split_buffers(named)
+        averaged, counted, followed = map(named.of_policy, (AVERAGE, MAXIMUM, BROADCAST))
         exchanged = {id(parameter) for _, parameter in taking_part}
-        constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged] + constants
+        constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
+        constants += named.of_policy(LOCAL)
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
-        self._frozen = [(n, p) for n, p in ours if not p.requires_grad]
+        self._ours, self._exchanged = ours, exchanged
         self._center_optimizer: CenterOptimizer | None = None
-        self._signatures = [_signature(parameter) for parameter in self.tensors]
+        self._signatures = [
+            (kind, name, tensor, _signature(tensor))
+            for kind, pairs in (("Parameter", taking_part), ("Buffer", averaged + counted + followed))
+            for name, tensor in pairs
+        ]
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -170,6 +99,7 @@ class TorchReplica:
         self.parameters: Store[torch.Tensor] = self._store(taking_part)
         self.buffers: Store[torch.Tensor] | None = self._store(averaged) if averaged else None
         self.integers: Store[torch.Tensor] | None = self._store(counted) if counted else None
+        self.from_root: Store[torch.Tensor] | None = self._store(followed) if followed else None
         self.constants: Store[torch.Tensor] | None = self._store(constants) if constants else None
 
     def facts(self) -> dict[str, object]:
@@ -178,12 +108,12 @@ class TorchReplica:
             "parameter": self.parameters,
             "buffer": self.buffers,
             "integer buffer": self.integers,
+            "buffer of the root": self.from_root,
             "constant": self.constants,
         }
         facts: dict[str, object] = {
             "optimizer": type(self.optimizer).__name__,
             "center optimizer": type(self.center_optimizer or self.optimizer).__name__,
-            "buffer policy": self.named.policy,
             "bucket_bytes": self.bucket_bytes,
         }
         for role, store in stores.items():
@@ -196,26 +126,20 @@ class TorchReplica:
         return facts
 
     def changes(self) -> str | None:
-        """Return what has changed in the set of parameters since construction, or None."""
-        for name, parameter, signature in zip(self.names, self.tensors, self._signatures, strict=True):
-            if _signature(parameter) != signature:
-                then, now = _describe(*signature), _describe(*_signature(parameter))
-                return f"Parameter {name!r} was {then} at construction and is {now} now"
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                return f"Parameter {name!r} was frozen at construction and is trainable now"
+        """Return what has changed in the set of parameters and exchanged buffers since construction, or None."""
+        for kind, name, tensor, signature in self._signatures:
+            if _signature(tensor) != signature:
+                then, now = _describe(*signature), _describe(*_signature(tensor))
+                return f"{kind} {name!r} was {then} at construction and is {now} now"
+        for name, parameter in self._ours:
+            if parameter.requires_grad != (id(parameter) in self._exchanged):
+                then, now = ("frozen", "trainable") if parameter.requires_grad else ("trainable", "frozen")
+                return f"Parameter {name!r} was {then} at construction and is {now} now: make a new optimizer"
         if self.optimizer is not None and _held_by(self.optimizer) != self._held:
             return "Parameters of the optimizer were added, removed or replaced after construction"
-        module = None if self.named.module is None else self.named.module()
-        if module is not None:
-            current = {name: id(tensor) for name, tensor in module.named_parameters()}
-            original = {name: id(tensor) for name, tensor in self.named.parameters}
-            if self.named.policy == "average":
-                current |= {name: id(tensor) for name, tensor in module.named_buffers()}
-                original |= {name: id(tensor) for name, tensor in self.named.buffers}
-            changed = [name for name in current.keys() | original.keys() if current.get(name) != original.get(name)]
-            if changed:
-                return f"{min(changed)!r} was added to the model, removed or replaced after construction"
+        changed = self.named.changed()
+        if changed is not None:
+            return f"{changed!r} was added to the model, removed or replaced after construction"
         return None
 
     def new_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
@@ -333,7 +257,7 @@ class TorchReplica:
     def reset_center_optimizer(self) -> None:
         """Forget its state."""
         if self._center_optimizer is not None:
-            self._center_optimizer.optimizer.state.clear()
+            self._center_optimizer.reset()
 
     def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
         """Make these arrays its state."""
@@ -415,20 +339,6 @@ class TorchReplica:
         return torch.empty(bucket.size, dtype=dtype, device=device)
 
 
-def _module_behind(model: Model) -> torch.nn.Module | None:
-    """Return the module whose ``named_parameters()`` this is, if it is that call itself, with no arguments.
-
-    Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Taken as mere pairs, it would leave
-    the batch-norm statistics of every rank to themselves, without a word.
-    """
-    if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:
-        return None
-    arguments = {} if model.gi_frame is None else dict(model.gi_frame.f_locals)
-    module = arguments.pop("self", None)
-    plain = arguments == {"prefix": "", "recurse": True, "remove_duplicate": True}
-    return module if plain and isinstance(module, torch.nn.Module) else None
-
-
 def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -445,6 +355,8 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype that a tensor has in flat vectors."""
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no values: materialize the model first")
+    if tensor.is_inference():
+        raise ValueError(f"{name!r} was made in inference mode and cannot be written outside of it: .clone() it")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name!r} must be a dense tensor. Received: {tensor.layout}")
     if tensor.numel() and any(
@@ -452,26 +364,5 @@ def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     ):
         raise ValueError(f"{name!r} is an expanded tensor, whose elements share memory: .clone() it")
     if tensor.is_floating_point():
-        return _ACCUMULATION.get(tensor.dtype, torch.float32)
-    return _INTEGERS.get(tensor.dtype, torch.int64)
-
-
-def _split_buffers(
-    named: NamedTensors,
-) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-    """Return the buffers to average, those whose maximum counts, and those that are only broadcast at the start.
-
-    A buffer with infinities, such as an attention mask, is a constant: its differences would be NaN.
-    """
-    averaged, counted, fixed = [], [], []
-    for pair in named.buffers:
-        tensor = pair[1]
-        if named.policy == "local" or tensor.numel() == 0 or tensor.is_complex() or tensor.is_meta:
-            fixed.append(pair)
-        elif tensor.dtype in _INTEGERS:
-            counted.append(pair)
-        elif tensor.dtype in _ACCUMULATION and bool(tensor.isfinite().all()):
-            averaged.append(pair)
-        else:
-            fixed.append(pair)
-    return averaged, counted, fixed
+        return REALS.get(tensor.dtype, torch.float32)
+    return INTEGERS.get(tensor.dtype, torch.int64)

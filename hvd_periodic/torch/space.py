@@ -30,6 +30,10 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         """Return the larger of both."""
         return torch.maximum(x, y)
 
+    def where_finite(self, condition: torch.Tensor, x: torch.Tensor, otherwise: torch.Tensor | float) -> torch.Tensor:
+        """Return ``x`` where the condition is finite."""
+        return torch.where(condition.isfinite(), x, otherwise)
+
     def copy(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy, in ``out`` if given."""
         return x.clone() if out is None else out.copy_(x)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +18,14 @@ from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.startup import Moment
+from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import averaged_by
-from hvd_periodic.torch.replica import Model, NamedTensors, TorchReplica
+from hvd_periodic.torch.model import Model, NamedTensors
+from hvd_periodic.torch.neutral import neutral, neutrally
+from hvd_periodic.torch.replica import TorchReplica
+from hvd_periodic.torch.saved import translated
 from hvd_periodic.torch.state_making import makes_state_only
 
 
@@ -46,9 +52,13 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             for the center.
         center_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
-        buffers: ``"average"``: at every exchange real buffers (batch-norm statistics) become their mean over ranks,
-            integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone. Default:
-            ``"average"`` unless ``model`` carries no buffers.
+        buffers: what becomes of the model's buffers at an exchange. ``"average"``: real ones become their mean over
+            ranks, integer ones their maximum; ``"maximum"``; ``"broadcast"``: all become those of ``root_rank``;
+            ``"local"``: they are broadcast at the start and then left alone. One of these for all; a dict from patterns
+            of names to them, of which the first that matches counts; or a function (name, tensor) to one of them or
+            None. Default, and for what a dict or function leaves open: ``"average"`` for buffers whose name says that
+            they are statistics (``running_mean``, ``running_var``, ``num_batches_tracked``, ``moving_...``), otherwise
+            ``"local"``.
         center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
             ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
         root_rank: the rank, in Horovod's global numbering, whose values all start from.
@@ -71,6 +81,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     _waiting: Any = None
     """The handle of what notices the first step of a local optimizer, until training has begun."""
 
+    @neutrally
     def __init__(
         self,
         model: Model,
@@ -79,7 +90,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         center_optimizer: CenterOptimizerLike | None = None,
-        buffers: str | None = None,
+        buffers: Buffers = None,
         center: str = "replicated",
         root_rank: int | None = None,
         process_set: Any = None,
@@ -117,6 +128,46 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         if self._waiting is not None:
             self._waiting.remove()
         self._waiting = None if self.begun else _notice_first_step(self)
+
+    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+        """Begin training, if it has not begun, as every synchronizer does."""
+        if self.begun:
+            return False
+        with neutral():
+            return super().begin(moment)
+
+    # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
+    start = neutrally(synchronizer.Synchronizer.start)
+    sync = neutrally(synchronizer.Synchronizer.sync)
+    finalize = neutrally(synchronizer.Synchronizer.finalize)
+    leave = neutrally(synchronizer.Synchronizer.leave)
+    audit = neutrally(synchronizer.Synchronizer.audit)
+    broadcast = neutrally(synchronizer.Synchronizer.broadcast)
+    reset_center = neutrally(synchronizer.Synchronizer.reset_center)
+    restart_center = neutrally(synchronizer.Synchronizer.restart_center)
+    distance = neutrally(synchronizer.Synchronizer.distance)
+    state_dict = neutrally(synchronizer.Synchronizer.state_dict)
+
+    @neutrally
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict()`` returned, as every synchronizer does."""
+        super().load_state_dict(translated(state, self.parts, self.replica.named))
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise what ``load_state_dict()`` would raise; change nothing."""
+        super().check_state_dict(translated(state, self.parts, self.replica.named))
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Hold the center in the model inside a ``with`` block, which runs in the user's own mode."""
+        block = ExitStack()
+        with neutral():
+            block.enter_context(super().center())
+        try:
+            yield
+        finally:
+            with neutral():
+                block.close()
 
     def _counters_changed(self) -> None:
         if self.follow is not None:
@@ -171,6 +222,7 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}")
 
 
+@neutrally
 def _restore(parts: tuple[Any, ...], *rest: Any) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
     restored = Synchronizer.__new__(Synchronizer)

@@ -318,16 +318,23 @@ def elastic_in_turn(mode: str) -> Any:
 
 @on_all(transports, hosts)
 def normalized_in_turn(mode: str) -> Any:
-    """One rank at a time; a plain optimizer that is given the same gradients, on this rank."""
+    """One rank at a time; a plain optimizer that is given the same gradients, on this rank.
+
+    One of them gets its momentum in the middle, as from a scheduler.
+    """
     results = {}
-    for name, moves in CENTER_OPTIMIZERS.items():
+    for name, moves in {**CENTER_OPTIMIZERS, "momentum later": CENTER_OPTIMIZERS["sgd"]}.items():
         for op in ("sum", "average") if name == "momentum" else ("sum",):
             tensors, plain = awkward(hvd.rank()), awkward(0)
-            optimizer = normalized(mode, tensors, 2, in_groups(moves, tensors), op=op)
-            reference = in_groups(moves, plain)
+            copied, reference = in_groups(moves, tensors), in_groups(moves, plain)
+            optimizer = normalized(mode, tensors, 2, copied, op=op)
             steps = [0] * hvd.size()
             found, expected = [flat(tensors)], [flat(plain)]
-            for turn in turns(9):
+            for place, turn in enumerate(turns(9)):
+                if name == "momentum later" and place == 3:
+                    for group in copied.param_groups + reference.param_groups:
+                        group["momentum"] = 0.6
+                    hvd.barrier()
                 gradients = [gradient_of(turn, steps[turn] + i, found[0].numel()) for i in range(2)]
                 steps[turn] += 2
                 scale = 2 * (hvd.size() if op == "average" else 1)

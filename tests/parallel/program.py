@@ -21,6 +21,10 @@ class Scenarios:
         self._functions[function.__name__] = function
         return function
 
+    def include(self, other: Scenarios) -> None:
+        """Register what another file has registered."""
+        self._functions |= other._functions
+
     def run(self, folder: Path, rank: int, **results: Any) -> None:
         """Run all; write what this rank saw."""
         for name, function in self._functions.items():

@@ -19,13 +19,16 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import PostLocal
-from hvd_periodic.torch.replica import NamedTensors, TorchReplica
+from hvd_periodic.torch.model import NamedTensors
+from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
+from tests.parallel import torch_life
 from tests.parallel.program import Scenarios, attempt
 
 scenario = Scenarios()
+scenario.include(torch_life.scenario)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),

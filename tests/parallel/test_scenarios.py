@@ -177,5 +177,24 @@ def test_process_set(ranks: list[dict[str, Any]]) -> None:
         assert "must contain this rank (1)" in outside
 
 
+def test_modes_of_the_users_code_change_nothing(ranks: list[dict[str, Any]]) -> None:
+    """Inference mode, autocast, a default device, ... around everything: the same numbers, and the block keeps them."""
+    for report in column(ranks, "modes"):
+        for mode, found in report.items():
+            for algorithm, (kept, numbers) in found.items():
+                assert kept, f"{mode} inside center() of {algorithm}"
+                assert numbers == report["none"][algorithm][1], f"{algorithm} in {mode}"
+
+
+def test_buffers_that_are_no_statistics(ranks: list[dict[str, Any]]) -> None:
+    mean, infinity = (len(ranks) - 1) / 2, float("inf")
+    assert len({equal for _, equal in column(ranks, "buffers")}) == 1
+    for rank, (seen, _) in enumerate(column(ranks, "buffers")):
+        first = [mean, infinity if rank == 0 else rank, mean]
+        for (statistic, mask, state, normalized), expected in zip(seen, first, strict=True):
+            assert statistic == pytest.approx([expected, mean])
+            assert (mask, state, normalized) == ([0.0, -infinity], rank, True)
+
+
 def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "contract") == ["kept"] * len(ranks)

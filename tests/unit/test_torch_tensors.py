@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
-from hvd_periodic.torch.replica import NamedTensors, TorchReplica  # noqa: E402
+from hvd_periodic.torch.model import NamedTensors  # noqa: E402
+from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m, c: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, process_set=c),

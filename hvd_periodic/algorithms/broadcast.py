@@ -1,0 +1,44 @@
+"""The values of one worker for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Broadcast(Algorithm):
+    """Replace every replica, and the center, by the replica of the root.
+
+        x_i ← x_root ;  c ← the same
+
+    For what has no mean, such as a queue of samples and the place of its end: to the bit, and of any type.
+
+    Example:
+        >>> Broadcast().reduction
+        'root'
+    """
+
+    reduction: ClassVar[str] = "root"
+    reads_before: ClassVar[bool] = False
+
+    def check_asynchronous(self, size: int) -> None:
+        """Refuse."""
+        raise ValueError("buffers='broadcast' is for synchronous exchange, where the root is there: use 'local'")
+
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return the replica itself."""
+        return space.copy(x, out=out)
+
+    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+        """Take over the root's."""
+        return space.copy(total, out=center)
+
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Become the center."""
+        return state["center"], {}

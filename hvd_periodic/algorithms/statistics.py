@@ -1,0 +1,57 @@
+"""The mean of statistics, which may be infinite for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hvd_periodic.algorithms.averaging import Averaging
+from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Statistics(Averaging):
+    """Replace every replica, and the center, by the mean of the replicas; an infinity lasts for one exchange only.
+
+        f   = c where c is finite, 0 elsewhere
+        c   ← f + 1/n Σ_i (x_i − f)
+        x_i ← c where c is finite, x_i elsewhere
+
+    For finite values this is :class:`Averaging`. Elements that are infinite on all workers, such as those of a mask,
+    stay what they are. Where one worker alone has an infinity or a NaN, the center is not finite at that exchange, all
+    replicas keep their own values, and the first exchange that finds all finite sets the center to their mean.
+
+    Args:
+        alone: workers exchange one by one: a center that is not finite becomes the value of the next worker.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vector import VectorSpace
+        >>> space, two, center = VectorSpace(), Exchange(size=2, period=1), np.array([0.0, 0.0])
+        >>> message = Statistics().message(space, np.array([1.0, -np.inf]), {"center": center}, two)
+        >>> Statistics().move(space, center, message + np.array([3.0, -np.inf]), two)
+        array([  2., -inf])
+    """
+
+    alone: bool = False
+
+    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+        """Return the displacement from the finite part of the center."""
+        return space.sub(x, _finite(space, state["center"]), out=out)
+
+    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+        """Move the finite part by the mean displacement."""
+        moved = space.axpy(1.0 / exchange.size, total, _finite(space, center))
+        return space.where_finite(center, moved, total) if self.alone else moved
+
+    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+        """Become the center, where that is finite."""
+        center = state["center"]
+        return space.where_finite(center, center, x), {}
+
+
+def _finite(space: VectorSpace[V], center: V) -> V:
+    return space.where_finite(center, center, 0.0)

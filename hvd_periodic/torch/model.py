@@ -1,0 +1,147 @@
+"""A model as users hand it over: its tensors by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from hvd_periodic.named import unique_pairs
+from hvd_periodic.torch.buffers import LOCAL, Buffers, policies, policy_of
+
+Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+"""A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
+
+_COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of a module that it wraps."""
+
+
+@dataclass(frozen=True)
+class NamedTensors:
+    """The tensors of a model, by name; tied ones once.
+
+    Attributes:
+        parameters: all parameters, frozen ones too.
+        buffers: all buffers; empty if the model was given as pairs from elsewhere.
+        policies: what becomes of each buffer, by name.
+        module: where they come from, if that was given and while it lives.
+        given: what says so of buffers that appear later.
+    """
+
+    parameters: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.Tensor]]
+    policies: dict[str, str]
+    module: weakref.ref[torch.nn.Module] | None = None
+    given: Buffers = None
+
+    @classmethod
+    def of(cls, model: Model, buffers: Buffers) -> NamedTensors:
+        """Take apart a module, or (name, parameter) pairs.
+
+        Args:
+            model: the module or the pairs.
+            buffers: what becomes of buffers; None: what their names suggest.
+
+        Raises:
+            TypeError: neither a module nor pairs.
+            ValueError: duplicate names, or unknown or impossible ``buffers``.
+        """
+        model = _module_behind(model) or model
+        if isinstance(model, torch.nn.Module):
+            for part in model.modules():
+                _refuse_unsupported(part)
+            pairs = _originals(model.named_parameters())
+            for _, parameter in pairs:
+                _refuse_unsupported(parameter)
+            if any(isinstance(parameter, UninitializedParameter) for _, parameter in pairs):
+                raise ValueError("The model has uninitialized lazy parameters: run one forward pass first")
+            named = _originals(model.named_buffers())
+            return cls(pairs, named, policies(buffers, named), weakref.ref(model), buffers)
+        if buffers not in (None, LOCAL):
+            raise ValueError(
+                f"`buffers={buffers!r}` needs the model: pass `model`, or `model.named_parameters()` itself"
+            )
+        if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
+            raise TypeError(
+                "`named_parameters` must be a torch.nn.Module or (name, parameter) pairs. "
+                f"Received: {type(model).__name__}"
+            )
+        pairs = _originals(unique_pairs(model, "named_parameters"))
+        for name, parameter in pairs:
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
+            _refuse_unsupported(parameter)
+        return cls(pairs, [], {})
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter or exchanged buffer that the module has in another way now, or None."""
+        module = None if self.module is None else self.module()
+        if module is None:
+            return None
+        current, original = _ids(module.named_parameters()), _ids(self.parameters)
+        current |= _ids(pair for pair in _originals(module.named_buffers()) if self._exchanges(*pair))
+        original |= _ids(pair for pair in self.buffers if self._exchanges(*pair))
+        changed = [name for name in current.keys() | original.keys() if current.get(name) != original.get(name)]
+        return min(changed, default=None)
+
+    def _exchanges(self, name: str, buffer: torch.Tensor) -> bool:
+        return (self.policies.get(name) or policy_of(self.given, name, buffer)) != LOCAL
+
+    def of_policy(self, policy: str) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers that have this policy."""
+        return [(name, tensor) for name, tensor in self.buffers if self.policies[name] == policy]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NamedTensors, (self.parameters, self.buffers, self.policies)
+
+
+def original_name(name: str) -> str:
+    """Return the name that a tensor has in the module that was compiled, if one was."""
+    return name.replace(_COMPILED, "")
+
+
+def _originals(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [(original_name(name), tensor) for name, tensor in pairs]
+
+
+def _ids(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    return {original_name(name): id(tensor) for name, tensor in pairs}
+
+
+def _module_behind(model: Model) -> torch.nn.Module | None:
+    """Return the module whose ``named_parameters()`` this is, if it is that call itself, with no arguments.
+
+    Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Taken as mere pairs, it would leave
+    the batch-norm statistics of every rank to themselves, without a word.
+    """
+    if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:
+        return None
+    arguments = {} if model.gi_frame is None else dict(model.gi_frame.f_locals)
+    module = arguments.pop("self", None)
+    plain = arguments == {"prefix": "", "recurse": True, "remove_duplicate": True}
+    return module if plain and isinstance(module, torch.nn.Module) else None
+
+
+_UNSUPPORTED = {
+    "DistributedDataParallel": "DistributedDataParallel averages gradients at every step, which leaves nothing to "
+    "exchange: train the module inside of it, and pass that, model.module",
+    "FullyShardedDataParallel": "FullyShardedDataParallel divides parameters between processes, which is not supported "
+    "yet: pass a model whose parameters are whole on every rank",
+    "FSDPModule": "fully_shard() divides parameters between processes, which is not supported yet: pass a model whose "
+    "parameters are whole on every rank",
+    "DTensor": "A DTensor is divided between processes, which is not supported yet: pass a model whose parameters are "
+    "whole on every rank",
+}
+"""By the name of a class of torch, which need not be imported to be recognized."""
+
+
+def _refuse_unsupported(value: object) -> None:
+    """Raise a TypeError for a module or parameter that is divided between processes."""
+    for base in type(value).__mro__:
+        if base.__name__ in _UNSUPPORTED and base.__module__.startswith("torch."):
+            raise TypeError(f"`named_parameters`: {_UNSUPPORTED[base.__name__]}")

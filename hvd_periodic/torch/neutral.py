@@ -1,0 +1,42 @@
+"""The mode in which all that this package does with tensors runs, whatever mode the user's code is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def neutral() -> Iterator[None]:
+    """Neither record gradients nor infer, in full precision, with new tensors in host memory unless they say otherwise.
+
+    Horovod's threads cannot write into a tensor that was made in inference mode, nor can anybody once that has ended.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), ExitStack() as autocasts:
+        for device_type in _device_types():
+            if torch.is_autocast_enabled(device_type):
+                autocasts.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def neutrally(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, run in the neutral mode."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with neutral():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _device_types() -> set[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}

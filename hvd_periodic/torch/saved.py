@@ -1,0 +1,30 @@
+"""Saved states of models that had other names, or other policies of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvd_periodic.part import Part
+from hvd_periodic.torch.model import NamedTensors, original_name
+
+
+def translated(state: Any, parts: Sequence[Part[Any]], named: NamedTensors) -> Any:
+    """Return a synchronizer's saved state as one of these parts, as far as it can be.
+
+    Names lose what ``torch.compile`` puts into them. Buffers that were exchanged then and no longer are, are left out;
+    those that are exchanged only now start from what they are.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
+        return state
+    vectors = {
+        part: {key: {original_name(name): value for name, value in tensors.items()} for key, tensors in saved.items()}
+        for part, saved in state["vectors"].items()
+    }
+    buffers = {name for name, _ in named.buffers}
+    for part in parts[1:]:
+        present = dict(zip((s.name for s in part.values.layout.specs), part.values.tensors(), strict=True))
+        then = vectors.get(part.name, {}).get("center", {})
+        kept = {name: value for name, value in then.items() if name in present or name not in buffers}
+        vectors[part.name] = {"center": {name: value.clone() for name, value in present.items()} | kept}
+    return state | {"vectors": vectors}
