@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
-from hvd_periodic.algorithms.easgd import BETA
-from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.algorithms import AGN, Algorithm, Averaging, Exchange
+from hvd_periodic.algorithms.easgd import BETA, ContribEASGD
+from hvd_periodic.arguments import require_int
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
@@ -38,6 +40,13 @@ Pairs = list[tuple[Any, Any]]
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 _ROOT = 0
+
+_DESCENDING = (
+    tf.compat.v1.train.GradientDescentOptimizer,
+    tf.compat.v1.train.MomentumOptimizer,
+    tf.compat.v1.train.ProximalGradientDescentOptimizer,
+)
+"""Optimizers whose step is the learning rate times gradients; all others of TensorFlow 1 rescale them."""
 
 _HOW_TO_START = (
     "Has a session begun without the hook of make_session_run_hook() and without get_init_op(); or, where no custom "
@@ -512,9 +521,10 @@ class ElasticAverageOptimizer(_InitializedByTask):
             trainable variables are the replicas, and what else there is, is among the global variables, which
             ``hvd.broadcast_global_variables(0)`` starts alike.
         communication_period: local steps between exchanges (τ), or a schedule.
-        moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
+        moving_rate: α in (0, 2/(n+1)]; default 0.9/(τ n), that of ``tf.contrib.opt``.
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
-            1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``.
+            1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``, as in ``tf.contrib.opt``,
+            with a warning where ``opt`` rescales gradients, as Adam does; 0 without a getter.
         use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         synchronous: accepted; all ranks start together.
@@ -561,18 +571,19 @@ class ElasticAverageOptimizer(_InitializedByTask):
         asynchronous: bool = False,
         process_set: Any = None,
     ) -> None:
-        def algorithm() -> EASGD:
-            made = EASGD(moving_rate)
+        def algorithm() -> ContribEASGD:
+            made = ContribEASGD(moving_rate)
             if rho is not None:
-                return EASGD(moving_rate, rho=rho)
+                return replace(made, rho=rho)
+            if ea_custom_getter is None:
+                return made
             if made.moving_rate is None and callable(communication_period):
                 raise ValueError(
-                    "`rho` has no default, which would be moving_rate / learning_rate, where the default of `moving_rate` "
-                    "follows a schedule: pass `rho`, 0.0 for no elastic term"
+                    "`rho` has no default, which would be moving_rate / learning_rate, where the default of "
+                    "`moving_rate` follows a schedule: pass `rho`, 0.0 for no elastic term"
                 )
-            rate = moving_rate if made.moving_rate is not None else BETA / communication_period / num_worker
-            rate = require_real(rate, "`moving_rate`", positive=True)
-            return EASGD(moving_rate, rho=rate / _numeric_rate(plain(opt)))
+            rate = made.rate(Exchange(num_worker, communication_period))
+            return replace(made, rho=_default_rho(rate, plain(opt)))
 
         super().__init__(
             opt,
@@ -846,11 +857,11 @@ def _control_flow_v1() -> Iterator[None]:
             tf.compat.v1.enable_control_flow_v2()
 
 
-def _numeric_rate(opt: Any) -> float:
-    """Return the learning rate of an optimizer.
+def _default_rho(moving_rate: float, opt: Any) -> float:
+    """Return contrib's ``moving_rate / learning_rate``; warn where it means something else than in contrib's algorithm.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: the learning rate is not a positive number.
     """
     rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
     if not isinstance(rate, Real) or rate <= 0:
@@ -859,4 +870,13 @@ def _numeric_rate(opt: Any) -> float:
             f"{type(opt).__name__} is not a positive number: pass `rho`, 0.0 for no elastic term. "
             f"Received: learning rate {rate!r}"
         )
-    return float(rate)
+    rho = moving_rate / float(rate)
+    if not isinstance(opt, _DESCENDING):
+        # The term adds ρ (x − lc) to a gradient of which an adaptive optimizer keeps little more than the sign.
+        warnings.warn(
+            f"`ElasticAverageOptimizer(rho=None)` is moving_rate / learning_rate = {rho:.4g}, which suits gradient "
+            f"descent. {type(opt).__name__} rescales gradients, and may follow the elastic term alone and not train: "
+            "pass rho=0.0, or a small `rho`",
+            stacklevel=2,
+        )
+    return rho
