@@ -350,7 +350,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         named_parameters: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        moving_rate: α; default 0.9/(τ n).
+        moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.

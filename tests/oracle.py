@@ -97,6 +97,11 @@ def easgd(
     return workers.x, c
 
 
+def default_rate(n: int) -> float:
+    """The paper's rate β/n, β = .9, as far as the center does not overshoot."""
+    return min(0.9 / n, 1 / (n + 1))
+
+
 def averaging(
     n: int, exchanges: set[int], momentum: float = 0.0, gradient: Gradient = gradient, start: int = 0
 ) -> Result:
@@ -193,12 +198,17 @@ def averages_of_averages(groups: Sequence[Sequence[int]]) -> list[list[Vector]]:
     return seen
 
 
+def contrib_results(n: int) -> dict[str, Result]:
+    """Return what the optimizers of TensorFlow 1 graphs have to arrive at, by name."""
+    return parallel_results(n) | {"easgd_contrib": easgd(n, periodic(2), lambda tau: 0.9 / tau / n, MOMENTUM)}
+
+
 def parallel_results(n: int) -> dict[str, Result]:
     """Return what the optimizers of the scenario programs have to arrive at, by name."""
     every_2, every_4 = periodic(2), periodic(4)
     return {
         "easgd": easgd(n, every_2, lambda _: 0.25, MOMENTUM),
-        "easgd_default": easgd(n, every_2, lambda _: 0.9 / 2 / n, MOMENTUM),
+        "easgd_default": easgd(n, every_2, lambda _: default_rate(n), MOMENTUM),
         "easgd_rho": easgd(n, every_2, lambda _: 0.25, MOMENTUM, rho=0.5),
         "average": averaging(n, every_2, MOMENTUM),
         "post_local": averaging(n, {1, 2, 5, 8, 11}, MOMENTUM),

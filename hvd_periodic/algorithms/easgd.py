@@ -30,12 +30,12 @@ class EASGD(Algorithm):
 
         g ← g + ρ (x − lc)
 
-    The mean displacement x̄ − c shrinks by 1 − α(n+1) at each exchange: without oscillation up to α(n+1) = 1, and it
-    grows without bound from α(n+1) = 2. Without gradients Σ_i x_i + c is conserved.
+    The mean displacement x̄ − c is multiplied by 1 − α(n+1) at each exchange: it shrinks without oscillation up to
+    α(n+1) = 1, changes its sign alone at 2, where equal replicas and the center change places, and grows without bound
+    beyond. Without gradients Σ_i x_i + c is conserved.
 
     Args:
-        moving_rate: α, in (0, 2/(n+1)). Default: 0.9/(τ n), as in ``tf.contrib.opt``, with the τ that the schedule
-            planned for the exchange.
+        moving_rate: α, in (0, 2/(n+1)]. Default: min(0.9/n, 1/(n+1)), the paper's rate where it does not overshoot.
         beta: the paper's spelling, α = β/n, with no division by τ; exclusive with ``moving_rate``.
         rho: ρ ≥ 0, in units of 1/(learning rate).
 
@@ -80,29 +80,33 @@ class EASGD(Algorithm):
             return self.moving_rate
         if self.beta is not None:
             return self.beta / exchange.size
-        return BETA / exchange.period / exchange.size
+        return self.default_rate(exchange)
+
+    def default_rate(self, exchange: Exchange) -> float:
+        """Return the moving rate α where none was passed."""
+        return min(BETA / exchange.size, 1 / (exchange.size + 1))
 
     def check(self, size: int) -> None:
         """Refuse a rate that diverges with ``size`` workers; warn of one that oscillates.
 
         Raises:
-            ValueError: α(n+1) ≥ 2.
+            ValueError: α > 2/(n+1).
         """
-        if self.moving_rate is None and self.beta is None:
-            return
         argument, value = ("beta", self.beta) if self.moving_rate is None else ("moving_rate", self.moving_rate)
-        per_argument = size if self.moving_rate is None else 1
-        growth = self.rate(Exchange(size, period=1)) * (size + 1)
-        interval = f"(0, {'2n' if self.moving_rate is None else '2'}/(n+1)) = (0, {2 * per_argument / (size + 1):.4g})"
-        if growth >= 2:
+        if value is None:
+            return
+        # In units of the argument, so that 2/(n+1) itself is not refused for its rounding.
+        limit = (2 if self.beta is None else 2 * size) / (size + 1)
+        if value > limit:
+            interval = f"(0, {'2' if self.beta is None else '2n'}/(n+1)] = (0, {limit:.4g}]"
             raise ValueError(
                 f"`ElasticAverageOptimizer({argument}=...)` must be in {interval} for n={size} workers, otherwise "
                 f"the center diverges. Received: {argument}={value!r}"
             )
-        if growth > 1:
+        if value > limit / 2:
             warnings.warn(
                 f"`ElasticAverageOptimizer({argument}={value!r})` makes the center overshoot at every exchange; with "
-                f"n={size} workers it approaches their mean monotonically up to {per_argument / (size + 1):.4g}",
+                f"n={size} workers it approaches their mean monotonically up to {limit / 2:.4g}",
                 stacklevel=2,
             )
 
@@ -112,9 +116,9 @@ class EASGD(Algorithm):
         Raises:
             ValueError: α > 1.
         """
-        if self.moving_rate is None and self.beta is None:
-            return
         argument, value = ("beta", self.beta) if self.moving_rate is None else ("moving_rate", self.moving_rate)
+        if value is None:
+            return
         if self.rate(Exchange(size, period=1)) > 1:
             limit = "1" if argument == "moving_rate" else f"n = {size}"
             raise ValueError(
@@ -144,3 +148,22 @@ class EASGD(Algorithm):
         center = state["center"]
         read = {"local_center": space.copy(center, out=state["local_center"])} if self.uses_gradients else {}
         return space.lerp(x, center, self.rate(exchange)), read
+
+
+@dataclass(frozen=True)
+class ContribEASGD(EASGD):
+    """Elastic averaging with the default rate of ``tf.contrib.opt``; see :class:`EASGD` for all else.
+
+    Args:
+        moving_rate: α. Default: 0.9/(τ n), with the τ that the schedule planned for the exchange.
+        beta: as in :class:`EASGD`.
+        rho: as in :class:`EASGD`.
+
+    Example:
+        >>> ContribEASGD().rate(Exchange(size=2, period=2))
+        0.225
+    """
+
+    def default_rate(self, exchange: Exchange) -> float:
+        """Return 0.9/(τ n)."""
+        return BETA / exchange.period / exchange.size

@@ -610,7 +610,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer. With momentum this is EAMSGD; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         communication_period: local steps between exchanges (τ), or a schedule.
-        moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
+        moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center

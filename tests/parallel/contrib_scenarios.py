@@ -33,7 +33,7 @@ GETTERS = {
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, moving_rate=0.25, rho=0.0),
-    "easgd_default": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, rho=0.0),
+    "easgd_contrib": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, rho=0.0),
     "easgd_rho": lambda o, g: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, 2, moving_rate=0.25, rho=0.5),
     "average": lambda o, g: contrib_opt.ModelAverageOptimizer(o, hvd.size(), hvd.rank() == 0, g, 2),
     "agn": lambda o, g: contrib_opt.AGNOptimizer(o, hvd.size(), g, 4),

@@ -45,7 +45,7 @@ def by_mode(ranks: list[dict[str, Any]], scenario: str) -> list[tuple[str, list[
 
 def simulate(name: str, size: int, order: list[int]) -> tuple[list[list[float]], list[float], list[list[int]]]:
     """Return x of each rank and c after each turn, and of each rank its rounds, and pushes missed: sum and largest."""
-    period, alpha = {"easgd": (2, 0.25), "easgd_default": (2, 0.45 / size), "agn": (4, 0.0)}[name]
+    period, alpha = {"easgd": (2, 0.25), "easgd_default": (2, min(0.9 / size, 1 / (size + 1))), "agn": (4, 0.0)}[name]
     x, total, steps, seen = ([0.0] * size for _ in range(4))
     counters = [[0, 0, 0] for _ in range(size)]
     c, pushes = 0.0, 0

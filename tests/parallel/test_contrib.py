@@ -24,17 +24,22 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_scenarios(launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode)
 
 
+OF_CONTRIB = {("easgd_contrib", 2): [[1, 0], [1.55, 1.8], [2.55, 1.8], [3.15625, 4.185]]}
+"""With contrib's default rate, 0.9/(τ n) = 0.225; as ``EXPECTED``."""
+
+OF_CONTRIB_ON_RANK_1 = {"easgd_contrib": [3, 4.65, 7.65, 8.65875]}
+
+
 @pytest.mark.parametrize("use_resource", ["None", "True", "False"])
 def test_numbers_worked_out_by_hand(use_resource: str, ranks: list[dict[str, Any]]) -> None:
     reported = column(ranks, "constant_gradients")
-    for name in ("easgd", "easgd_default", "average", "agn"):
-        expected = EXPECTED.get((name, len(ranks)), [])
+    for name in ("easgd", "easgd_contrib", "average", "agn"):
+        expected = (EXPECTED | OF_CONTRIB).get((name, len(ranks)), [])
         found = [report[f"{name} {use_resource}"] for report in reported]
         assert [list(pair[:2]) for pair in found[0][: len(expected)]] == [pytest.approx(pair) for pair in expected]
         if len(ranks) == 2:
-            assert [x for x, _, _ in found[1][: len(EXPECTED_OF_RANK_1[name])]] == pytest.approx(
-                EXPECTED_OF_RANK_1[name]
-            )
+            of_rank_1 = (EXPECTED_OF_RANK_1 | OF_CONTRIB_ON_RANK_1)[name]
+            assert [x for x, _, _ in found[1][: len(of_rank_1)]] == pytest.approx(of_rank_1)
         period = 4 if name == "agn" else 2
         for trajectory in found:
             assert [c for _, c, _ in trajectory] == [c for _, c, _ in found[0]], "one center on all ranks"
@@ -51,7 +56,7 @@ def test_the_default_rho_of_one_worker(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
-    expected = oracle.parallel_results(len(ranks))
+    expected = oracle.contrib_results(len(ranks))
     for name in ranks[0]["quadratics"]:
         replicas, center = expected[name]
         for rank, (x, c) in enumerate(column(ranks, "quadratics", name)):

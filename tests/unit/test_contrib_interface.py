@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_constants() -> None:
     ("name", "options", "error", "message"),
     [
         ("ElasticAverageOptimizer", {"moving_rate": -0.1}, ValueError, r"moving_rate=...\)` must be positive"),
-        ("ElasticAverageOptimizer", {"moving_rate": 1.0}, ValueError, r"must be in \(0, 2/\(n\+1\)\)"),
+        ("ElasticAverageOptimizer", {"moving_rate": 1.01}, ValueError, r"must be in \(0, 2/\(n\+1\)\]"),
         ("ElasticAverageOptimizer", {"rho": -1.0}, ValueError, r"rho=...\)` must be zero or positive"),
         ("ElasticAverageOptimizer", {"rho": "a"}, TypeError, "must be a number. Received: 'a'"),
         ("ElasticAverageOptimizer", {"communication_period": 0}, ValueError, "must be an int >= 1. Received: 0"),
@@ -137,12 +138,49 @@ def test_rho_needs_a_numeric_rate() -> None:
 def test_the_default_rho_is_over_the_rate_of_any_optimizer(opt: str, rate: float) -> None:
     getter = getter_of("ElasticAverageOptimizer")
     w = variable(getter)
-    optimizer = make("ElasticAverageOptimizer", getter, getattr(tf.train, opt)(rate), moving_rate=0.5)
+    with pytest.warns(UserWarning, match=rf"learning_rate = 2.5, .* {opt} rescales .*: pass rho=0.0") as told:
+        optimizer = make("ElasticAverageOptimizer", getter, getattr(tf.train, opt)(rate), moving_rate=0.5)
+    assert len(told) == 1
     ((gradient, _),) = optimizer.compute_gradients(tf.reduce_sum(w))
     with tf.Session() as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
         session.run(w.assign([3.0, 2.0]))
         assert session.run(gradient).tolist() == pytest.approx([1 + 2.5 * 2, 1.0])
+
+
+@pytest.mark.parametrize("rho", [None, 0.25])
+@pytest.mark.parametrize(
+    "opt",
+    [
+        tf.train.GradientDescentOptimizer(0.1),
+        tf.train.MomentumOptimizer(0.1, 0.9),
+        tf.train.AdamOptimizer(0.1),
+        tf.train.GradientDescentOptimizer(lambda: 0.1),
+    ],
+    ids=["descent", "momentum", "adam", "callable rate"],
+)
+def test_without_a_getter_there_is_no_elastic_term_unless_asked_for(opt: Any, rho: float | None) -> None:
+    """Nor a warning: it is no script for contrib, which relies on contrib's default."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = contrib_opt.ElasticAverageOptimizer(opt, 1, None, 2, 0.25, rho)
+    assert optimizer._algorithm.rho == (rho or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("opt", "rho"),
+    [
+        (tf.train.GradientDescentOptimizer(0.1), None),
+        (tf.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True), None),
+        (tf.train.AdamOptimizer(0.1), 0.0),
+        (tf.train.AdamOptimizer(0.1), 2.5),
+    ],
+    ids=["descent", "momentum", "adam 0", "adam 2.5"],
+)
+def test_an_elastic_term_that_suits_or_was_asked_for_is_not_warned_of(opt: Any, rho: float | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make("ElasticAverageOptimizer", opt=opt, moving_rate=0.25, rho=rho)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

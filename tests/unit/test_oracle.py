@@ -17,8 +17,22 @@ from hvd_periodic import (
     PeriodicOptimizer,
     PostLocal,
 )
+from hvd_periodic.algorithms.easgd import ContribEASGD
 from tests.helpers import Array, read_center, run_ranks
-from tests.oracle import MOMENTUM, RATE, START, STEPS, Result, Vector, agn, averaging, easgd, gradient, periodic
+from tests.oracle import (
+    MOMENTUM,
+    RATE,
+    START,
+    STEPS,
+    Result,
+    Vector,
+    agn,
+    averaging,
+    default_rate,
+    easgd,
+    gradient,
+    periodic,
+)
 
 SIZES = [1, 2, 3, 5]
 TOLERANCE = 1e-12
@@ -80,7 +94,7 @@ def test_elastic_averaging_at_the_default_rate(n: int, period: int) -> None:
             SGD(RATE), parameters, period, communicator=communicator
         ),
     )
-    assert_equal(found, easgd(n, periodic(period), lambda _: 0.9 / period / n))
+    assert_equal(found, easgd(n, periodic(period), lambda _: default_rate(n)))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -146,11 +160,22 @@ def test_post_local_agn_divides_by_the_steps_of_each_exchange(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_post_local_elastic_averaging_uses_the_period_of_each_exchange(n: int) -> None:
+def test_the_default_rate_does_not_depend_on_the_period(n: int) -> None:
     found = library(
         n,
         lambda parameters, communicator: ElasticAverageOptimizer(
             SGD(RATE), parameters, PostLocal(start=3, period=4), communicator=communicator
+        ),
+    )
+    assert_equal(found, easgd(n, POST_LOCAL, lambda _: default_rate(n)))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_default_rate_of_contrib_uses_the_period_of_each_exchange(n: int) -> None:
+    found = library(
+        n,
+        lambda parameters, communicator: PeriodicOptimizer(
+            SGD(RATE), parameters, ContribEASGD(), PostLocal(start=3, period=4), communicator=communicator
         ),
     )
     assert_equal(found, easgd(n, POST_LOCAL, lambda period: 0.9 / period / n))

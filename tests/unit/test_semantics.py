@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import (
+    EASGD,
     SGD,
     AGNOptimizer,
     Communicator,
@@ -16,6 +17,7 @@ from hvd_periodic import (
     ModelAverageOptimizer,
     PeriodicOptimizer,
 )
+from hvd_periodic.algorithms import Exchange
 from tests.helpers import Array, read_center, run_ranks
 
 Make = Callable[[dict[str, Array], Communicator], PeriodicOptimizer]
@@ -98,9 +100,43 @@ def test_elastic_averaging_of_two_workers() -> None:
     assert c == [[0, 2, 2, 4.5, 4.5, 7.125]] * 2
 
 
-@pytest.mark.parametrize("arguments", [{}, {"beta": 0.45}, {"moving_rate": 0.225}])
-def test_default_moving_rate_is_that_of_contrib(arguments: dict[str, float]) -> None:
-    """α = 0.9/(τ n) = 0.225 for τ = 2 and n = 2; β is divided by n only."""
+@pytest.mark.parametrize("n", [1, 2, 8, 9, 10, 100])
+def test_the_default_moving_rate_is_the_largest_of_the_papers_that_does_not_overshoot(n: int) -> None:
+    rates = {EASGD().rate(Exchange(n, period)) for period in (1, 2, 100)}
+    assert rates == {1 / (n + 1) if n < 9 else 0.9 / n}, "whatever the period"
+    assert max(rates) <= 1 / (n + 1)
+
+
+def test_replicas_and_center_change_places_at_the_largest_rate() -> None:
+    """One worker and α = 1, as in contrib's own test."""
+    with pytest.warns(UserWarning, match="overshoot"):
+        x, c = trajectory(
+            lambda parameters, communicator: ElasticAverageOptimizer(
+                SGD(1.0), parameters, communication_period=2, moving_rate=1.0, communicator=communicator
+            ),
+            ONE,
+            6,
+        )
+    assert x == [[1, 0, 1, 2, 3, 2]]
+    assert c == [[0, 2, 2, 2, 2, 4]]
+
+
+def test_the_default_moving_rate_of_two_workers() -> None:
+    """α = 1/(n+1) = 1/3 for n = 2: the center is the mean of replicas and center after every exchange."""
+    x, c = trajectory(
+        lambda parameters, communicator: ElasticAverageOptimizer(
+            SGD(1.0), parameters, communication_period=2, communicator=communicator
+        ),
+        TWO,
+        4,
+    )
+    assert x[0] == pytest.approx([1, 4 / 3, 7 / 3, 28 / 9], abs=1e-12)
+    assert x[1] == pytest.approx([3, 4, 7, 68 / 9], abs=1e-12)
+    assert c[0] == c[1] == pytest.approx([0, 8 / 3, 8 / 3, 16 / 3], abs=1e-12)
+
+
+@pytest.mark.parametrize("arguments", [{"beta": 0.45}, {"moving_rate": 0.225}])
+def test_beta_is_divided_by_the_number_of_workers_only(arguments: dict[str, float]) -> None:
     x, c = trajectory(
         lambda parameters, communicator: ElasticAverageOptimizer(
             SGD(1.0), parameters, communication_period=2, communicator=communicator, **arguments

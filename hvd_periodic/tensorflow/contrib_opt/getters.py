@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from hvd_periodic.tensorflow.contrib_opt.branches import is_resource
 from hvd_periodic.tensorflow.contrib_opt.devices import ignore_jobs, place_locally
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
@@ -95,7 +96,10 @@ class CustomGetter:
             self.accompany(variable)
 
     def accompany(self, local: Any) -> None:
-        """Create what the optimizer needs of a local replica, if it is not there yet."""
+        """Create what the optimizer needs of a local replica, if it is not there yet.
+
+        Of the same kind, resource or reference: where the replica is, scripts may get their values by name.
+        """
         if local.ref() in self.centers:
             return
         dtype = accumulation_dtype(local.dtype.base_dtype)
@@ -110,7 +114,7 @@ class CustomGetter:
                 collections=[collection],
                 name=f"{prefix}/{local.op.name}",
                 dtype=dtype,
-                use_resource=True,
+                use_resource=is_resource(local),
             )
             belongs_to_optimizer(variable)
             if local._save_slice_info is not None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
-from hvd_periodic.algorithms.easgd import BETA
-from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.algorithms import AGN, Algorithm, Averaging, Exchange
+from hvd_periodic.algorithms.easgd import BETA, ContribEASGD
+from hvd_periodic.arguments import require_int
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
 from hvd_periodic.schedules import PostLocal, Schedule, as_schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.branches import (
+    Assigned,
+    Branches,
+    TensorStore,
+    branch,
+    control_flow_v1,
+    value_of,
+)
 from hvd_periodic.tensorflow.contrib_opt.distributed import averaged_by, plain
 from hvd_periodic.tensorflow.contrib_opt.getters import (
     AGNCustomGetter,
@@ -31,13 +40,19 @@ from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphRe
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.space import TensorSpace, in_form_of
-from hvd_periodic.tensorflow.store import VariableStore
 
 Pairs = list[tuple[Any, Any]]
 """(gradient, variable) pairs."""
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 _ROOT = 0
+
+_DESCENDING = (
+    tf.compat.v1.train.GradientDescentOptimizer,
+    tf.compat.v1.train.MomentumOptimizer,
+    tf.compat.v1.train.ProximalGradientDescentOptimizer,
+)
+"""Optimizers whose step is the learning rate times gradients; all others of TensorFlow 1 rescale them."""
 
 _HOW_TO_START = (
     "Has a session begun without the hook of make_session_run_hook() and without get_init_op(); or, where no custom "
@@ -195,12 +210,17 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         self._global_step = global_step
-        with tf.device(None), tf.compat.v1.name_scope(name or self._name), self._getter.paused():
-            waited = [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
+        with tf.device(None), self._getter.paused():
+            applied = self._opt.apply_gradients(pairs)
             belongs_to_optimizer(*self._opt.variables())
             if not self._adopts:
-                self._keep_slots_local([v for _, v in pairs])
-            return self._count_and_exchange(synchronizer, waited, global_step)
+                self._keep_slots_local()
+            if isinstance(self._center_optimizer, CenterOptimizer):
+                self._center_optimizer.create([self._getter.centers[v.ref()] for g, v in pairs if g is not None])
+                belongs_to_optimizer(*self._center_optimizer.variables())
+            with tf.compat.v1.name_scope(name or self._name):
+                waited = [applied, *self._accumulate(synchronizer, pairs)]
+                return self._count_and_exchange(synchronizer, waited, global_step)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return a slot of the wrapped optimizer."""
@@ -259,13 +279,12 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                     for i, variable in enumerate(shared)
                 ]
             with tf.control_dependencies(received):
-                # A resource would share the memory of a reference variable, which changes in place: copy it.
                 assigned = [
-                    center.assign(tf.cast(tf.raw_ops.DeepCopy(x=statistic.read_value()), center.dtype))
+                    center.assign(tf.cast(value_of(statistic), center.dtype))
                     for center, statistic in self._buffer_centers
                 ]
                 for reference, center in getter.centers.items():
-                    local, value = reference.deref(), center.read_value()
+                    local, value = reference.deref(), value_of(center)
                     assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))
                     if reference in getter.companions:
                         assigned.append(getter.companions[reference].assign(self._first_companion(value)))
@@ -316,10 +335,11 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return what has to have happened with the gradients before an exchange."""
         return []
 
-    def _before_exchange(self, references: Sequence[Any]) -> None:
-        """Build what else happens first at an exchange of some variables."""
+    def _before_exchange(self, references: Sequence[Any]) -> Assigned:
+        """Return what else is assigned first at an exchange of some variables."""
+        return []
 
-    def _as_read(self, references: Sequence[Any], layout: Layout) -> VariableStore | None:
+    def _as_read(self, references: Sequence[Any], layout: Layout) -> TensorStore | None:
         """Return where the center is kept as an asynchronous exchange has read it, if that is no state anyway."""
         return None
 
@@ -381,8 +401,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         if self._asynchronous:
             centers = [self._getter.centers[reference] for reference in references]
             self._shared.append(_SharedCenter(synchronizer, centers, [v for _, v in named.averaged]))
-            synchronizer.as_left = self._shared[-1].centers
-            synchronizer.as_read = self._as_read(references, synchronizer.parts[0].values.layout)
+            part: Any = synchronizer.parts[0]
+            synchronizer.as_left = part.center
+            synchronizer.as_read = self._as_read(references, part.values.layout)
         for part in [] if self._asynchronous else synchronizer.parts[1:]:
             pairs = zip(part.center.tensors(), part.values.tensors(), strict=True)
             self._buffer_centers += pairs
@@ -405,7 +426,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         belongs_to_optimizer(made)
         return made
 
-    def _keep_slots_local(self, variables: Sequence[Any]) -> None:
+    def _keep_slots_local(self) -> None:
         """Move what the wrapped optimizer keeps of the local replicas from the global to the local variables."""
         graph = tf.compat.v1.get_default_graph()
         own = {variable.ref() for variable in self._opt.variables()}
@@ -418,48 +439,23 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
     def _count_and_exchange(
         self, synchronizer: VariableSynchronizer, waited: Sequence[Any], global_step: Any
     ) -> tf.Operation:
-        """Count a local step after ``waited``; exchange if it is the period's last.
+        """Count a local step after ``waited``; exchange if it is the period's last."""
+        replica: GraphReplica = synchronizer.replica
+        as_read: Any = synchronizer.as_read
+        branches = Branches(replica.stores if as_read is None else [*replica.stores, as_read])
+        references = [variable.ref() for _, variable in replica.named.parameters]
 
-        What changes variables of our own runs in functions, where control dependencies are automatic. The user's
-        variables may be reference variables, which functions cannot assign: they go in and come out as values.
-        """
-        stores: list[Any] = [part.values for part in synchronizer.parts]
-        variables = [variable for store in stores for variable in store.tensors()]
-        sizes = [len(store.layout.specs) for store in stores]
-        references = [variable.ref() for variable in stores[0].tensors()]
-
-        def on_values(action: Callable[[], Any], counted: bool = False) -> Callable[[], tf.Tensor]:
-            """Return a branch that runs an action on the values of the variables, and assigns what it leaves."""
-
-            def run(*values: tf.Tensor) -> list[tf.Tensor]:
-                first = 0
-                for store, size in zip(stores, sizes, strict=True):
-                    store.load(values[first : first + size])
-                    first += size
-                action()
-                return [value for store in stores for value in store.tensors()]
-
-            function = tf.function(run, autograph=False)
-
-            def branch() -> tf.Tensor:
-                # As in _initialize: a center that is set to a reference variable would share its memory.
-                values = function(*(tf.raw_ops.DeepCopy(x=variable.read_value()) for variable in variables))
-                assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
-                if counted and global_step is not None and not self._adopts:
+        def exchange() -> Assigned:
+            with tf.control_dependencies(self._before_exchange(references)):
+                assigned = self._exchange(synchronizer, branches)
+                if global_step is not None and not self._adopts:
                     assigned.append(global_step.assign_add(tf.ones([], global_step.dtype.base_dtype)))
-                with tf.control_dependencies([tf.group(*assigned)]):
-                    return tf.constant(True)
+                return assigned
 
-            return branch
-
-        def exchange() -> None:
-            self._before_exchange(references)
-            synchronizer.sync()
-
-        def center_follows(action: Callable[[], Any]) -> Callable[[], None]:
-            def follow() -> None:
-                action()
-                self._before_exchange(references)
+        def center_follows(action: Callable[[], Any]) -> Callable[[], Assigned]:
+            def follow() -> Assigned:
+                with tf.control_dependencies(branches.on_values(action)):
+                    return [tf.no_op(), *self._before_exchange(references)]
 
             return follow
 
@@ -471,18 +467,42 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 waited = [global_step.assign_add(tf.ones([], global_step.dtype.base_dtype))]
         with tf.control_dependencies(waited):
             due = tf.function(synchronizer.count, autograph=False)()
-        with _control_flow_v1():
+        with control_flow_v1():
             followed = [due]
             if synchronizer.synchronous_until is not None:
                 with tf.control_dependencies([due]):
                     remaining = synchronizer.steps_to_switch()
                 followed = [
-                    tf.cond(remaining > 0, on_values(center_follows(synchronizer.reset_center)), nothing),
-                    tf.cond(tf.equal(remaining, 0), on_values(center_follows(synchronizer.restart_center)), nothing),
+                    tf.cond(remaining > 0, branch(center_follows(synchronizer.reset_center)), nothing),
+                    tf.cond(tf.equal(remaining, 0), branch(center_follows(synchronizer.restart_center)), nothing),
                 ]
             with tf.control_dependencies(followed):
                 due = tf.identity(due)
-            return tf.group(tf.cond(due, on_values(exchange, counted=True), nothing))
+            return tf.group(tf.cond(due, branch(exchange), nothing))
+
+    def _exchange(self, synchronizer: VariableSynchronizer, branches: Branches) -> Assigned:
+        """Return what an exchange assigns."""
+        optimizer, replica = self._center_optimizer, synchronizer.replica
+        part: Any = synchronizer.parts[0]
+        if not isinstance(optimizer, CenterOptimizer):
+            return branches.on_values(synchronizer.sync)
+        alone = Exchange(self._communicator.size, period=1)  # Following a center that an optimizer moved asks no more.
+
+        def exchange() -> Sequence[Any]:
+            synchronizer.sync()
+            return list(replica.center_gradients)
+
+        def pull() -> None:
+            for bucket in part.values.layout.buckets:
+                part.take(bucket, part.center.read(bucket), alone)
+
+        return branches.around_center_optimizer(
+            exchange,
+            lambda gradients: optimizer.apply(gradients, part.center.variables),
+            part.center,
+            pull,
+            [part.values, *part.state.values()],
+        )
 
 
 class _InitializedByTask(_GraphOptimizer):
@@ -512,9 +532,10 @@ class ElasticAverageOptimizer(_InitializedByTask):
             trainable variables are the replicas, and what else there is, is among the global variables, which
             ``hvd.broadcast_global_variables(0)`` starts alike.
         communication_period: local steps between exchanges (τ), or a schedule.
-        moving_rate: α in (0, 2/(n+1)); default 0.9/(τ n).
+        moving_rate: α in (0, 2/(n+1)]; default 0.9/(τ n), that of ``tf.contrib.opt``.
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
-            1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``.
+            1/(learning rate). Default: ``moving_rate`` over the learning rate of ``opt``, as in ``tf.contrib.opt``,
+            with a warning where ``opt`` rescales gradients, as Adam does; 0 without a getter.
         use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         synchronous: accepted; all ranks start together.
@@ -561,18 +582,20 @@ class ElasticAverageOptimizer(_InitializedByTask):
         asynchronous: bool = False,
         process_set: Any = None,
     ) -> None:
-        def algorithm() -> EASGD:
-            made = EASGD(moving_rate)
+        def algorithm() -> ContribEASGD:
+            made = ContribEASGD(moving_rate)
             if rho is not None:
-                return EASGD(moving_rate, rho=rho)
+                return replace(made, rho=rho)
+            if ea_custom_getter is None:
+                return made
             if made.moving_rate is None and callable(communication_period):
                 raise ValueError(
-                    "`rho` has no default, which would be moving_rate / learning_rate, where the default of `moving_rate` "
-                    "follows a schedule: pass `rho`, 0.0 for no elastic term"
+                    "`rho` has no default, which would be moving_rate / learning_rate, where the default of "
+                    "`moving_rate` follows a schedule: pass `rho`, 0.0 for no elastic term"
                 )
-            rate = moving_rate if made.moving_rate is not None else BETA / communication_period / num_worker
-            rate = require_real(rate, "`moving_rate`", positive=True)
-            return EASGD(moving_rate, rho=rate / _numeric_rate(plain(opt)))
+            period = 1 if callable(communication_period) else communication_period
+            rate = made.rate(Exchange(num_worker, period))
+            return replace(made, rho=_default_rho(rate, plain(opt)))
 
         super().__init__(
             opt,
@@ -613,15 +636,15 @@ class ElasticAverageOptimizer(_InitializedByTask):
             return elastic
         return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
 
-    def _before_exchange(self, references: Sequence[Any]) -> None:
-        if not self._algorithm.uses_gradients:  # Otherwise it is part of the algorithm's state.
-            for reference in references:
-                self._getter.companions[reference].assign(self._getter.centers[reference])
+    def _before_exchange(self, references: Sequence[Any]) -> Assigned:
+        if self._algorithm.uses_gradients:  # Then it is part of the algorithm's state.
+            return []
+        return [self._getter.companions[key].assign(value_of(self._getter.centers[key])) for key in references]
 
-    def _as_read(self, references: Sequence[Any], layout: Layout) -> VariableStore | None:
+    def _as_read(self, references: Sequence[Any], layout: Layout) -> TensorStore | None:
         if self._algorithm.uses_gradients:
             return None
-        return VariableStore(layout, [self._getter.companions[reference] for reference in references])
+        return TensorStore(layout, [self._getter.companions[reference] for reference in references])
 
     def _elastic(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or variable.ref() not in self._getter.companions:
@@ -760,13 +783,26 @@ class AGNOptimizer(_InitializedByTask):
         return tf.zeros_like(center)
 
     def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
-        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        graph = tf.compat.v1.get_default_graph()
 
-        def accumulate(*shown: Any) -> tf.Tensor:
+        def count(*shown: Any) -> tf.Tensor:
             synchronizer.prepare_gradients(shown)
             return tf.constant(True)
 
-        return [tf.function(accumulate, autograph=False)(*gradients)]
+        def add() -> Assigned:
+            before = len(graph.get_operations())
+            for gradient, variable in present:
+                accumulator = self._getter.companions[variable.ref()]
+                self._algorithm.local(TensorSpace(), variable, gradient, {"gradient": accumulator})
+            return graph.get_operations()[before:]
+
+        counted = tf.function(count, autograph=False)(*(gradient for gradient, _ in present))
+        if synchronizer.synchronous_until is None:
+            return [counted, *add()]
+        with control_flow_v1():
+            begun = synchronizer.steps_to_switch() <= 0
+            return [counted, tf.cond(begun, branch(add), lambda: tf.constant(False))]
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         accumulators = [self._getter.companions[reference] for reference in references]
@@ -792,15 +828,17 @@ class _SharedCenter:
             raise ValueError("The synchronizer is not asynchronous")
         self._worker = synchronizer.asynchronous
         self._rank = synchronizer.communicator.rank
-        self.centers = VariableStore(synchronizer.parts[0].values.layout, centers)
+        self.centers = TensorStore(synchronizer.parts[0].values.layout, centers)
         self._stores = [self.centers]
         if statistics:
-            self._stores.append(VariableStore(synchronizer.parts[1].values.layout, statistics))
+            self._stores.append(TensorStore(synchronizer.parts[1].values.layout, statistics))
 
     def write(self) -> tf.Operation:
         """Return the operation that lets the root set the center to the values of the variables."""
         if self._rank != _ROOT:
             return tf.no_op()
+        for store in self._stores:
+            store.load_variables()
         values = [store.read(bucket) for store in self._stores for bucket in store.layout.buckets]
 
         def write(*buckets: tf.Tensor) -> tf.Tensor:
@@ -822,35 +860,21 @@ class _SharedCenter:
         with tf.device("CPU:0"):
             values = tf.py_function(finish, [], [tf.as_dtype(bucket.kind) for bucket in buckets])
 
-        def assign(*values: tf.Tensor) -> tf.Tensor:
-            for bucket, value in zip(buckets, values, strict=True):
-                self.centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
-            return tf.constant(True)
-
-        return tf.function(assign, autograph=False)(*values).op
+        self.centers.load_variables()
+        for bucket, value in zip(buckets, values, strict=True):
+            self.centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
+        return tf.group(*self.centers.assign())
 
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")
 
 
-@contextmanager
-def _control_flow_v1() -> Iterator[None]:
-    """Build conditionals whose branches are part of the graph: those of version 2 cannot assign reference variables."""
-    enabled = tf.compat.v1.control_flow_v2_enabled()
-    tf.compat.v1.disable_control_flow_v2()
-    try:
-        yield
-    finally:
-        if enabled:
-            tf.compat.v1.enable_control_flow_v2()
-
-
-def _numeric_rate(opt: Any) -> float:
-    """Return the learning rate of an optimizer.
+def _default_rho(moving_rate: float, opt: Any) -> float:
+    """Return contrib's ``moving_rate / learning_rate``; warn where it means something else than in contrib's algorithm.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: the learning rate is not a positive number.
     """
     rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
     if not isinstance(rate, Real) or rate <= 0:
@@ -859,4 +883,13 @@ def _numeric_rate(opt: Any) -> float:
             f"{type(opt).__name__} is not a positive number: pass `rho`, 0.0 for no elastic term. "
             f"Received: learning rate {rate!r}"
         )
-    return float(rate)
+    rho = moving_rate / float(rate)
+    if not isinstance(opt, _DESCENDING):
+        # The term adds ρ (x − lc) to a gradient of which an adaptive optimizer keeps little more than the sign.
+        warnings.warn(
+            f"`ElasticAverageOptimizer(rho=None)` is moving_rate / learning_rate = {rho:.4g}, which suits gradient "
+            f"descent. {type(opt).__name__} rescales gradients, and may follow the elastic term alone and not train: "
+            "pass rho=0.0, or a small `rho`",
+            stacklevel=2,
+        )
+    return rho

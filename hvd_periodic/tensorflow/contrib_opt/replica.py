@@ -10,25 +10,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.layout import Layout
 from hvd_periodic.store import Store
+from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
+from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
 from hvd_periodic.tensorflow.graph import NewVariable
 from hvd_periodic.tensorflow.replica import Named, NamedVariables, VariableReplica
-from hvd_periodic.tensorflow.store import VariableStore, layout_of
-
-
-class TensorStore(VariableStore):
-    """Tensors in place of variables, for one pass through an exchange.
-
-    A function cannot assign a reference variable: it takes the values, and returns what is to be assigned.
-    """
-
-    def load(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Start from these values."""
-        self._variables = list(tensors)
-
-    def _assign(self, index: int, value: tf.Tensor) -> None:
-        self._variables[index] = tf.cast(value, self._variables[index].dtype)
+from hvd_periodic.tensorflow.store import layout_of
 
 
 class GraphReplica(VariableReplica):
@@ -39,6 +28,10 @@ class GraphReplica(VariableReplica):
         vectors: the variables of the algorithm's state that exist, by name.
         new_variable: makes those that do not.
         center_optimizer: for algorithms that optimize the center.
+
+    Attributes:
+        stores: of all variables that may be reference variables.
+        center_gradients: what an exchange leaves to the optimizer of the center.
     """
 
     def __init__(
@@ -49,18 +42,39 @@ class GraphReplica(VariableReplica):
         center_optimizer: Any = None,
     ) -> None:
         self._vectors = vectors
+        self.stores: list[TensorStore] = []
+        self.center_gradients: list[tf.Tensor] = []
         super().__init__(named, new_variable, center_optimizer)
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return the variables that exist for this vector, or new ones."""
-        return VariableStore(layout, self._vectors[name]) if name in self._vectors else super().new_store(layout, name)
+        if name not in self._vectors:
+            return super().new_store(layout, name)
+        self.stores.append(TensorStore(layout, self._vectors[name]))
+        return self.stores[-1]
+
+    def local(self, algorithm: Algorithm, state: dict[str, Store[Any]]) -> int:
+        """Say whether there are gradients; what the local rule makes of them is not part of a function."""
+        return int(any(gradient is not None for gradient in self.gradients))
+
+    def bind_center(self, center: Store[Any], gradient: Store[Any]) -> None:
+        """Remember where the gradients of the center will be."""
+        self._gradient = gradient
+
+    def step_center(self) -> None:
+        """Take the gradients of the center; its optimizer is not part of a function."""
+        if self._host is None:
+            self.center_gradients = self._gradient.tensors()
+        else:
+            super().step_center()
 
     def followed(self) -> list[Any]:
         """None: the hyper-parameters of the center's optimizer are numbers."""
         return []
 
     def _store(self, named: Named) -> Store[Any]:
-        return TensorStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])
+        self.stores.append(TensorStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named]))
+        return self.stores[-1]
 
 
 class CenterOptimizer:
@@ -90,14 +104,26 @@ class CenterOptimizer:
         """Return the slots and other variables."""
         return list(self.optimizer.variables())
 
-    def bind(self, parameters: Sequence[Any], centers: Sequence[tf.Variable], gradients: Sequence[tf.Variable]) -> None:
-        """Take the centers, and what will hold their gradients."""
-        self._centers, self._gradients = list(centers), list(gradients)
+    def create(self, centers: Sequence[tf.Variable]) -> None:
+        """Create slots and other variables, before a conditional needs them.
 
-    def step(self, maximum: Callable[[Any], Any]) -> None:
-        """Move the centers by their gradients."""
-        gradients = [tf.convert_to_tensor(gradient) for gradient in self._gradients]
-        self.optimizer.apply_gradients(list(zip(gradients, self._centers, strict=True)))
+        Scripts for ``tf.contrib.opt``, its own tests among them, take global variables with "beta" in their names, and
+        those with the optimizer's name outside of the center, for what has to be local: these are called otherwise.
+        """
+
+        def rename(make: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
+            name = arguments.get("name") or ""
+            if not name.startswith(f"{GLOBAL_VARIABLE_NAME}/"):
+                own = name.replace("beta", "decay")
+                arguments["name"] = f"{GLOBAL_VARIABLE_NAME}/{self.optimizer.get_name()}/{own}"
+            return make(**arguments)
+
+        with tf.compat.v1.name_scope(None), tf.variable_creator_scope(rename):
+            self.optimizer._create_slots(list(centers))
+
+    def apply(self, gradients: Sequence[tf.Tensor], centers: Sequence[tf.Variable]) -> tf.Operation:
+        """Return the operation that moves the centers by their gradients."""
+        return self.optimizer.apply_gradients(list(zip(gradients, centers, strict=True)))
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters that are numbers; those that are tensors can be read in a session only."""
