@@ -58,21 +58,28 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return self._run(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])
 
     def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
-        """Return the result of one collective.
+        """Return the result of one collective, called as a function of its own.
 
-        An operation that runs eagerly loses its name, and could not meet that of a rank which runs it in a graph: it
-        gets a small graph of its own.
+        Horovod's operations claim to be free of side effects. As nodes of a graph, Grappler removes those whose result
+        a rank does not use, merges those of equal inputs and computes those of constants once, on that rank alone: the
+        others wait for ever. A function that is not inlined keeps them apart, and keeps their names, by which a rank
+        that runs one eagerly meets others that compiled it.
         """
-
-        def run(value: Any) -> Any:
-            return operation(value, name=name, process_set=self.process_set, ignore_name_scope=True, **options)
-
         if not tf.executing_eagerly():
-            return run(buffer)
-        key = (operation, name, tuple(options.values()), tuple(buffer.shape), buffer.dtype)
+            # Constants would be moved into the function, and the collective be computed when the graph is optimized.
+            buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
+        spec = tf.TensorSpec(buffer.shape, buffer.dtype)
+        key = (operation, name, tuple(options.values()), spec)
         if key not in self._compiled:
-            spec = tf.TensorSpec(buffer.shape, buffer.dtype)
-            self._compiled[key] = tf.function(run, autograph=False).get_concrete_function(spec)
+
+            def run(value: Any) -> Any:
+                result = operation(value, name=name, process_set=self.process_set, ignore_name_scope=True, **options)
+                tf.raw_ops.Assert(condition=True, data=[result])  # has side effects, so that the call has to run
+                return result
+
+            with tf.init_scope():
+                called = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
+                self._compiled[key] = called.get_concrete_function(spec)
         return self._compiled[key](buffer)
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, fields
@@ -306,7 +307,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             return super()._run_exchange(leaving)
         if self.asynchronous is not None:
             return self._exchange_alone_in_graph(self.asynchronous)
-        started = tf.timestamp()
+        started = seconds()
         before = tf.stack([self._counter_variables[name] for name in _INTEGERS])
         name = self.meeting_name
         with tf.control_dependencies(_take_turn()):
@@ -335,12 +336,12 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._counter_variables["next_exchange"].assign(plan[1])
         self._counter_variables["gradients"].assign(0)
         with tf.control_dependencies(_operations_so_far()):
-            self._count(exchange_seconds=tf.timestamp() - started)
+            self._count(exchange_seconds=seconds() - started)
         return tf.constant(True)
 
     def _exchange_alone_in_graph(self, worker: Worker) -> Any:
         """Exchange with the center: one call of Python on host memory, between reading the replica and its pull."""
-        started, variables = tf.timestamp(), self._counter_variables
+        started, variables = seconds(), self._counter_variables
         before = tf.stack([variables[name] for name in _INTEGERS])
         gradients = tf.maximum(variables["gradients"], 1)
         period = variables["next_exchange"] - variables["last_exchange"]
@@ -374,7 +375,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         variables["staleness_max"].assign(plan[2])
         variables["gradients"].assign(0)
         with tf.control_dependencies(_operations_so_far()):
-            self._count(exchange_seconds=tf.timestamp() - started)
+            self._count(exchange_seconds=seconds() - started)
         return tf.constant(True)
 
     def _mirror(self, bucket: Bucket, center: Any, exchange: Exchange) -> None:
@@ -443,6 +444,12 @@ def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.T
         result = tf.py_function(call, inputs, tf.int64)
     result.set_shape([None])
     return result
+
+
+def seconds() -> tf.Tensor:
+    """Return the time of a clock when the graph runs; TensorFlow's own refuses where determinism is enabled."""
+    with tf.device("CPU:0"):
+        return tf.ensure_shape(tf.py_function(time.perf_counter, [], tf.float64), [])
 
 
 def refuse_xla() -> None:
