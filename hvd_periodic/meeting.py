@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from hvd_periodic.consistency import join, raise_on_all
+from hvd_periodic.consistency import Ranks, join, raise_on_all
 
-if TYPE_CHECKING:
-    from hvd_periodic.comm.base import Communicator
+
+class MeetingRanks(Ranks, Protocol):
+    """Ranks that can meet: a communicator."""
+
+    meeting_name: str
+
+    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
+        """Return the integers of all ranks, one rank after another."""
 
 
 class Purpose(IntEnum):
@@ -74,7 +80,7 @@ def records_of(gathered: Sequence[int]) -> list[Record]:
     return [Record(*gathered[start : start + width]) for start in range(0, len(gathered), width)]
 
 
-def meet(communicator: Communicator, record: Record, failure: Exception | None = None) -> list[Record]:
+def meet(communicator: MeetingRanks, record: Record, failure: Exception | None = None) -> list[Record]:
     """Return the records of all ranks, in rank order.
 
     Args:
@@ -91,7 +97,7 @@ def meet(communicator: Communicator, record: Record, failure: Exception | None =
     return records
 
 
-def check(communicator: Communicator, records: Sequence[Record], failure: Exception | None) -> None:
+def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:
     """Raise on all ranks where one cannot go on, or where they have come for different things; as :func:`meet`."""
     crossed = cross_purposes(records)
     if crossed or any(record.problem for record in records):

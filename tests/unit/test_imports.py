@@ -19,9 +19,9 @@ PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"vector", "layout", "store", "arguments", "named", "version", "elementwise"},
+    {"vector", "layout", "store", "arguments", "named", "version", "elementwise", "consistency", "meeting", "startup"},
     {"algorithms", "schedules", "comm"},
-    {"averaged", "consistency", "replica", "placement"},
+    {"averaged", "replica", "placement"},
     {"part"},
     {"asynchronous"},
     {"synchronizer"},
