@@ -63,7 +63,7 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
 
     Example:
         >>> new = Standing(False, 0, (0, 10), "", "", "")
-        >>> old = Standing(True, 40, (40, 50), "", "", "")
+        >>> old = Standing(True, 40, (40, 50), "", "a digest", "")
         >>> decide({0: old, 1: new}, root=0)
         <Start.FROM_ROOT: 'what the root has loaded'>
     """
@@ -82,6 +82,11 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
             raise RuntimeError(
                 f"Rank {join(sorted(loaded))} has loaded a state, and the root, rank {root}, has none: load it on the "
                 "root, from which all then start, or on every rank"
+            )
+        if not asynchronous and not standings[root].center:
+            raise RuntimeError(
+                f"Rank {root} has loaded its share of the center, and others have loaded nothing: load on every rank "
+                "the file that it saved itself"
             )
         return Start.FROM_ROOT
     _require_one(loaded, lambda standing: standing.run and f"run {standing.run}")

@@ -368,11 +368,13 @@ class Synchronizer(Generic[V]):
         """Return the centers that were loaded, whole; none where this rank has shares only."""
         stores: list[Store[Any]] = []
         for part in self.parts[:1] if self._in_groups else self.parts:
-            if part.placement.everywhere:
+            if part.center.layout is part.values.layout:
                 stores.append(part.center)
             elif self._restored is not None:
                 stores.append(self.replica.new_temporary_store(part.values.layout))
                 self.replica.load(stores[-1], self._restored["vectors"][part.name]["center"])
+            else:
+                return []
         return stores
 
     def _digest(self, stores: Iterable[Store[Any]]) -> str:

@@ -71,9 +71,11 @@ class TensorFlowCommunicator(HorovodCommunicator):
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         key = (operation, name, tuple(options.values()), spec)
         if key not in self._compiled:
+            # By this hvd.elastic.run recognizes that a collective has failed, because a rank has gone.
+            label = f"{name}.Horovod{operation.__name__.capitalize()}"
 
             def run(value: Any) -> Any:
-                result = operation(value, name=name, process_set=self.process_set, ignore_name_scope=True, **options)
+                result = operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
                 tf.raw_ops.Assert(condition=True, data=[result])  # has side effects, so that the call has to run
                 return result
 

@@ -86,5 +86,5 @@ def train(state: Any) -> None:
 try:
     train(state)
 except Exception as error:
-    print(f"ENDED {error}", flush=True)
+    print("ENDED", " ".join(str(error).split()), flush=True)
     os._exit(3)
