@@ -325,6 +325,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "dtype": (lambda model, optimizer: model[0].double(), r"'0.weight' was float32\[2, 2\] on cpu"),
     "unfrozen": (lambda model, optimizer: model[1].weight.requires_grad_(True), "'1.weight' was frozen"),
+    "frozen": (lambda model, optimizer: model[0].bias.requires_grad_(False), "'0.bias' was trainable .* and is frozen"),
     "buffer replaced": (
         lambda model, optimizer: setattr(model[2], "running_mean", torch.zeros(2)),
         "'2.running_mean' was added to the model, removed or replaced",
