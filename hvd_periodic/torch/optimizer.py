@@ -437,8 +437,8 @@ class AGNOptimizer(PeriodicOptimizer):
         named_parameters: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center: an optimizer of the same parameters to be copied, or a function from
-            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own, and
-            follows the hyper-parameters of the original.
+            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own,
+            the arguments and attributes of the original, and follows its hyper-parameters.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.
