@@ -119,10 +119,11 @@ def _module_behind(model: Model) -> torch.nn.Module | None:
     Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Taken as mere pairs, it would leave
     the batch-norm statistics of every rank to themselves, without a word.
     """
+    arguments = dict(model.gi_frame.f_locals) if isinstance(model, GeneratorType) and model.gi_frame else {}
+    module = arguments.pop("self", None)
+    _refuse_unsupported(module)
     if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:
         return None
-    arguments = {} if model.gi_frame is None else dict(model.gi_frame.f_locals)
-    module = arguments.pop("self", None)
     plain = arguments == {"prefix": "", "recurse": True, "remove_duplicate": True}
     return module if plain and isinstance(module, torch.nn.Module) else None
 

@@ -148,7 +148,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         if closure is not None and self._averages:
             raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
         in_flight = self._averages and not self._synchronized and not self.synchronizer.replicas_differ
-        if in_flight and getattr(self, "found_inf", None) is not None:
+        if in_flight and vars(self).get("found_inf") is not None:
             raise RuntimeError(
                 "A GradScaler must not look at gradients while an hvd.DistributedOptimizer averages them: call "
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
@@ -335,12 +335,12 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _unscale(self) -> bool:
         """Divide by the scale that a GradScaler left here; return whether the gradients are finite."""
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = vars(self).get("found_inf")
         if found_inf is None:
             return True
         if bool(found_inf):
             return False
-        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        scale: torch.Tensor | None = vars(self).get("grad_scale")
         if scale is not None:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             if any(gradient.dtype == torch.float16 for gradient in gradients):
@@ -466,8 +466,8 @@ class AGNOptimizer(PeriodicOptimizer):
         named_parameters: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center: an optimizer of the same parameters to be copied, or a function from
-            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own, and
-            follows the hyper-parameters of the original.
+            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own,
+            the arguments and attributes of the original, and follows its hyper-parameters.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -278,3 +280,95 @@ def test_a_learning_rate_that_differs_is_that_of_the_first_rank(caplog: pytest.L
     assert different[0] == different[1]
     assert "differ at local step 4: the optimizer of the center takes that of rank 0" in caplog.text
     assert run(2, lambda c: work(c, 0.01, 0.01), timeout_seconds=10) == different
+
+
+def test_no_optimizer_on_one_rank_is_an_error_on_all() -> None:
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Linear(1, 1)
+        hvdp.AGNOptimizer("sgd" if communicator.rank else sgd(model), model, process_set=communicator)
+
+    first, second = errors(work)
+    assert "Rank 1 failed" in first
+    assert "Received: str" in second
+
+
+def test_a_schedule_that_fails_later_on_one_rank_is_an_error_on_all() -> None:
+    def work(communicator: ThreadCommunicator) -> None:
+        def schedule(step: int) -> int:
+            if communicator.rank == 1 and failing:
+                raise KeyError(step)
+            return 2
+
+        failing = False
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvdp.ModelAverageOptimizer(sgd(model), model, schedule, process_set=communicator)
+        failing = True
+        for _ in range(2):
+            optimizer.step()
+
+    first, second = errors(work)
+    for error in (first, second):
+        assert "The schedule failed: KeyError: 2" in error
+
+
+def test_an_exchange_that_failed_on_one_rank_is_an_error_on_all_at_the_next() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no step")
+
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Linear(1, 1)
+        make = Failing if communicator.rank == 1 else torch.optim.SGD
+        optimizer = hvdp.AGNOptimizer(
+            sgd(model), model, 2, center_optimizer=lambda groups: make(groups, lr=0.1), process_set=communicator
+        )
+        for _ in range(2):
+            optimizer.step() if communicator.rank == 0 else _tolerate(optimizer.step)
+        for _ in range(2):
+            optimizer.step()
+
+    for error in errors(work):
+        assert "The exchange at step 2 failed: no step" in error
+
+
+def _tolerate(step: Callable[[], Any]) -> None:
+    with contextlib.suppress(RuntimeError):
+        step()
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "parameter added to the optimizer": (
+        lambda model, optimizer: optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]}),
+        "Parameters of the optimizer were added",
+    ),
+    "parameter added to the model": (
+        lambda model, optimizer: model.register_parameter("new", torch.nn.Parameter(torch.zeros(1))),
+        "'new' was added",
+    ),
+    "dtype": (lambda model, optimizer: model[0].double(), r"'0.weight' was float32\[2, 2\] on cpu"),
+    "unfrozen": (lambda model, optimizer: model[1].weight.requires_grad_(True), "'1.weight' was frozen"),
+    "frozen": (lambda model, optimizer: model[0].bias.requires_grad_(False), "'0.bias' was trainable .* and is frozen"),
+    "buffer replaced": (
+        lambda model, optimizer: setattr(model[2], "running_mean", torch.zeros(2)),
+        "'2.running_mean' was added to the model, removed or replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_on_one_rank_are_noticed_on_all_at_the_next_exchange(case: str) -> None:
+    change, message = CHANGES[case]
+
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        model[1].requires_grad_(False)
+        optimizer = hvdp.ModelAverageOptimizer(sgd(model), model, 2, process_set=communicator)
+        optimizer.step()
+        if communicator.rank == 1:
+            change(model, optimizer)
+        optimizer.step()
+
+    first, second = errors(work)
+    assert "Rank 1 failed" in first
+    for error in (first, second):
+        assert re.search(message, error)

@@ -1,0 +1,174 @@
+"""Models that are wrapped: compiled, distributed; and what of an optimizer its wrapper lets through."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
+
+LOCAL: dict[str, Any] = {"process_set": LocalCommunicator()}
+
+
+def network() -> Any:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+
+
+def compiled(model: Any, part: bool) -> Any:
+    """Compile all of it, or a layer."""
+    if not part:
+        return torch.compile(model, backend="eager")
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def wrap(model: Any, given: Any = None, **options: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hvdp.AGNOptimizer(inner, model if given is None else given, 2, **LOCAL, **options)
+
+
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["module", "named_parameters", "list"])
+@pytest.mark.parametrize("part", [False, True], ids=["all", "a layer"])
+def test_names_are_those_of_the_model_that_was_compiled(part: bool, how: str) -> None:
+    plain = network()
+    model = compiled(copy.deepcopy(plain), part)
+    given = {
+        "module": model,
+        "named_parameters": model.named_parameters(),
+        "list": list(model.named_parameters()),
+    }[how]
+    optimizer, expected = wrap(model, given), wrap(plain, list(plain.named_parameters()) if how == "list" else None)
+    assert optimizer.synchronizer.replica.facts() == expected.synchronizer.replica.facts()
+    train(model, optimizer, 3)
+    train(plain, expected, 3)
+    exported = hvdp.center_state_dict(model, optimizer)
+    other = network()
+    other.load_state_dict(exported)
+    assert all(torch.equal(value, exported[name]) for name, value in hvdp.center_state_dict(plain, expected).items())
+    expected.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(expected.state_dict())
+
+
+def test_a_state_that_was_saved_under_the_prefix_is_loaded() -> None:
+    model = compiled(network(), part=False)
+    optimizer = wrap(model)
+    train(model, optimizer, 3)
+    saved = optimizer.state_dict()
+    for part in saved["hvd_periodic"]["vectors"].values():
+        for key, tensors in part.items():
+            part[key] = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    expected = hvdp.center_state_dict(model, optimizer)
+    train(model, optimizer, 3)
+    optimizer.load_state_dict(saved)
+    found = hvdp.center_state_dict(model, optimizer)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_state_saved_with_other_policies_of_buffers_is_loaded() -> None:
+    """What was averaged then and is not now is left out; what only now is averaged starts from what it is."""
+    model = network()
+    optimizer = wrap(model, buffers={"*var": "local", "*mean": "average"})
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = copy.deepcopy(model)
+    resumed = wrap(other, buffers={"*var": "average", "*mean": "local"})
+    other[1].running_var.fill_(3.0)
+    resumed.load_state_dict(saved)
+    center = resumed.synchronizer.state_dict()["vectors"]["buffers"]["center"]
+    assert {name: tensor.tolist() for name, tensor in center.items()} == {"1.running_var": [3.0] * 4}
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available():
+        pytest.skip("torch without torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def fsdp(model: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fully_shard(model: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+DIVIDED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DDP": (torch.nn.parallel.DistributedDataParallel, "DistributedDataParallel averages .* pass that, model.module"),
+    "FSDP": (fsdp, "FullyShardedDataParallel divides parameters between processes, which is not supported yet"),
+    "FSDP2": (fully_shard, r"fully_shard\(\) divides parameters between processes, which is not supported yet"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", DIVIDED)
+@pytest.mark.usefixtures("process_group")
+def test_divided_models_are_refused(case: str) -> None:
+    divide, message = DIVIDED[case]
+    model = divide(network())
+    for given in (model, model.named_parameters(), torch.nn.Sequential(model)):
+        with pytest.raises(TypeError, match=message):
+            wrap(model, given)
+    if case == "FSDP2":
+        with pytest.raises(TypeError, match="A DTensor is divided between processes"):
+            wrap(model, list(model.named_parameters()))
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer with modes, as schedule-free ones have."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+
+def test_methods_and_attributes_of_the_wrapped_optimizer_are_reachable() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    inner = ScheduleFree([parameter], lr=0.1)
+    optimizer = hvdp.ModelAverageOptimizer(inner, [("w", parameter)], **LOCAL)
+    optimizer.train()
+    assert optimizer.training is inner.training is True
+    optimizer.eval()
+    assert optimizer.training is inner.training is False
+    twice = hvdp.ModelAverageOptimizer(optimizer, [("w", parameter)], **LOCAL)
+    twice.train()
+    assert inner.training
+    assert not hasattr(optimizer, "set_backward_passes_per_step")
+    assert not hasattr(optimizer, "nothing")
+    message = (
+        "'ModelAverageOptimizer' object has no attribute 'nothing', and neither has the ScheduleFree that it wraps"
+    )
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        _ = optimizer.nothing
+    for again in (copy.copy(optimizer), copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert isinstance(again.inner, ScheduleFree)
+        again.train()
+    assert not hasattr(object.__new__(hvdp.ModelAverageOptimizer), "train"), "as while it is unpickled"
