@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,112 @@ def variables_in_another_order() -> Any:
         with started(optimizer) as session:
             session.run([a.assign(3.0), c.assign(400.0)])
             return [[variable.op.name for _, variable in pairs], [float(g) for g in session.run([g for g, _ in pairs])]]
+
+
+def of_contribs_tests(name: str, make: Callable[[Any], Any], starts: tuple[float, float], gradient: float) -> Any:
+    """Yield what tensors that are found by name hold, in a monitored session: at the start and after every step.
+
+    Reference variables, as contrib had; one of them in two parts, pairs that are lists in a tuple, an int32 step.
+    """
+    getter = getter_of(name)
+    with tf.variable_scope("", custom_getter=getter, use_resource=False):
+        step = tf.Variable(0, name="global_step", trainable=False, collections=["global_step", "variables"])
+        variables = [tf.get_variable(f"v{i}", initializer=start) for i, start in enumerate(starts)]
+        partitioner = tf.fixed_size_partitioner(2)
+        variables += tf.get_variable("w", [2, 4], initializer=tf.ones_initializer(), partitioner=partitioner)
+    optimizer = make(getter)
+    pairs = tuple([tf.fill(variable.shape, gradient), variable] for variable in variables)
+    train = [optimizer.apply_gradients(pairs, step)]
+    graph = tf.get_default_graph()
+    names = ["v0:0", "v1:0", "w/part_1:0"]
+    read = [graph.get_tensor_by_name(prefix + name) for prefix in ("", "global_center_variable/") for name in names]
+    saver = optimizer.swapping_saver()
+    found = {"global": sorted(v.op.name for v in tf.global_variables()), "seen": []}
+    with tf.train.MonitoredTrainingSession(hooks=[hook(optimizer)]) as session, tempfile.TemporaryDirectory() as folder:
+
+        def look() -> None:
+            *values, steps = session.run([*read, tf.train.get_global_step()])
+            found["seen"].append([*(float(np.unique(value).item()) for value in values), int(steps)])
+
+        look()
+        for _ in range(8):
+            session.run(train)
+            look()
+        path = saver.save(session._sess._sess._sess._sess, f"{folder}/center")
+        reader = tf.train.load_checkpoint(path)
+        saved = {key: np.unique(reader.get_tensor(key)).tolist() for key in sorted(reader.get_variable_to_shape_map())}
+    return found | {"saved": saved}
+
+
+@scenario
+def contribs_tests() -> Any:
+    """The facts of contrib's own tests: elastic averaging and AGN with one worker, averaging with several."""
+
+    def descent() -> Any:
+        return tf.train.GradientDescentOptimizer(1.0)
+
+    def adam() -> Any:
+        return tf.train.AdamOptimizer(learning_rate=0.1, beta1=0.0, beta2=0.0)
+
+    n, rank = hvd.size(), hvd.rank()
+    makes: dict[str, tuple[Callable[[Any], Any], tuple[float, float], float]] = {
+        "easgd": (
+            lambda getter: contrib_opt.ElasticAverageOptimizer(
+                opt=descent(), num_worker=n, moving_rate=2 / (n + 1), communication_period=2, ea_custom_getter=getter
+            ),
+            (0.0, 1.0),
+            -1.0,
+        ),
+        "average": (
+            lambda getter: contrib_opt.ModelAverageOptimizer(
+                opt=descent(), num_worker=n, ma_custom_getter=getter, is_chief=rank == 0, interval_steps=2
+            ),
+            (0.0, 1.0),
+            -1.0 if rank == 0 else -2.0,
+        ),
+        "agn": (
+            lambda getter: contrib_opt.AGNOptimizer(adam(), num_worker=n, communication_period=4, custom_getter=getter),
+            (0.0, 0.5),
+            -1.0,
+        ),
+    }
+    results = {}
+    for name, case in makes.items():
+        with tf.Graph().as_default():
+            results[name] = of_contribs_tests(name, *case)
+    return results
+
+
+@scenario
+def initializers_built_too_early() -> Any:
+    """Before minimize: what a session says, with reference variables and resources."""
+    results = {}
+    for name in ("easgd", "average", "agn"):
+        for with_getter in (True, False):
+            for use_resource in (True, False):
+                with tf.Graph().as_default(), warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    getter = getter_of(name) if with_getter else None
+                    with tf.variable_scope("", custom_getter=getter, use_resource=use_resource):
+                        w = tf.get_variable("w", initializer=tf.constant([1.0]))
+                        step = tf.get_variable("global_step", initializer=0, trainable=False)
+                    early = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+                    if not with_getter:
+                        early.append(hvd.broadcast_global_variables(0))
+                    optimizer = OPTIMIZERS[name](tf.train.AdamOptimizer(0.1), getter)
+                    train = optimizer.minimize(tf.reduce_sum(w), global_step=step)
+                    then = [init_op(optimizer)] if with_getter else []
+                    late = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+                    session = tf.Session()
+                    for operation in early:
+                        session.run(operation)
+                    errors = [attempt(lambda: session.run([*then, train]), tf.errors.OpError)]  # noqa: B023
+                    for operation in (*late, *then):
+                        session.run(operation)
+                    errors.append(attempt(lambda: session.run(train), tf.errors.OpError))  # noqa: B023
+                    warned = [str(one.message) for one in told if "initializer" in str(one.message)]
+                results[f"{name} {with_getter} {use_resource}"] = [errors, warned]
+    return results
 
 
 @scenario

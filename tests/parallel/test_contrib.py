@@ -136,6 +136,56 @@ def test_the_elastic_term_follows_the_order_of_the_variables(ranks: list[dict[st
     assert column(ranks, "variables_in_another_order") == [[["c", "a"], [180.0, 4001.0]]] * len(ranks)
 
 
+def test_what_contribs_own_test_of_elastic_averaging_expects(ranks: list[dict[str, Any]]) -> None:
+    """One worker with α = 1: replica and center change places. With more at the largest rate, nothing drifts apart."""
+    for report in column(ranks, "contribs_tests", "easgd"):
+        seen = report["seen"]
+        if len(ranks) == 1:
+            expected = [(0, 0, 0), (1, 0, 0), (0, 2, 1), (1, 2, 1), (2, 2, 2), (3, 2, 2), (2, 4, 3), (3, 4, 3)]
+            assert [(x, c, rounds) for x, _, _, c, _, _, rounds in seen[:8]] == expected
+        for i, (x, _, _, c, _, _, rounds) in enumerate(seen):
+            assert rounds == i // 2
+            assert x * len(ranks) + c == pytest.approx(len(ranks) * i), "conserved, but for the gradients"
+        of_v0, of_v1, of_w = (seen[-1][column] for column in (3, 4, 5))
+        assert (of_v1, of_w) == pytest.approx((of_v0 + 1, of_v0 + 1)), "each started from its own value"
+        assert report["saved"] == {"v0": [of_v0], "v1": [of_v1], "w": [of_w]}, "the center, by the original names"
+
+
+def test_what_contribs_own_test_of_model_averaging_expects(ranks: list[dict[str, Any]]) -> None:
+    """Gradients −1 on the first rank and −2 on the others; with two: 1.5 per step in the mean."""
+    mean = (1 + 2 * (len(ranks) - 1)) / len(ranks)
+    for rank, report in enumerate(column(ranks, "contribs_tests", "average")):
+        own = 1.0 if rank == 0 else 2.0
+        for i, seen in enumerate(report["seen"]):
+            center = 2 * mean * (i // 2)
+            x = center + own * (i % 2)
+            assert seen == pytest.approx([x, x + 1, x + 1, center, center + 1, center + 1, i // 2])
+
+
+def test_what_contribs_own_test_of_agn_expects(ranks: list[dict[str, Any]]) -> None:
+    """Adam without memory moves by its rate, whatever the gradients; nothing of the local Adam is global."""
+    for report in column(ranks, "contribs_tests", "agn"):
+        for i, (*values, rounds) in enumerate(report["seen"]):
+            center = 0.1 * (i // 4)
+            x = center + 0.1 * (i % 4)
+            expected = [x, x + 0.5, x + 1, center, center + 0.5, center + 1]
+            assert [*values, rounds] == pytest.approx([*expected, i // 4], abs=1e-6)
+            assert i % 4 or values[:3] == values[3:], "pulled, to the bit"
+        assert not [name for name in report["global"] if "beta" in name]
+        assert all("global_center_variable" in name for name in report["global"] if "Adam" in name)
+
+
+def test_an_initializer_that_was_built_too_early_is_named(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "initializers_built_too_early"):
+        for case, ((early, late), warned) in report.items():
+            assert "An initializer initializes what exists when it is built: move the lines" in early, case
+            assert early.startswith("InvalidArgumentError"), case
+            assert "below minimize() or apply_gradients()" in early, case
+            assert late == "", f"{case}: a second initializer helps"
+            assert len(warned) == (1 if " False " in case else 0), case
+            assert all("'init' was built before minimize()" in text for text in warned)
+
+
 def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     last = len(ranks) - 1
     found = column(ranks, "disagreements")

@@ -57,8 +57,8 @@ class Branches:
 
     def on_values(self, action: Callable[[], Any]) -> Assigned:
         """Run an action on the values of the variables, and assign what it leaves."""
-        self._run(action, [[value_of(variable) for variable in store.variables] for store in self._stores])
-        return [assigned for store in self._stores for assigned in store.assign()]
+        before = self._read()
+        return self._assign(self._stores, after=[*_flat(before), *self._run(action, before)])
 
     def around_center_optimizer(
         self,
@@ -77,17 +77,27 @@ class Branches:
             pull: lets the stores of ``pulling`` follow the center.
             pulling: what they held before the exchange is what the pull starts from.
         """
-        before = [[value_of(variable) for variable in store.variables] for store in self._stores]
-        gradients = self._run(action, before)
-        others = [store for store in self._stores if store is not center and store not in pulling]
-        assigned = [operation for store in others for operation in store.assign()]
-        with tf.control_dependencies([optimize(gradients)]):
+        before = self._read()
+        after = [*_flat(before), *self._run(action, before)]
+        gradients = after[2 * len(_flat(before)) :]
+        assigned = self._assign([store for store in self._stores if store not in (center, *pulling)], after)
+        with tf.control_dependencies(after):
+            optimized = optimize(gradients)
+        with tf.control_dependencies([optimized]):
             moved = [value_of(variable) for variable in center.variables]
         self._run(pull, [moved if store is center else old for store, old in zip(self._stores, before, strict=True)])
-        return assigned + [operation for store in pulling for operation in store.assign()]
+        return assigned + self._assign(pulling, after=[optimized])
+
+    def _read(self) -> list[list[tf.Tensor]]:
+        return [[value_of(variable) for variable in store.variables] for store in self._stores]
+
+    def _assign(self, stores: Sequence[TensorStore], after: Sequence[Any]) -> Assigned:
+        """Assign what was left in some stores, which may be constants, after all have been read and exchanged."""
+        with tf.control_dependencies(after):
+            return [assigned for store in stores for assigned in store.assign()]
 
     def _run(self, action: Callable[[], Any], values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """Run an action in a function, on these values of the stores; return what it returns, if it is a list."""
+        """Run an action in a function, on these values; return what it leaves, and then any list that it returns."""
         sizes = [len(of_store) for of_store in values]
 
         def run(*flat: tf.Tensor) -> list[tf.Tensor]:
@@ -96,15 +106,19 @@ class Branches:
             left = [value for store in self._stores for value in store.tensors()]
             return [*left, *(result if isinstance(result, list) else [])]
 
-        results = list(tf.function(run, autograph=False)(*(value for of_store in values for value in of_store)))
+        results = list(tf.function(run, autograph=False)(*_flat(values)))
         self._load(sizes, results)
-        return results[sum(sizes) :]
+        return results
 
     def _load(self, sizes: Sequence[int], flat: Sequence[tf.Tensor]) -> None:
         first = 0
         for store, size in zip(self._stores, sizes, strict=True):
             store.load(flat[first : first + size])
             first += size
+
+
+def _flat(values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    return [value for of_store in values for value in of_store]
 
 
 def value_of(variable: Any) -> tf.Tensor:

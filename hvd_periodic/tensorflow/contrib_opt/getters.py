@@ -86,14 +86,20 @@ class CustomGetter:
 
         Statistics are the other global variables of this moment, unless they belong to an optimizer.
         """
-        graph = tf.compat.v1.get_default_graph()
-        of_optimizers = {variable.ref() for variable in graph.get_collection(_OF_OPTIMIZERS)}
         known = {variable.ref() for variable in (*self.statistics, *tf.compat.v1.trainable_variables())}
-        for variable in graph.get_collection(_COLLECTIONS.GLOBAL_VARIABLES):
-            if variable.ref() not in of_optimizers | known and _can_be_averaged(variable):
-                self.statistics.append(variable)
+        self.statistics += [v for v in self.found() if v.ref() not in known and _can_be_averaged(v)]
         for variable in variables:
             self.accompany(variable)
+
+    def found(self) -> list[Any]:
+        """Return the global variables that belong to no optimizer."""
+        graph = tf.compat.v1.get_default_graph()
+        of_optimizers = {variable.ref() for variable in graph.get_collection(_OF_OPTIMIZERS)}
+        return [v for v in graph.get_collection(_COLLECTIONS.GLOBAL_VARIABLES) if v.ref() not in of_optimizers]
+
+    def made(self) -> list[tf.Variable]:
+        """Return what accompanies local replicas."""
+        return [*self.centers.values(), *self.companions.values()]
 
     def accompany(self, local: Any) -> None:
         """Create what the optimizer needs of a local replica, if it is not there yet.

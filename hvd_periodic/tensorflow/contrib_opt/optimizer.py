@@ -36,6 +36,11 @@ from hvd_periodic.tensorflow.contrib_opt.getters import (
     parts,
 )
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
+from hvd_periodic.tensorflow.contrib_opt.initialized import (
+    read_after,
+    require_initialized,
+    warn_of_early_initializer,
+)
 from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphReplica, HostCenterOptimizer
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
@@ -56,7 +61,7 @@ _DESCENDING = (
 
 _HOW_TO_START = (
     "Has a session begun without the hook of make_session_run_hook() and without get_init_op(); or, where no custom "
-    "getter is used, without hvd.broadcast_global_variables(0)?"
+    "getter is used, without hvd.broadcast_global_variables(0), built after minimize()?"
 )
 
 
@@ -131,6 +136,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._adopts = getter is None
         self._getter = getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._local_steps: tf.Variable | None = None
+        self._counting: Any = None
+        self._initialized: list[tf.Operation] = []
+        self._read_after: set[Any] = set()
         self._positions: list[tf.Variable] = []
         self._buffers = buffers
         self._global_step: Any = None
@@ -204,6 +212,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 )
             pairs = self._checked(grads_and_vars)
             self._require_global_step(global_step)
+            if self._adopts:
+                warn_of_early_initializer(self._getter.found(), type(self).__name__)
             return pairs, self._synchronizer([v for g, v in pairs if g is not None], prefix)
 
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
@@ -211,15 +221,22 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         synchronizer.check_agreement()
         self._global_step = global_step
         with tf.device(None), self._getter.paused():
-            applied = self._opt.apply_gradients(pairs)
+            with tf.compat.v1.name_scope(name or self._name):
+                self._initialized.append(require_initialized(self._counting, type(self).__name__))
+            with tf.control_dependencies(self._initialized[-1:]):
+                applied = self._opt.apply_gradients(pairs)
             belongs_to_optimizer(*self._opt.variables())
             if not self._adopts:
                 self._keep_slots_local()
             if isinstance(self._center_optimizer, CenterOptimizer):
                 self._center_optimizer.create([self._getter.centers[v.ref()] for g, v in pairs if g is not None])
                 belongs_to_optimizer(*self._center_optimizer.variables())
+            made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
+            read_after(self._initialized[-1], [v for v in made if v.ref() not in self._read_after])
+            self._read_after |= {v.ref() for v in made}
             with tf.compat.v1.name_scope(name or self._name):
-                waited = [applied, *self._accumulate(synchronizer, pairs)]
+                with tf.control_dependencies(self._initialized[-1:]):
+                    waited = [applied, *self._accumulate(synchronizer, pairs)]
                 return self._count_and_exchange(synchronizer, waited, global_step)
 
     def get_slot(self, var: Any, name: str) -> Any:
@@ -273,7 +290,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             shared.append(self._global_step)
         name = f"{self._name}.initialize.{self._initializations}"
         with tf.compat.v1.name_scope(None), tf.device(None):
-            with tf.control_dependencies([center.write() for center in self._shared]):
+            with tf.control_dependencies(self._initialized):
+                written = [center.write() for center in self._shared]
+            with tf.control_dependencies([*self._initialized, *written]):
                 received = [
                     variable.assign(self._from_root(variable.read_value(), f"{name}.{i}"))
                     for i, variable in enumerate(shared)
@@ -413,8 +432,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any, collection: str | None = None
     ) -> tf.Variable:
         if name == "local_steps" and self._local_steps is not None:
-            made, self._local_steps = self._local_steps, None
-            return made
+            self._counting, self._local_steps = self._local_steps, None
+            return self._counting
         with tf.compat.v1.name_scope(None), tf.device(None):
             made = tf.compat.v1.Variable(
                 lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
@@ -424,6 +443,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 use_resource=True,
             )
         belongs_to_optimizer(made)
+        if name == "local_steps":
+            self._counting = made
         return made
 
     def _keep_slots_local(self) -> None:
