@@ -55,12 +55,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rate too large": (
         lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=1.5, **LOCAL),
         ValueError,
-        r"ElasticAverageOptimizer\(moving_rate=\.\.\.\)` must be in \(0, 2/\(n\+1\)\) = \(0, 1\).*moving_rate=1\.5",
+        r"ElasticAverageOptimizer\(moving_rate=\.\.\.\)` must be in \(0, 2/\(n\+1\)\] = \(0, 1\].*moving_rate=1\.5",
     ),
     "beta too large": (
-        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, beta=1.0, **LOCAL),
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, beta=1.1, **LOCAL),
         ValueError,
-        r"beta=\.\.\..*Received: beta=1\.0",
+        r"beta=\.\.\..*Received: beta=1\.1",
     ),
     "both rates": (
         lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=0.1, beta=0.1, **LOCAL),
@@ -308,7 +308,7 @@ def test_a_schedule_that_fails_later_on_one_rank_is_an_error_on_all() -> None:
 
     first, second = errors(work)
     for error in (first, second):
-        assert "The schedule failed: KeyError: 2" in error
+        assert "The schedule failed: KeyError" in error
 
 
 def test_an_exchange_that_failed_on_one_rank_is_an_error_on_all_at_the_next() -> None:
