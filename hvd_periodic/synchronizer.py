@@ -362,7 +362,7 @@ class Synchronizer(Generic[V]):
         )
 
     def _has_loaded(self) -> bool:
-        return self._loaded and self.local_steps > 0
+        return self._loaded
 
     def _loaded_centers(self) -> list[Store[Any]]:
         """Return the centers that were loaded, whole; none where this rank has shares only."""
@@ -557,10 +557,11 @@ class Synchronizer(Generic[V]):
         restored = None if self._restored is None else self._restored["center_optimizer"]
         if self.placement.everywhere:
             restored = replica.center_optimizer_state()
-        progress = (self.counters, self.run, self._restored is not None, restored) if is_root else None
+        known = self._has_loaded() or self.local_steps > 0
+        progress = (self.counters, self.run, known, self._restored is not None, restored) if is_root else None
         gathered = communicator.allgather_object(progress, f"{name}.progress")[root]
-        counters, self.run, whole, optimizer_state = gathered
-        if counters.local_steps and communicator is self.together.group and not self.placement.everywhere:
+        counters, self.run, known, whole, optimizer_state = gathered
+        if known and communicator is self.together.group and not self.placement.everywhere:
             raise RuntimeError(
                 f"With center={self.placement.name!r}, ranks that average their gradients hold other parts of the "
                 "center: load the state on every rank"
@@ -568,7 +569,7 @@ class Synchronizer(Generic[V]):
         self._send_values(send)
         if not is_root:
             self.counters = counters
-        if counters.local_steps == 0:  # The parameters may have been loaded since construction.
+        if not known:  # The parameters may have been loaded since construction.
             self._restart()
             return
         if worker is not None and whole:

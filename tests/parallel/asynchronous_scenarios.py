@@ -169,6 +169,7 @@ def conservation(mode: str) -> Any:
     for root in sorted({0, hvd.size() - 1}):
         tensors = [*awkward(7), torch.nn.Parameter(torch.randn(8))]
         optimizer = elastic(mode, tensors, moving_rate=0.3, root_rank=root)
+        optimizer.synchronizer.begin()
         start, generator = flat(tensors), random.Random(hvd.rank())
         moved = torch.zeros_like(start)
         for _ in range(15 + 7 * hvd.rank()):
@@ -301,6 +302,7 @@ def elastic_in_turn(mode: str) -> Any:
     """Two steps and an exchange of one rank at a time, gradient −1 − 2 rank: x, c and the counters."""
     tensors = [torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))]
     optimizer = elastic(mode, tensors, 2, rate=1.0)
+    optimizer.synchronizer.begin()
     order, seen = turns(11), []
     for turn in order:
         if turn == hvd.rank():
@@ -328,6 +330,7 @@ def normalized_in_turn(mode: str) -> Any:
             tensors, plain = awkward(hvd.rank()), awkward(0)
             copied, reference = in_groups(moves, tensors), in_groups(moves, plain)
             optimizer = normalized(mode, tensors, 2, copied, op=op)
+            optimizer.synchronizer.begin()
             steps = [0] * hvd.size()
             found, expected = [flat(tensors)], [flat(plain)]
             for place, turn in enumerate(turns(9)):
@@ -488,6 +491,7 @@ def process_set(mode: str) -> Any:
 
 def train_in_turn(optimizer: Any, tensors: Tensors, order: list[int], first: int) -> list[torch.Tensor]:
     """Exchange in an order that all ranks know; return what this rank saw after every turn."""
+    optimizer.synchronizer.begin()
     seen = []
     for step, turn in enumerate(order, first):
         if turn == hvd.rank():
@@ -639,6 +643,7 @@ def before_the_first_step(mode: str) -> Any:
     tensors, optimizer = restore(mode, "adam", saved["taken"])
     hvd.barrier()
     train_in_turn(optimizer, tensors, turns(4), 7)
+    optimizer.synchronizer.finalize()
     optimizer.load_state_dict(saved["unused"])
     hvd.barrier()
     found = train_in_turn(optimizer, tensors, turns(4), 0)
