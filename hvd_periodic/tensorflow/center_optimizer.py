@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -31,9 +32,10 @@ class CenterOptimizer:
     Attributes:
         optimizer: the one that moves the center.
         rate: the learning rate for the next step, where it is that of another rank.
+        cut: the centers are parts of tensors.
 
     Raises:
-        TypeError: ``optimizer`` is not a Keras optimizer.
+        TypeError: ``optimizer`` is not a Keras optimizer; or a local one cannot be copied.
         ValueError: ``optimizer`` is the local one or has been used already.
     """
 
@@ -43,16 +45,15 @@ class CenterOptimizer:
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
             self._followed = plain
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about a learning rate that cannot be saved, which is not copied
-                config = {**plain.get_config(), "learning_rate": 0.0, "name": f"center_{plain.name}"}
-            config.update({key: value for key, value in _OF_LOCAL_STEPS_ONLY.items() if key in config})
-            optimizer = type(plain).from_config(config)
+            optimizer = _copy(plain, _OF_LOCAL_STEPS_ONLY, learning_rate=0.0, name=f"center_{plain.name}")
         elif not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`center_optimizer` must be a Keras optimizer. Received: {type(optimizer).__name__}")
         elif optimizer is local or optimizer.built:
             raise ValueError("`center_optimizer` must be an optimizer of its own that has not been used yet")
         self.optimizer: Any = optimizer
+        self.cut = False
+        self._parameters: list[Any] = []
+        self._centers: list[Any] = []
 
     @property
     def copied(self) -> bool:
@@ -72,11 +73,26 @@ class CenterOptimizer:
     ) -> None:
         """Build the optimizer over the centers; ``gradients`` will hold what it is to apply."""
         self._centers, self._gradients = list(centers), list(gradients)
-        if self._followed is not None and self._followed.weight_decay is not None:
-            pairs = zip(parameters, centers, strict=True)
+        self._parameters = list(parameters)
+        self.follow_exclusions()
+        self.optimizer.build(self._centers)
+
+    def follow(self, name: str, value: Any) -> None:
+        """Take over a setting of the local optimizer, if this is a copy of it."""
+        if self.copied and getattr(self.optimizer, name) != value:
+            if self.cut and name in ("clipnorm", "global_clipnorm") and value is not None:
+                raise ValueError(
+                    f"`center='sharded'` cuts tensors, and `{name}` needs whole ones: use center='root', or another "
+                    f"`center_optimizer`. Received: {name}={value!r}"
+                )
+            setattr(self.optimizer, name, value)
+
+    def follow_exclusions(self) -> None:
+        """Spare the centers of variables that the local optimizer spares its weight decay."""
+        if self._followed is not None and self._centers:
+            pairs = zip(self._parameters, self._centers, strict=True)
             spared = [center for parameter, center in pairs if not self._followed._use_weight_decay(parameter)]
             self.optimizer.exclude_from_weight_decay(var_list=spared)
-        self.optimizer.build(self._centers)
 
     def step(self, maximum: Callable[[Any], Any]) -> None:
         """Move the centers by their gradients.
@@ -98,17 +114,14 @@ class CenterOptimizer:
 
     def shapes(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over such centers: ask a copy."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trial = type(self.optimizer).from_config({**self.optimizer.get_config(), "learning_rate": 0.0})
+        trial = _copy(self.optimizer, learning_rate=0.0)
         trial.build([tf.Variable(tf.zeros(shape, dtype), trainable=False) for shape, dtype in centers])
         return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
 
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
         """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
-        with warnings.catch_warnings(), tf.init_scope():
-            warnings.simplefilter("ignore")
-            trial = type(self.optimizer).from_config({**self.optimizer.get_config(), "learning_rate": 0.1})
+        with tf.init_scope():
+            trial = _copy(self.optimizer, learning_rate=0.1)
             moved = tf.Variable(x, dtype=tf.float32, trainable=False)
             trial.build([moved])
             for gradient in gradients:
@@ -165,3 +178,28 @@ class CenterOptimizer:
         """Assign what :meth:`state` returned."""
         for variable, value in zip(self.optimizer.variables, state, strict=True):
             variable.assign(value)
+
+
+def _copy(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Any:
+    """Return an unused optimizer of the same class and configuration, except for ``changes``.
+
+    Args:
+        optimizer: any Keras optimizer.
+        replaced: more changes, of those arguments that it has.
+        changes: arguments that it has to have.
+
+    Raises:
+        TypeError: its configuration does not make one.
+    """
+    kind = type(optimizer)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a learning rate that cannot be saved, which is not copied
+            config = {**optimizer.get_config(), **changes}
+        return kind.from_config({**config, **{key: replaced[key] for key in replaced.keys() & config.keys()}})
+    except Exception as error:
+        raise TypeError(
+            f"The center needs an optimizer of its own, and {kind.__name__} cannot be copied with a learning rate by "
+            f"its get_config() and from_config() ({type(error).__name__}: {error}): pass `center_optimizer`, an unused "
+            "optimizer of one learning rate whose get_config() holds all arguments of its constructor"
+        ) from error

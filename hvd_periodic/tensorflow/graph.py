@@ -61,6 +61,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         super().__init__(*arguments)
+        self.replica.refuse_constraints(self.parts[0].center.layout, self.asynchronous is not None)
         self._share: tf.Variable | None = None
         if self.asynchronous is None:
             self.replica.maximum = self._maximum
@@ -304,7 +305,11 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     def _run_exchange(self, leaving: bool) -> Any:
         if tf.executing_eagerly():
-            return super()._run_exchange(leaving)
+            rounds = self.rounds
+            training = super()._run_exchange(leaving)
+            if self.rounds > rounds:
+                self._constrain()
+            return training
         if self.asynchronous is not None:
             return self._exchange_alone_in_graph(self.asynchronous)
         started = seconds()
@@ -330,6 +335,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
                 self.communicator.size, tf.cast(plan[0], tf.float64), tf.cast(gradients, tf.float64)
             )
             sent = sum(part.exchange(self.communicator, exchange, self.name) for part in self.parts)
+            self._constrain()
         local_steps = self._counter_variables["local_steps"]
         self._count(rounds=1, bytes_sent=sent + 8 * plan[2])
         self._counter_variables["last_exchange"].assign(local_steps)
@@ -338,6 +344,15 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         with tf.control_dependencies(_operations_so_far()):
             self._count(exchange_seconds=seconds() - started)
         return tf.constant(True)
+
+    def _constrain(self) -> None:
+        """Let parameters and center obey constraints, alike on all ranks: what was averaged or moved may not."""
+        self.replica.constrain(self.parts[0].center)
+
+    def broadcast(self) -> None:
+        """Give all ranks the root's values, as in the core, and what layers have derived from their weights."""
+        super().broadcast()
+        self.replica.follow_weights()
 
     def _exchange_alone_in_graph(self, worker: Worker) -> Any:
         """Exchange with the center: one call of Python on host memory, between reading the replica and its pull."""

@@ -65,21 +65,30 @@ def named_variables(
         raise ValueError(
             f"A variable must be given once. Received: {len(trained)} variables, {len(held)} of them different"
         )
-    statistics = set() if model is None or buffers == "local" else _statistics(model)
+    deriving = [] if model is None else _deriving(model)
+    statistics = set() if model is None or buffers == "local" else _statistics(model, deriving)
     for weight in [] if model is None else model.weights:
         variable = native(weight)
         if id(variable) not in held:
             role = _role(variable) if id(variable) in statistics else "constants"
             if variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool:
                 roles[role].append((_unique(weight, names), variable))
-    return NamedVariables([(_unique(variable, names), native(variable)) for variable in trained], **roles)
+    named = [(_unique(variable, names), native(variable)) for variable in trained]
+    constraints = [getattr(variable, "constraint", None) for variable in trained]
+    return NamedVariables(named, **roles, constraints=constraints, deriving=deriving)
 
 
-def _statistics(model: keras.Model) -> set[int]:
-    """Return the variables that no gradient ever moves, as opposed to weights that are frozen now."""
+def _deriving(model: keras.Model) -> list[Any]:
+    """Return layers that compute with what they once made of weights which training does not move (Normalization)."""
+    return [layer for layer in model._flatten_layers() if hasattr(layer, "finalize_state") and layer.weights]
+
+
+def _statistics(model: keras.Model, deriving: Iterable[Any]) -> set[int]:
+    """Return the variables that no gradient ever moves, but training does, as opposed to weights that are frozen."""
     return {
         id(native(variable))
-        for layer in (*model._flatten_layers(),)
+        for layer in model._flatten_layers()
+        if layer not in deriving
         for variable in getattr(layer, "_non_trainable_variables", ())
     }
 

@@ -28,6 +28,7 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.model import check_policy, named_variables, native
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.saved import SavedVariables
+from hvd_periodic.tensorflow.settings import ForwardedSettings
 from hvd_periodic.tensorflow.space import in_form_of, scaled
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
@@ -42,12 +43,12 @@ class _Later(LocalCommunicator):
 
 
 @keras.saving.register_keras_serializable(_PACKAGE)
-class PeriodicOptimizer(keras.optimizers.Optimizer):
+class PeriodicOptimizer(ForwardedSettings):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
-    ``tf.function``, where counters are variables and an exchange is a branch of the graph. Learning rate, iterations
-    and loss scale are those of the wrapped one.
+    ``tf.function``, where counters are variables and an exchange is a branch of the graph. Learning rate, iterations,
+    loss scale, clipping, weight decay and moving averages are those of the wrapped one, also where they are set here.
 
     Args:
         optimizer: the local optimizer; also an ``hvd.DistributedOptimizer``, whose averaging of gradients is then done
@@ -130,7 +131,7 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
         self._average = average
         if self._center is not None:
             self._track_trackable(self._center.optimizer, "center_optimizer")
-        self._constructed = True
+        self._constructed = self._forwards = True
         if model is not None:
             self.attach(model)
             if model.built and model.trainable_variables:
@@ -245,7 +246,9 @@ class PeriodicOptimizer(keras.optimizers.Optimizer):
                 )
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(variables))
+            self._forwards = False  # Keras would make the variables of these settings again
             super().build(list(variables))
+            self._forwards = True
             if not self._loaded:
                 self.start()
 

@@ -32,12 +32,16 @@ class NamedVariables:
         averaged: real statistics, averaged at every exchange.
         counted: integers, of which the largest wins at every exchange.
         constants: what is broadcast at the start only.
+        constraints: of the parameters, in their order: what Keras makes a parameter obey after every update, or None.
+        deriving: layers that compute with what they once made of their weights: ``finalize_state()`` makes it anew.
     """
 
     parameters: Named
     averaged: Named = field(default_factory=list)
     counted: Named = field(default_factory=list)
     constants: Named = field(default_factory=list)
+    constraints: Sequence[Callable[[Any], Any] | None] = ()
+    deriving: Sequence[Any] = ()
 
 
 class VariableReplica:
@@ -109,6 +113,35 @@ class VariableReplica:
                 facts[f"{role} {i}"] = f"{last} {variable.dtype.base_dtype.name}{variable.shape.as_list()}"
         return facts
 
+    def refuse_constraints(self, share: Layout, asynchronous: bool) -> None:
+        """Raise a ValueError where a center cannot be made to obey the constraints of the parameters."""
+        pairs = zip(self.named.parameters, self.named.constraints, strict=False)  # of TensorFlow 1 there are none
+        constrained = [name for (name, _), constraint in pairs if constraint is not None]
+        if not constrained:
+            return
+        if asynchronous:
+            raise ValueError(
+                f"Variable {constrained[0]!r} has a constraint, which an asynchronous center does not keep: exchange "
+                "synchronously, or train without constraints"
+            )
+        if share.specs and share is not self.parameters.layout:
+            raise ValueError(
+                f"Variable {constrained[0]!r} has a constraint, which needs the whole of it, and `center='sharded'` "
+                "cuts it: use center='root' or 'replicated'"
+            )
+
+    def constrain(self, center: Store[Any]) -> None:
+        """Make parameters and center obey the constraints of the parameters, where they are here."""
+        for variables in (self.parameters.tensors(), center.tensors()):
+            for variable, constraint in zip(variables, self.named.constraints, strict=False):
+                if constraint is not None:
+                    variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
+
+    def follow_weights(self) -> None:
+        """Let layers compute with their weights of now."""
+        for layer in self.named.deriving:
+            layer.finalize_state()
+
     def changes(self) -> str | None:
         """Return None: variables keep dtype and shape, and the optimizer refuses unknown ones."""
         return None
@@ -145,6 +178,7 @@ class VariableReplica:
         if self._center_optimizer is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
         self._require_elementwise(center.layout)
+        self._center_optimizer.cut = bool(center.layout.specs) and center.layout is not self.parameters.layout
         parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
         self._center_optimizer.bind(parameters, center.tensors(), gradient.tensors())
 

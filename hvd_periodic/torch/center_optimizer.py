@@ -70,7 +70,6 @@ class CenterOptimizer:
             members = [center for p in present for center in centers_of[id(p)]]
             if present and not members:  # Groups keep their numbers where this rank holds nothing of one.
                 members = [torch.zeros(0, dtype=torch.float32)]
-                members[0].grad = torch.zeros_like(members[0])
                 centers += members
             if members:
                 self._groups.append(index)
@@ -318,8 +317,11 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _on_host(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a group is different for tensors in host memory, which no CUDA graph captures."""
-    return {"capturable": False} if group.get("capturable") else {}
+    """Return what of a group is different for tensors in host memory, which no CUDA graph captures.
+
+    Several tensors at once would need a capturable step for a learning rate that is a tensor.
+    """
+    return {"capturable": False, "foreach": None} if group.get("capturable") else {}
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def neutral() -> Iterator[None]:
     Horovod's threads cannot write into a tensor that was made in inference mode, nor can anybody once that has ended.
     """
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), ExitStack() as autocasts:
-        for device_type in _device_types():
+        for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):
                 autocasts.enter_context(torch.autocast(device_type, enabled=False))
         yield
@@ -35,8 +35,3 @@ def neutrally(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return run
-
-
-def _device_types() -> set[str]:
-    accelerator = torch.accelerator.current_accelerator()
-    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}

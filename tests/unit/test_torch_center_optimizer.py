@@ -24,6 +24,8 @@ class Limited(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self._held:
+            if parameter.grad is None:
+                continue
             parameter.grad = (self.factor * parameter.grad).clamp(-self._limit, self._limit)
         return super().step(closure)
 

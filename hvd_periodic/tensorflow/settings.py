@@ -1,0 +1,81 @@
+"""What is set on a wrapper acts on the optimizer inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+FOLLOWED = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
+"""Settings of a local optimizer that also its copy for the center follows."""
+
+
+def _setting(name: str) -> property:
+    def read(self: ForwardedSettings) -> Any:
+        return getattr(self.plain_optimizer, name) if self._forwards else None
+
+    def write(self: ForwardedSettings, value: Any) -> None:
+        if self._forwards:
+            self._set(name, value)
+
+    return property(read, write, doc=f"``{name}`` of the wrapped optimizer.")
+
+
+class ForwardedSettings(keras.optimizers.Optimizer):
+    """A wrapper whose settings are those of the optimizer that takes the local steps.
+
+    A step that was compiled before keeps those that it was compiled with, as everywhere in Keras.
+    """
+
+    inner_optimizer: keras.optimizers.Optimizer
+    _forwards = False  # While Keras constructs or builds the wrapper itself, which has no such settings.
+    _center: Any = None
+
+    weight_decay = _setting("weight_decay")
+    clipnorm = _setting("clipnorm")
+    clipvalue = _setting("clipvalue")
+    global_clipnorm = _setting("global_clipnorm")
+    use_ema = _setting("use_ema")
+    ema_momentum = _setting("ema_momentum")
+    ema_overwrite_frequency = _setting("ema_overwrite_frequency")
+    gradient_accumulation_steps = _setting("gradient_accumulation_steps")
+
+    @property
+    def plain_optimizer(self) -> Any:
+        """The optimizer inside of all wrappers of this package and of Keras."""
+        optimizer: Any = self.inner_optimizer
+        while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
+            optimizer = optimizer.inner_optimizer
+        return optimizer
+
+    def _set(self, name: str, value: Any) -> None:
+        plain = self.plain_optimizer
+        if hasattr(plain, "optimizers"):
+            raise ValueError(f"Set `{name}` on the optimizers that the {type(plain).__name__} inside consists of")
+        if self._center is not None and name in FOLLOWED:
+            self._center.follow(name, value)
+        setattr(plain, name, value)
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Spare variables the weight decay of the wrapped optimizer, and of its copy for the center."""
+        self.plain_optimizer.exclude_from_weight_decay(var_list, var_names)
+        if self._center is not None:
+            self._center.follow_exclusions()
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set all :attr:`variables`, in their order.
+
+        Raises:
+            ValueError: the optimizer is not built; or other numbers or shapes than of its variables.
+        """
+        name, variables = type(self).__name__, self.variables
+        if not self.built:
+            raise ValueError(f"{name} is not built, and has no weights to set: call optimizer.build(variables)")
+        received, expected = [tuple(weight.shape) for weight in weights], [tuple(v.shape) for v in variables]
+        if received != expected:
+            raise ValueError(f"{name} has variables of the shapes {expected}. Received: {received}")
+        for variable, weight in zip(variables, weights, strict=True):
+            variable.assign(weight)

@@ -1,0 +1,213 @@
+"""What every rank does with whole Keras models, as their users train them; see ``scenarios.py``.
+
+mpirun -np 2 python -m tests.parallel.keras_life_scenarios FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_periodic.tensorflow as hvdp
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from tests.parallel.keras_scenarios import bits
+from tests.parallel.placement_scenarios import compare
+from tests.parallel.program import Scenarios, attempt
+
+scenario = Scenarios()
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "easgd": lambda model, **k: hvdp.ElasticAverageOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.5), model, 2, moving_rate=0.2, rho=0.1, **k
+    ),
+    "average": lambda model, **k: hvdp.ModelAverageOptimizer(keras.optimizers.Adam(0.01), model, 2, **k),
+    "agn": lambda model, **k: hvdp.AGNOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), model, 2, **k),
+}
+PLACES = ("replicated", "root", "sharded")
+WORDS, LENGTH, STEPS = 11, 4, 5
+
+
+def network(constraint: Any = None) -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            keras.layers.Embedding(WORDS, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(5, use_bias=False, kernel_constraint=constraint),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.ReLU(),
+            keras.layers.Dense(1),  # its bias has fewer elements than there are ranks
+        ]
+    )
+
+
+def batches(steps: int = STEPS) -> Any:
+    """Return other data on every rank."""
+    generator = np.random.default_rng(hvd.rank())
+    words = generator.integers(0, WORDS, (4 * steps, LENGTH))
+    targets = generator.standard_normal((4 * steps, 1)).astype("float32") + hvd.rank()
+    return tf.data.Dataset.from_tensor_slices((words, targets)).batch(4)
+
+
+def train_by_fit(model: Any, optimizer: Any, data: Any) -> None:
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    model.fit(data, shuffle=False, verbose=0, callbacks=[hvdp.callbacks.FinalizeAtEnd()])
+
+
+def train_by_tape(model: Any, optimizer: Any, data: Any, compiled: bool = True) -> None:
+    def step(words: Any, targets: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(words, training=True) - targets))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    taken = tf.function(step) if compiled else step
+    for words, targets in data:
+        taken(words, targets)
+    optimizer.finalize()
+
+
+LOOPS: dict[str, Callable[[Any, Any, Any], None]] = {
+    "fit": train_by_fit,
+    "function": train_by_tape,
+    "eager": lambda model, optimizer, data: train_by_tape(model, optimizer, data, compiled=False),
+}
+
+
+@scenario
+def placements() -> Any:
+    """Every algorithm, with the center in every place, through every loop: the center of all weights at the end."""
+    results = {}
+    for name, wrap in ALGORITHMS.items():
+        expected: Any = None
+        compiled = [("fit", place) for place in PLACES] + [("function", place) for place in PLACES[1:]]
+        for loop, place in [("eager", "replicated"), *compiled]:
+            keras.utils.set_random_seed(hvd.rank())
+            model = network()
+            optimizer = wrap(model, center=place)
+            LOOPS[loop](model, optimizer, batches())
+            with optimizer.center():
+                center = model.get_weights()
+            expected = center if expected is None else expected
+            results[f"{name}, {place}, {loop}"] = {
+                "rounds": optimizer.synchronizer.rounds,
+                "sum": float(sum(np.abs(array).sum(dtype="f8") for array in center)),
+                "difference": compare(center, expected)[1],
+            }
+    return results
+
+
+@scenario
+def last_rank_does_not_look() -> Any:
+    """Collectives of whose results the last rank uses the last alone, of equal and constant values, in a branch."""
+    communicator = TensorFlowCommunicator()
+    here = tf.Variable(tf.fill([3], float(hvd.rank() + 1)))
+    last = hvd.rank() == hvd.size() - 1
+
+    def exchange(value: Any) -> Any:
+        name = "life"
+        found = [
+            *(communicator.broadcast(value, f"{name}.broadcast.{i}", 0) for i in range(2)),
+            *(communicator.allreduce(value, f"{name}.reduce.{i}")() for i in range(2)),
+            communicator.reducescatter(value, f"{name}.scatter")(),
+            communicator.allgather(value[: 0 if last else 3], f"{name}.gather"),
+        ]
+        total = tf.add_n([tf.reduce_sum(one) for one in found[:2]])
+        return total if last else total + 0.0 * tf.add_n([tf.reduce_sum(one) for one in found])
+
+    @tf.function
+    def step(wanted: Any) -> Any:
+        return tf.cond(wanted, lambda: exchange(tf.zeros([3]) if last else here.read_value()), lambda: 0.0)
+
+    found = [float(step(tf.constant(i % 2 == 0))) for i in range(4)]
+    # The same collectives by their names: compiled on the last rank, eager on the others.
+    found.append(float(step(tf.constant(True)) if last else exchange(here.read_value())))
+    return found
+
+
+@scenario
+def constraints() -> Any:
+    """Constraints that no average or step of a center keeps: of the replica and the center at the end."""
+    results: dict[str, Any] = {}
+    for name, wrap in ALGORITHMS.items():
+        cases = [("non_neg", "eager", "replicated"), ("unit_norm", "function", "root")]
+        for constraint, loop, place in cases:
+            keras.utils.set_random_seed(hvd.rank())
+            model = network(constraint)
+            optimizer = wrap(model, center=place)
+            LOOPS[loop](model, optimizer, batches(4))
+            kernel = next(v for v in model.trainable_variables if v.path.endswith("kernel"))
+            replica = kernel.numpy()
+            with optimizer.center():
+                center, whole = kernel.numpy(), bits(model.weights)
+            results[f"{name}, {constraint}, {loop}, {place}"] = {
+                "replica": violation(constraint, replica),
+                "center": violation(constraint, center),
+                "bits": whole,
+                "distance": optimizer.synchronizer.distance(),
+            }
+        results[f"{name}, sharded"] = attempt(lambda wrap=wrap: wrap(network("non_neg"), center="sharded"))
+    return results
+
+
+def violation(constraint: str, kernel: Any) -> float:
+    """Return by how much a kernel violates a constraint."""
+    if constraint == "non_neg":
+        return float(max(-kernel.min(), 0.0))
+    return float(np.abs(np.linalg.norm(kernel, axis=0) - 1.0).max())
+
+
+@scenario
+def normalization() -> Any:
+    """A layer adapted to this rank's data: what the model predicts after the start, and in ``center()``."""
+    probe = np.linspace(-1.0, 1.0, 6, dtype="float32").reshape(2, 3)
+    generator = np.random.default_rng(hvd.rank())
+    data = (3 * generator.standard_normal((16, 3)) + 2 * hvd.rank()).astype("float32")
+    normalize = keras.layers.Normalization()
+    normalize.adapt(data)
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((3,)), normalize, keras.layers.Dense(1)])
+    optimizer = ALGORITHMS["average"](model)
+    started = model.predict(probe, verbose=0).tolist()
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    model.fit(data, data[:, :1], batch_size=4, verbose=0, callbacks=[hvdp.callbacks.FinalizeAtEnd()])
+    with optimizer.center():
+        center = model.predict(probe, verbose=0).tolist()
+    return [started, center, bits(normalize.weights)]
+
+
+@scenario
+def determinism() -> Any:
+    """Keras's recipe for reproducible runs, twice; it cannot be undone, so this comes last."""
+    keras.utils.set_random_seed(7)
+    tf.config.experimental.enable_op_determinism()
+    results = {}
+    for name in ("easgd", "agn"):
+        wrap, found = ALGORITHMS[name], []
+        for _ in range(2):
+            keras.utils.set_random_seed(7 + hvd.rank())
+            model = network()
+            optimizer = wrap(model)
+            train_by_fit(model, optimizer, batches())
+            found.append([bits(model.weights), optimizer.synchronizer.rounds])
+        results[name] = [found[0] == found[1], found[0][1], optimizer.synchronizer.counters.exchange_seconds > 0]
+    return results
+
+
+def main(folder: Path) -> None:
+    """Run all scenarios."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    hvd.init()
+    scenario.run(folder, hvd.rank())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

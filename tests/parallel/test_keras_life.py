@@ -1,0 +1,59 @@
+"""Whole Keras models in real jobs: placements, constraints, normalization, reproducible runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.keras_life_scenarios import ALGORITHMS, PLACES
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+
+pytest.importorskip("horovod.tensorflow")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_scenarios("mpirun", request.param, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240)
+
+
+def test_placements_in_every_loop(ranks: list[dict[str, Any]]) -> None:
+    """The eager replicated center, in every other place and compiled."""
+    sums = set()
+    for case in ranks[0]["placements"]:
+        found = column(ranks, "placements", case)
+        assert found == [found[0]] * len(ranks), case
+        assert found[0]["rounds"] == 3, case
+        assert found[0]["difference"] < 1e-4, case
+        sums.add((case.split(",")[0], round(found[0]["sum"], 2)))
+    assert len(ranks[0]["placements"]) == len(ALGORITHMS) * 2 * len(PLACES)
+    assert len({value for _, value in sums}) >= len(ALGORITHMS), "algorithms differ"
+
+
+def test_collectives_run_whether_or_not_their_results_are_used(ranks: list[dict[str, Any]]) -> None:
+    """Two broadcasts of three ones from the root."""
+    assert column(ranks, "last_rank_does_not_look") == [[6.0, 0.0, 6.0, 0.0, 6.0]] * len(ranks)
+
+
+def test_constraints_hold_for_replica_and_center(ranks: list[dict[str, Any]]) -> None:
+    for case in ranks[0]["constraints"]:
+        found = column(ranks, "constraints", case)
+        if case.endswith("sharded"):
+            assert all("`center='sharded'` cuts it" in error for error in found), case
+            continue
+        assert max(max(report["replica"], report["center"]) for report in found) < 1e-6, case
+        assert len({report["bits"] for report in found}) == 1, case
+        for report in found:
+            assert report["distance"] > 0 if case.startswith("easgd") else report["distance"] == 0, case
+
+
+def test_layers_that_derive_from_their_weights_follow_them(ranks: list[dict[str, Any]]) -> None:
+    found = column(ranks, "normalization")
+    assert found == [found[0]] * len(ranks)
+
+
+def test_runs_with_determinism_are_equal_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    assert column(ranks, "determinism") == [{"easgd": [True, 3, True], "agn": [True, 3, True]}] * len(ranks)
