@@ -14,7 +14,7 @@ from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 30.0
 """How long a rank waits for the others in one collective before the test fails instead of hanging."""
 
 

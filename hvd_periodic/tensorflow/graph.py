@@ -416,11 +416,13 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         )
 
     def _audit_in_graph(self, advice: str) -> tf.Tensor:
-        parts = [part for part in self.parts if part.placement.everywhere]
+        # Statistics of groups differ: every place in the groups has its own.
+        exchanged = self.parts if self.together.group is None else self.parts[:1]
+        parts = [part for part in exchanged if part.placement.everywhere]
         centers = [part.center.read(bucket) for part in parts for bucket in part.values.layout.buckets]
 
         def check(*vectors: tf.Tensor) -> tf.Tensor:
-            audit(self.communicator, self.name, (self.replica.to_bytes(vector) for vector in vectors), advice)
+            audit(self.together, "center", (self.replica.to_bytes(vector) for vector in vectors), advice)
             return tf.constant(True)
 
         with tf.device("CPU:0"):

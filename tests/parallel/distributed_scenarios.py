@@ -168,6 +168,29 @@ def statistics() -> Any:
 
 
 @scenario
+def started() -> Any:
+    """Other weights on every rank: what all start from, also after a load on rank 0; of all algorithms and places."""
+    results = {}
+    for name in OPTIMIZERS:
+        for center in ("replicated", "root", "sharded"):
+            w = parameter()
+            inner = distributed(w, GROUPS[0].local)
+            optimizer = OPTIMIZERS[name](inner, [("w", w)], process_set=GROUPS[0].cross, center=center)
+            seen = [w.tolist()]
+            if hvd.rank() == 0:
+                w.data.fill_(7.0)
+            optimizer.zero_grad()
+            backward(w)
+            optimizer.step()
+            optimizer.synchronizer.audit()
+            with optimizer.center():
+                seen.append(w.tolist())
+            results[f"{name} {center}"] = [*seen, optimizer.synchronizer.counters.skipped_updates]
+            optimizer.finalize()
+    return results
+
+
+@scenario
 def restored_on_the_root() -> Any:
     """The state of rank 0, loaded there alone and broadcast(): x, x and steps after one more step; or the error."""
     results = {}

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
@@ -70,11 +72,11 @@ def _run(words: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout_seconds)
+        output, _ = process.communicate(timeout=PATIENCE * timeout_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"No end within {timeout_seconds} s: {' '.join(words)}\n{output}") from None
+        raise AssertionError(f"No end within {PATIENCE * timeout_seconds} s: {' '.join(words)}\n{output}") from None
     return process.returncode, output
 
 

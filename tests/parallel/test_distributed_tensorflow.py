@@ -15,7 +15,7 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(300)
 
-JOBS = [("mpirun", [[0, 1], [2, 3]]), ("horovodrun --gloo", [[0, 1], [2]])]
+JOBS = [("mpirun", [[0, 3], [1, 2]]), ("horovodrun --gloo", [[0, 1], [2]])]
 
 Reports = list[dict[str, Any]]
 

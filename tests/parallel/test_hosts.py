@@ -110,7 +110,7 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in environment().items() if not key.startswith(FAMILIES)}
     venv = {"HVD_PERIODIC_VENV": sys.prefix} if (Path(sys.prefix) / "bin" / "python3").exists() else {}
     env = clean | venv | variables
-    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=360, check=False)
 
 
 def script(name: str, *arguments: str) -> list[str]:

@@ -128,7 +128,7 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = ["bash", str(ROOT / "run_scripts" / name), *arguments]
     venv = Path(sys.prefix)
     env = environment() | ({"HVD_PERIODIC_VENV": str(venv)} if (venv / "bin" / "python3").exists() else {})
-    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=270, check=False)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("local_mpirun.sh", 3), ("local_horovodrun.sh", 2)])

@@ -255,7 +255,7 @@ print("steps", model.optimizer.synchronizer.local_steps)
 """
     environment = os.environ | {"PYTHONPATH": str(Path(hvdp.__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=80, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
@@ -485,7 +485,7 @@ def test_another_backend_is_refused() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 1

@@ -220,7 +220,7 @@ def errors(work: Callable[[ThreadCommunicator], Any], size: int = 2) -> list[str
             return f"{type(error).__name__}: {error}"
         return ""
 
-    return run(size, guarded, timeout_seconds=10)
+    return run(size, guarded, timeout_seconds=60)
 
 
 def test_a_bad_argument_on_one_rank_is_an_error_on_all() -> None:
@@ -276,10 +276,10 @@ def test_a_learning_rate_that_differs_is_that_of_the_first_rank(caplog: pytest.L
             take_step(optimizer)
         return [center.tolist() for center in optimizer.synchronizer.center_tensors()]
 
-    different = run(2, lambda c: work(c, 0.01, 0.2), timeout_seconds=10)
+    different = run(2, lambda c: work(c, 0.01, 0.2), timeout_seconds=60)
     assert different[0] == different[1]
     assert "differ at local step 4: the optimizer of the center takes that of rank 0" in caplog.text
-    assert run(2, lambda c: work(c, 0.01, 0.01), timeout_seconds=10) == different
+    assert run(2, lambda c: work(c, 0.01, 0.01), timeout_seconds=60) == different
 
 
 def test_no_optimizer_on_one_rank_is_an_error_on_all() -> None:

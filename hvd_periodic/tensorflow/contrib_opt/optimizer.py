@@ -14,6 +14,7 @@ from hvd_periodic.algorithms import AGN, Algorithm, Averaging, Exchange
 from hvd_periodic.algorithms.easgd import BETA, ContribEASGD
 from hvd_periodic.arguments import require_int
 from hvd_periodic.averaged import schedule_around
+from hvd_periodic.comm.together import Together
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
 from hvd_periodic.schedules import PostLocal, Schedule, as_schedule
@@ -145,6 +146,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
         self._asynchronous = bool(asynchronous)
         self._shared: list[_SharedCenter] = []
+        self._together: Together | None = None
         self._buffer_centers: list[tuple[tf.Variable, Any]] = []
         self._initializations = 0
 
@@ -219,6 +221,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
+        self._together = synchronizer.together
         self._global_step = global_step
         with tf.device(None), self._getter.paused():
             with tf.compat.v1.name_scope(name or self._name):
@@ -310,10 +313,12 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             return tf.group(*assigned, name=name)
 
     def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """Return the root's value; that of the first rank of a group, on all ranks that average their gradients."""
-        if self._averaged is not None:
-            value = self._averaged.broadcast(value, f"{name}.group", 0)
-        return self._communicator.broadcast(value, name, _ROOT)
+        """Return the root's value: first those who exchange with it get it, then the others of their groups."""
+        value = self._communicator.broadcast(value, name, _ROOT)
+        together = self._together
+        if together is not None and together.group is not None:
+            value = together.group.broadcast(value, f"{name}.group", together.group_root)
+        return value
 
     def finalize(self) -> None:
         """Wait until all groups of ranks have come to their end; the hook of ``make_session_run_hook`` does it too.
