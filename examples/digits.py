@@ -34,7 +34,7 @@ def parse_arguments(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="easgd", help="how the workers exchange")
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges")
-    parser.add_argument("--moving-rate", type=float, help="easgd: moving rate; default 0.9 / period / workers")
+    parser.add_argument("--moving-rate", type=float, help="easgd: moving rate; default: the largest without overshoot")
     parser.add_argument("--beta", type=float, help="easgd: moving rate times the number of workers, instead")
     parser.add_argument("--rho", type=float, default=0.0, help="easgd: elastic term in the local loss")
     parser.add_argument("--op", choices=("sum", "average"), default="sum", help="agn: over the workers' gradients")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,8 +79,6 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
     follow: Callable[[], None] | None = None
     """Called whenever the counters change."""
-    _waiting: Any = None
-    """The handle of what notices the first step of a local optimizer, until training has begun."""
 
     @neutrally
     def __init__(
@@ -125,9 +124,11 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         self.begun = False
 
     def _begun_changed(self) -> None:
-        if self._waiting is not None:
-            self._waiting.remove()
-        self._waiting = None if self.begun else _notice_first_step(self)
+        if self.begun:
+            _waiting.discard(self)
+        else:
+            _watch_optimizers()
+            _waiting.add(self)
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, if it has not begun, as every synchronizer does."""
@@ -193,20 +194,26 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
+        self._loaded = self.local_steps > 0  # A copy made before training waits for weights as the original does.
 
 
-def _notice_first_step(owner: Synchronizer) -> Any:
-    """Begin training when an optimizer is about to change the parameters, also one that this package does not know."""
-    reference = weakref.ref(owner)
+_waiting: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
+"""Those whose training begins with the next step of an optimizer of their parameters, of whatever class it is."""
 
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        synchronizer = reference()
-        if synchronizer is None or hasattr(optimizer, "synchronizer") or makes_state_only():
-            return  # An optimizer of this package begins by itself.
-        if synchronizer.holds_some_of(optimizer) and synchronizer.begin():
-            synchronizer.replica.discard_gradients()
 
-    return register_optimizer_step_pre_hook(before_step)
+@cache
+def _watch_optimizers() -> None:
+    """Let every optimizer of this process say that it is about to step; once."""
+    register_optimizer_step_pre_hook(_begin_waiting)
+
+
+def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
+    if not _waiting or hasattr(optimizer, "synchronizer") or makes_state_only():
+        return
+    for waiting in sorted(_waiting, key=lambda owner: (owner.communicator.meeting_name, owner.number)):
+        if waiting.holds_some_of(optimizer) and waiting.begin():
+            waiting.replica.discard_gradients()
 
 
 def communicator_of(process_set: Any) -> Communicator:
