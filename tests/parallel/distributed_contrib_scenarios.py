@@ -244,7 +244,9 @@ def refused() -> Any:
         "asynchronous": made(local(), n, None, asynchronous=True),
         "passes": made(hvd.DistributedOptimizer(local(), backward_passes_per_step=2), n, None),
         "levels": made(inside_another(), n, None),
-        "rho": attempt(lambda: contrib_opt.ElasticAverageOptimizer(local(), n, None, hvdp.PostLocal(4, 3))),
+        "rho": attempt(
+            lambda: contrib_opt.ElasticAverageOptimizer(local(), n, GETTERS["easgd"](""), hvdp.PostLocal(4, 3))
+        ),
         "workers": made(inside, n + 1, None, process_set=groups.cross),
         "never started": attempt(never_started, tf.errors.OpError),
     }

@@ -268,7 +268,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             read_after(self._initialized[-1], [v for v in made if v.ref() not in self._read_after])
             self._read_after |= {v.ref() for v in made}
             with tf.compat.v1.name_scope(name or self._name):
-                with tf.control_dependencies(self._initialized[-1:]):
+                with tf.control_dependencies([self._initialized[-1], *started]):
                     waited = [applied, *self._accumulate(synchronizer, pairs)]
                 return self._count_and_exchange(synchronizer, waited, global_step)
 
