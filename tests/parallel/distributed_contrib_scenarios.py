@@ -129,6 +129,30 @@ def without_getter() -> Any:
 
 
 @scenario
+def weights_of_another_training() -> Any:
+    """A script without a getter restores its own variable alone, at a minimum: x and c after the first exchanges."""
+    results: dict[str, Any] = {}
+    for name in OPTIMIZERS:
+        with tf.Graph().as_default():
+            w = tf.get_variable("w", initializer=tf.constant([5.0, 7.0], tf.float64))
+            load = w.assign([100.0, 50.0])
+            optimizer = OPTIMIZERS[name](local(), hvd.size(), None)
+            step = tf.train.get_or_create_global_step()
+            train = optimizer.minimize(tf.reduce_sum(tf.square(w - [100.0, 50.0])), global_step=step)
+            center = next(v for v in tf.global_variables() if v.op.name == "global_center_variable/w")
+            broadcast = hvd.broadcast_variables(tf.global_variables(), root_rank=0)
+            with tf.Session() as session:
+                session.run(tf.global_variables_initializer())
+                if hvd.rank() == 0:
+                    session.run(load)
+                session.run(broadcast)
+                for _ in range(4):
+                    session.run(train)
+                results[name] = [value.tolist() for value in session.run([w, center])]
+    return results
+
+
+@scenario
 def hierarchical() -> Any:
     """x and c after the oracle's steps, with gradients averaged in groups."""
     results = {}
@@ -220,7 +244,9 @@ def refused() -> Any:
         "asynchronous": made(local(), n, None, asynchronous=True),
         "passes": made(hvd.DistributedOptimizer(local(), backward_passes_per_step=2), n, None),
         "levels": made(inside_another(), n, None),
-        "rho": attempt(lambda: contrib_opt.ElasticAverageOptimizer(local(), n, None, hvdp.PostLocal(4, 3))),
+        "rho": attempt(
+            lambda: contrib_opt.ElasticAverageOptimizer(local(), n, GETTERS["easgd"](""), hvdp.PostLocal(4, 3))
+        ),
         "workers": made(inside, n + 1, None, process_set=groups.cross),
         "never started": attempt(never_started, tf.errors.OpError),
     }

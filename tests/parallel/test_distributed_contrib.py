@@ -50,6 +50,13 @@ def test_scripts_without_a_getter(job: tuple[list[list[int]], Reports]) -> None:
             assert local == 0, "everything is in the script's checkpoints and broadcast"
 
 
+def test_centers_start_where_a_script_without_a_getter_has_restored_its_variables(
+    job: tuple[list[list[int]], Reports],
+) -> None:
+    for report in column(job[1], "weights_of_another_training"):
+        assert report == dict.fromkeys(("easgd", "easgd_rho", "average", "agn"), [[100.0, 50.0]] * 2)
+
+
 def test_two_levels_agree_with_the_oracle(job: tuple[list[list[int]], Reports]) -> None:
     groups, reports = job
     for name, (replicas, center) in oracle.grouped_results(groups).items():

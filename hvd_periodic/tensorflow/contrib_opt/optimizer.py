@@ -137,7 +137,6 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._adopts = getter is None
         self._getter = getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._local_steps: tf.Variable | None = None
-        self._counting: Any = None
         self._initialized: list[tf.Operation] = []
         self._read_after: set[Any] = set()
         self._positions: list[tf.Variable] = []
@@ -161,15 +160,49 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._getter.adopt(variable for gradient, variable in pairs if gradient is not None)
         return pairs
 
+    @property
+    def _switch(self) -> int | None:
+        """The local step until which gradients are averaged over all ranks instead; None if there is no such step."""
+        return self._schedule.start if isinstance(self._schedule, PostLocal) and self._schedule.quiet else None
+
+    def _counted(self) -> tf.Variable:
+        """Return the variable that counts the local steps of the next minimization, before there is a synchronizer."""
+        if self._local_steps is None:
+            # In checkpoints, unlike other counters, where training must not fall back into a synchronous phase.
+            collection = _COLLECTIONS.GLOBAL_VARIABLES if self._switch is not None else self._getter.collection
+            self._local_steps = self._create("local_step", (), tf.int64, 0, collection)
+            if self._switch is not None:
+                self._positions.append(self._local_steps)
+            self._initialized.append(require_initialized(self._local_steps, type(self).__name__))
+        return self._local_steps
+
+    def _centers_started(self, variables: Sequence[Any]) -> tf.Operation:
+        """Let centers start where the replicas are, at the first step of a script that knows no getter.
+
+        It may have restored its own variables alone, as for fine-tuning.
+        """
+        counted, getter = self._counted(), self._getter
+
+        def start() -> Assigned:
+            assigned: Assigned = []
+            for variable in variables:
+                center = getter.centers[variable.ref()]
+                value = tf.cast(value_of(variable), center.dtype.base_dtype)
+                assigned.append(center.assign(value))
+                if variable.ref() in getter.companions:
+                    assigned.append(getter.companions[variable.ref()].assign(self._first_companion(value)))
+            return assigned
+
+        initialized = self._initialized[-1:]
+        with tf.device(None), tf.control_dependencies(None), tf.control_dependencies(initialized), control_flow_v1():
+            first = tf.equal(counted.read_value(), 0)
+            return tf.group(tf.cond(first, branch(start), lambda: tf.constant(False)))
+
     def _begun(self) -> tf.Tensor | None:
         """Return whether the local steps after a synchronous phase have begun; None if there is no such phase."""
-        if not (isinstance(self._schedule, PostLocal) and self._schedule.quiet):
+        if self._switch is None:
             return None
-        if self._local_steps is None:
-            # In checkpoints, unlike other counters: training does not fall back into that phase.
-            self._local_steps = self._new_variable("local_steps", (), tf.int64, 0, _COLLECTIONS.GLOBAL_VARIABLES)
-            self._positions.append(self._local_steps)
-        return self._local_steps >= self._schedule.start
+        return self._counted() >= self._switch
 
     def _averaged_until(self, begun: tf.Tensor, pairs: Pairs) -> Pairs:
         """Return pairs whose gradients the DistributedOptimizer inside averages as long as no local step has begun."""
@@ -206,7 +239,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         communicator = self._communicator
         prefix = communicator.unique_name()
 
-        def construct() -> tuple[Pairs, VariableSynchronizer]:
+        def construct() -> tuple[Pairs, list[tf.Operation], VariableSynchronizer]:
             if self._initializations:
                 raise RuntimeError(
                     "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
@@ -216,17 +249,17 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._require_global_step(global_step)
             if self._adopts:
                 warn_of_early_initializer(self._getter.found(), type(self).__name__)
-            return pairs, self._synchronizer([v for g, v in pairs if g is not None], prefix)
+            variables = [v for g, v in pairs if g is not None]
+            started = [self._centers_started(variables)] if self._adopts else []
+            return pairs, started, self._synchronizer(variables, prefix)
 
-        pairs, synchronizer = build_on_all(communicator, prefix, construct)
+        pairs, started, synchronizer = build_on_all(communicator, prefix, construct)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         self._together = synchronizer.together
         self._global_step = global_step
         with tf.device(None), self._getter.paused():
-            with tf.compat.v1.name_scope(name or self._name):
-                self._initialized.append(require_initialized(self._counting, type(self).__name__))
-            with tf.control_dependencies(self._initialized[-1:]):
+            with tf.control_dependencies([self._initialized[-1], *started]):
                 applied = self._opt.apply_gradients(pairs)
             belongs_to_optimizer(*self._opt.variables())
             if not self._adopts:
@@ -238,7 +271,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             read_after(self._initialized[-1], [v for v in made if v.ref() not in self._read_after])
             self._read_after |= {v.ref() for v in made}
             with tf.compat.v1.name_scope(name or self._name):
-                with tf.control_dependencies(self._initialized[-1:]):
+                with tf.control_dependencies([self._initialized[-1], *started]):
                     waited = [applied, *self._accumulate(synchronizer, pairs)]
                 return self._count_and_exchange(synchronizer, waited, global_step)
 
@@ -425,31 +458,31 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         if self._asynchronous:
             centers = [self._getter.centers[reference] for reference in references]
             self._shared.append(_SharedCenter(synchronizer, centers, [v for _, v in named.averaged]))
-            part: Any = synchronizer.parts[0]
-            synchronizer.as_left = part.center
-            synchronizer.as_read = self._as_read(references, part.values.layout)
+            synchronizer.as_left = self._shared[-1].centers
+            synchronizer.as_read = self._as_read(references, synchronizer.parts[0].values.layout)
         for part in [] if self._asynchronous else synchronizer.parts[1:]:
             pairs = zip(part.center.tensors(), part.values.tensors(), strict=True)
             self._buffer_centers += pairs
         return synchronizer
 
-    def _new_variable(
-        self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any, collection: str | None = None
+    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        if name == "local_steps":
+            made, self._local_steps = self._counted(), None
+            return made
+        return self._create(f"{self._name}/{name}", shape, dtype, initial_value, self._getter.collection)
+
+    def _create(
+        self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any, collection: str
     ) -> tf.Variable:
-        if name == "local_steps" and self._local_steps is not None:
-            self._counting, self._local_steps = self._local_steps, None
-            return self._counting
         with tf.compat.v1.name_scope(None), tf.device(None):
             made = tf.compat.v1.Variable(
                 lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
                 trainable=False,
-                collections=[collection or self._getter.collection],
-                name="local_step" if name == "local_steps" else f"{self._name}/{name}",
+                collections=[collection],
+                name=name,
                 use_resource=True,
             )
         belongs_to_optimizer(made)
-        if name == "local_steps":
-            self._counting = made
         return made
 
     def _keep_slots_local(self) -> None:
@@ -467,8 +500,8 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
     ) -> tf.Operation:
         """Count a local step after ``waited``; exchange if it is the period's last."""
         replica: GraphReplica = synchronizer.replica
-        as_read: Any = synchronizer.as_read
-        branches = Branches(replica.stores if as_read is None else [*replica.stores, as_read])
+        mirrors: Sequence[Any] = [store for store in (synchronizer.as_read, synchronizer.as_left) if store is not None]
+        branches = Branches([*replica.stores, *mirrors])
         references = [variable.ref() for _, variable in replica.named.parameters]
 
         def exchange() -> Assigned:
@@ -657,7 +690,9 @@ class ElasticAverageOptimizer(_InitializedByTask):
         if not self._algorithm.uses_gradients:
             return pairs
         begun = self._begun()
-        elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
+        started = [self._centers_started([v for g, v in pairs if g is not None])] if self._adopts else []
+        with tf.control_dependencies(started):
+            elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
         if begun is None:
             return elastic
         return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
@@ -675,7 +710,7 @@ class ElasticAverageOptimizer(_InitializedByTask):
     def _elastic(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or variable.ref() not in self._getter.companions:
             return gradient
-        read = {"local_center": self._getter.companions[variable.ref()]}
+        read = {"local_center": self._getter.companions[variable.ref()].read_value()}
         return self._algorithm.local(TensorSpace(), variable, gradient, read)[0]
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:

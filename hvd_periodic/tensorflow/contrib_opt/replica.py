@@ -48,7 +48,7 @@ class GraphReplica(VariableReplica):
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return the variables that exist for this vector, or new ones."""
-        if name not in self._vectors:
+        if name not in self._vectors or not layout.specs:  # A center that lives elsewhere has no part here.
             return super().new_store(layout, name)
         self.stores.append(TensorStore(layout, self._vectors[name]))
         return self.stores[-1]
