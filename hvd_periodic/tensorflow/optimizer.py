@@ -467,15 +467,19 @@ class PeriodicOptimizer(ForwardedSettings):
             self.build(variables)
             self.start()
             synchronizer = self.synchronizer
-            position = (synchronizer.local_steps, self._any_in_group(synchronizer.parameters_have_moved()))
+            moved, derived = synchronizer.parameters_have_moved(), synchronizer.replica.derived_from()
+            position = (synchronizer.local_steps, self._any_in_group(moved), derived)
             positions = self._communicator.allgather_object(position, f"{self._prefix}.first")
-            if any(moved for _, moved in positions) and all(steps == 0 for steps, _ in positions):
+            moved = any(moved for _, moved, _ in positions) or len({derived for *_, derived in positions}) > 1
+            if moved and all(steps == 0 for steps, *_ in positions):
                 synchronizer.broadcast()
-            changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
+            # What layers derived from their weights before is in the step already, be it eager or compiled.
+            changed = derived != synchronizer.replica.derived_from()
+            changed |= any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
             failure = ValueError(
                 "The variables of the ranks differed at the first step, and its gradients were taken before all got "
                 "the root's values: call optimizer.build(model.trainable_variables) on all ranks before training, "
-                "after weights are loaded"
+                "after weights are loaded and layers adapted"
             )
             raise_on_all(self._communicator, self._prefix, failure if changed else None)
         self._opened = True
