@@ -357,9 +357,13 @@ class Synchronizer(Generic[V]):
             (counters.last_exchange, counters.next_exchange),
             self.run if loaded else "",
             center,
-            self._digest([self.parts[0].values]),
+            self._replica_digest(),
             moment,
         )
+
+    def _replica_digest(self) -> str:
+        """Return a text that is the same where ranks may train without taking over the root's values."""
+        return self._digest([self.parts[0].values])
 
     def _has_loaded(self) -> bool:
         return self._loaded

@@ -97,6 +97,10 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             self.saved_center = None
         return replaced
 
+    def _replica_digest(self) -> str:
+        """Return that of the parameters, and of what layers have derived from others."""
+        return f"{super()._replica_digest()} {self.replica.derived_from().hex()}"
+
     def _has_loaded(self) -> bool:
         return self.counters.local_steps > 0 or self.saved_center is not None
 
@@ -282,6 +286,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """
         refuse_xla()
         self.begin_step(updated is not False)
+        # What is being compiled has not run yet.
+        self.begin(Moment.AFTER_UPDATE if tf.executing_eagerly() and updated is not False else Moment.BEFORE_UPDATE)
         due = self.count(updated)
         if not tf.executing_eagerly():
             if self.synchronous_until is not None:
@@ -349,9 +355,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         """Let parameters and center obey constraints, alike on all ranks: what was averaged or moved may not."""
         self.replica.constrain(self.parts[0].center)
 
-    def broadcast(self) -> None:
-        """Give all ranks the root's values, as in the core, and what layers have derived from their weights."""
-        super().broadcast()
+    def _send_values(self, send: Callable[[Any], Any]) -> None:
+        """Give all ranks the root's values, and let layers follow that have derived something from them."""
+        super()._send_values(send)
         self.replica.follow_weights()
 
     def _exchange_alone_in_graph(self, worker: Worker) -> Any:

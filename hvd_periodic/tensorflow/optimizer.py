@@ -16,7 +16,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator
-from hvd_periodic.consistency import build_on_all
+from hvd_periodic.consistency import build_on_all, raise_on_all
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.startup import Moment
@@ -491,7 +491,17 @@ class PeriodicOptimizer(ForwardedSettings):
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
             self.build(variables)
             self.start()
-            replaced = self.synchronizer.begin(Moment.BEFORE_UPDATE if variables else Moment.END)
+            synchronizer = self.synchronizer
+            derived = synchronizer.replica.derived_from()
+            replaced = synchronizer.begin(Moment.BEFORE_UPDATE if variables else Moment.END)
+            # What layers derived from their weights before is part of a step that is being compiled.
+            stale = not eager and derived != synchronizer.replica.derived_from()
+            failure = ValueError(
+                "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken over, "
+                "and the step that is being compiled has the old values: call "
+                "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
+            )
+            raise_on_all(self._communicator, self._prefix, failure if stale else None)
         self._opened = True
         return replaced and eager
 

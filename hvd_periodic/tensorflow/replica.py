@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,11 @@ class VariableReplica:
             for variable, constraint in zip(variables, self.named.constraints, strict=False):
                 if constraint is not None:
                     variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
+
+    def derived_from(self) -> bytes:
+        """Return a digest of the weights that layers have derived something from; empty if there are none."""
+        weights = [weight.numpy().tobytes() for layer in self.named.deriving for weight in layer.weights]
+        return hashlib.sha256(b"".join(weights)).digest() if weights else b""
 
     def follow_weights(self) -> None:
         """Let layers compute with their weights of now."""

@@ -431,7 +431,7 @@ def test_two_optimizers_on_parts_of_a_model() -> None:
             "in asynchronous exchange",
         ),
         (
-            lambda **k: hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), moving_rate=1.0, **k),
+            lambda **k: hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), moving_rate=1.5, **k),
             ValueError,
             "must be in .0, 2/",
         ),
