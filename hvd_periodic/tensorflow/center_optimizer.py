@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,10 @@ _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
     "loss_scale_factor": None,
 }
 """Settings that a copy does not take over: it steps once per exchange, on gradients of full scale."""
+
+
+_MARK = 0.73918246
+"""A value that no state of an optimizer starts from by itself."""
 
 
 class CenterOptimizer:
@@ -67,15 +72,31 @@ class CenterOptimizer:
 
     def bind(
         self,
-        parameters: Sequence[tf.Variable],
+        parameters: Sequence[tuple[str, tf.Variable]],
         centers: Sequence[tf.Variable],
         gradients: Sequence[tf.Variable],
     ) -> None:
-        """Build the optimizer over the centers; ``gradients`` will hold what it is to apply."""
-        self._centers, self._gradients = list(centers), list(gradients)
-        self._parameters = list(parameters)
+        """Build the optimizer over the centers of named parameters; ``gradients`` will hold what it is to apply."""
+        pairs = zip(parameters, centers, strict=True)
+        self._centers = [_named(path, center) for (path, _), center in pairs]
+        self._parameters, self._gradients = [variable for _, variable in parameters], list(gradients)
         self.follow_exclusions()
+        self._build()
+
+    def _build(self) -> None:
+        """Build the optimizer, whose state must not start from the values of the centers: they have none yet."""
+        values = [center.numpy() for center in self._centers]  # zeros, or what a checkpoint has just restored
+        for center in self._centers:
+            center.assign(tf.fill(center.shape, tf.cast(_MARK, center.dtype)))
         self.optimizer.build(self._centers)
+        copies = [v for v in self.optimizer.variables if v.shape and np.allclose(v.numpy(), _MARK, rtol=1e-6)]
+        for center, value in zip(self._centers, values, strict=True):
+            center.assign(value)
+        if any(np.size(copy.numpy()) for copy in copies):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} keeps a copy of the variables in its state, which would not follow a "
+                "center that is broadcast or restored: pass another `center_optimizer`"
+            )
 
     def follow(self, name: str, value: Any) -> None:
         """Take over a setting of the local optimizer, if this is a copy of it."""
@@ -112,10 +133,11 @@ class CenterOptimizer:
             self.optimizer.learning_rate = rate
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
-    def shapes(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the variables that the optimizer has over such centers: ask a copy."""
+    def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the variables that the optimizer has over centers of these: ask a copy."""
         trial = _copy(self.optimizer, learning_rate=0.0)
-        trial.build([tf.Variable(tf.zeros(shape, dtype), trainable=False) for shape, dtype in centers])
+        made = [(path, tf.Variable(tf.zeros(shape, dtype), trainable=False)) for path, shape, dtype in centers]
+        trial.build([_named(path, variable) for path, variable in made])
         return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
 
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
@@ -129,7 +151,7 @@ class CenterOptimizer:
             return np.asarray(moved)
 
     def bind_host(
-        self, parameters: Sequence[Any], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
+        self, parameters: Sequence[tuple[str, Any]], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
     ) -> None:
         """Build the optimizer over variables that stand for arrays in host memory."""
         variables = [tf.Variable(tf.zeros_like(array), trainable=False) for array in (*centers, *gradients)]
@@ -178,6 +200,15 @@ class CenterOptimizer:
         """Assign what :meth:`state` returned."""
         for variable, value in zip(self.optimizer.variables, state, strict=True):
             variable.assign(value)
+
+
+def _named(path: str, variable: tf.Variable) -> keras.Variable:
+    """Return a variable under the path of another: by it some optimizers of Keras tell what they treat differently."""
+    *scopes, name = path.split("/")
+    with ExitStack() as stack:
+        for scope in filter(None, scopes):
+            stack.enter_context(keras.name_scope(scope))
+        return keras.Variable(variable, dtype=variable.dtype.name, trainable=False, autocast=False, name=name)
 
 
 def _copy(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Any:

@@ -185,7 +185,7 @@ class VariableReplica:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
         self._require_elementwise(center.layout)
         self._center_optimizer.cut = bool(center.layout.specs) and center.layout is not self.parameters.layout
-        parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
+        parameters = [self.named.parameters[tensor] for tensor, _, _ in center.layout.sources]
         self._center_optimizer.bind(parameters, center.tensors(), gradient.tensors())
 
     def step_center(self) -> None:
@@ -239,7 +239,7 @@ class VariableReplica:
         self._host = (center.tensors(), total.tensors())
         if self._center_optimizer is not None:
             self._require_elementwise(center.layout)
-            parameters = [self.named.parameters[tensor][1] for tensor, _, _ in center.layout.sources]
+            parameters = [self.named.parameters[tensor] for tensor, _, _ in center.layout.sources]
             self._center_optimizer.bind_host(parameters, *self._host)
             self._initial = self._center_optimizer.state()
 
@@ -247,7 +247,7 @@ class VariableReplica:
         """Return shape and dtype of the variables of the center optimizer."""
         if self._center_optimizer is None:
             raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        return self._center_optimizer.shapes([(spec.shape, spec.kind) for spec in layout.specs])
+        return self._center_optimizer.shapes([(spec.name, spec.shape, spec.kind) for spec in layout.specs])
 
     def reset_center_optimizer(self) -> None:
         """Set the variables of the center optimizer to their initial values."""

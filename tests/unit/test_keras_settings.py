@@ -156,6 +156,28 @@ def test_optimizers_that_cannot_be_copied(make: Any) -> None:
         assert all((variable.numpy() < [1.0, -2.0]).all() for variable in variables)
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "Lamb"])
+def test_optimizers_that_look_at_names_and_shapes_move_the_center(name: str) -> None:
+    """One worker that exchanges at every step: the center is what the plain optimizer makes of the same gradients."""
+    kind, found = getattr(keras.optimizers, name), []
+    for wrap in (lambda o: o, lambda o: WRAPPERS["agn"](o, 1)):
+        with keras.name_scope("embedding"):
+            embedding = keras.Variable(np.ones((3, 2)), dtype="float32", name="embeddings")
+        kernel = keras.Variable(np.eye(3), dtype="float32", name="kernel")
+        optimizer = wrap(kind(0.1))
+        optimizer.build([embedding, kernel])
+        for step in range(3):
+            optimizer.apply([tf.fill([3, 2], 1.0 + step), tf.eye(3) * 0.5 + step])
+        found.append(np.concatenate([embedding.numpy().ravel(), kernel.numpy().ravel()]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_an_optimizer_that_copies_the_variables_does_not_move_the_center() -> None:
+    optimizer = WRAPPERS["agn"](keras.optimizers.ScheduleFreeAdamW(0.1))
+    with pytest.raises(ValueError, match="keeps a copy of the variables in its state"):
+        optimizer.build([parameter()])
+
+
 def test_settings_of_several_optimizers_inside() -> None:
     with pytest.raises(ValueError, match="optimizers that the MultiOptimizer inside consists of"):
         WRAPPERS["average"](several()).clipnorm = 1.0
