@@ -143,6 +143,9 @@ _UNSUPPORTED = {
 
 def _refuse_unsupported(value: object) -> None:
     """Raise a TypeError for a module or parameter that is divided between processes."""
-    for base in type(value).__mro__:
-        if base.__name__ in _UNSUPPORTED and base.__module__.startswith("torch."):
-            raise TypeError(f"`named_parameters`: {_UNSUPPORTED[base.__name__]}")
+    kinds = [base.__name__ for base in type(value).__mro__ if base.__module__.startswith("torch.")]
+    if getattr(value, "_is_flat_param", False):
+        kinds.append("FullyShardedDataParallel")
+    for kind in kinds:
+        if kind in _UNSUPPORTED:
+            raise TypeError(f"`named_parameters`: {_UNSUPPORTED[kind]}")
