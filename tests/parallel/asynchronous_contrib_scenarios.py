@@ -21,6 +21,7 @@ import tensorflow.compat.v1 as tf
 
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.tensorflow import contrib_opt
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from tests.parallel.contrib_scenarios import bits, centers, getter_of, hook, init_op, network, outside_of_hooks, started
 from tests.parallel.program import Scenarios, attempt
 
@@ -123,6 +124,35 @@ def one_worker() -> Any:
                     "monitored": monitored,
                     "ended": ended,
                 }
+    return results
+
+
+@on_all
+def one_after_the_other() -> Any:
+    """Gradient −1, period 1, one rank at a time: x and the center as this rank knows it after every turn, then at last.
+
+    Those are the steps of contrib's own tests of two workers: α = 1/2; Adam that only sees signs.
+    """
+    results = {}
+    cases: dict[str, Callable[[Any], Any]] = {
+        "easgd": lambda getter: wrap("easgd", tf.train.GradientDescentOptimizer(1.0), getter, 1, moving_rate=0.5),
+        "agn": lambda getter: wrap("agn", tf.train.AdamOptimizer(0.1, beta1=0.0, beta2=0.0), getter, 1),
+    }
+    for name, make in cases.items():
+        with tf.Graph().as_default():
+            getter, w = variable(name, False)
+            optimizer = make(getter)
+            train = optimizer.apply_gradients([(tf.constant([-1.0], tf.float64), w)])
+            final, seen = optimizer.get_final_op(), []
+            communicator = TensorFlowCommunicator()
+            with started(optimizer) as session:
+                for turn in range(3 * hvd.size()):
+                    if turn % hvd.size() == hvd.rank():
+                        session.run(train)
+                    communicator.allgather_object(turn, "turn")
+                    seen.append(flat(session.run([w, centers()[0]])))
+                session.run(final)
+                results[name] = [seen, flat(session.run(centers()))]
     return results
 
 

@@ -317,6 +317,26 @@ def test_graphs_of_one_worker(graphs: list[dict[str, Any]]) -> None:
         assert found[f"default {use_resource}"]["plain"] == [pytest.approx(row) for row in synchronous]
 
 
+def test_graphs_that_take_turns(graphs: list[dict[str, Any]]) -> None:
+    """What contrib's own tests of two workers expect: x = .5 and .75, c = .75; AGN's center moves by .1 per turn."""
+    n = len(graphs)
+    for mode, reports in by_mode(graphs, "one_after_the_other"):
+        x, c, center = [0.0] * n, [0.0] * n, 0.0
+        for turn in range(3 * n):
+            rank = turn % n
+            difference = (x[rank] + 1.0 - center) / 2
+            x[rank], center = x[rank] + 1.0 - difference, center + difference
+            c[rank] = center
+            for other, report in enumerate(column(reports, "easgd")):
+                assert report[0][turn] == pytest.approx([x[other], c[other]]), (mode, turn)
+            if (n, turn) == (2, 1):
+                assert (x, center) == ([0.5, 0.75], 0.75), "contrib's numbers"
+            pulled = 0.1 * (turn + 1)
+            assert reports[rank]["agn"][0][turn] == pytest.approx([pulled] * 2, abs=1e-6), (mode, turn)
+        for name, last in (("easgd", center), ("agn", 0.3 * n)):
+            assert [report[1] for report in column(reports, name)] == [[pytest.approx(last, abs=1e-6)]] * n
+
+
 class Plain:
     """An optimizer of one number, by hand."""
 
