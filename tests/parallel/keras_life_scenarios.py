@@ -87,7 +87,9 @@ def placements() -> Any:
     results = {}
     for name, wrap in ALGORITHMS.items():
         expected: Any = None
-        compiled = [("fit", place) for place in PLACES] + [("function", place) for place in PLACES[1:]]
+        compiled = [("function", place) for place in PLACES[1:]]
+        if hvd.size() == 2:  # a larger job takes long on few cores
+            compiled += [("fit", place) for place in PLACES]
         for loop, place in [("eager", "replicated"), *compiled]:
             keras.utils.set_random_seed(hvd.rank())
             model = network()
