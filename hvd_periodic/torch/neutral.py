@@ -19,10 +19,12 @@ def neutral() -> Iterator[None]:
 
     Horovod's threads cannot write into a tensor that was made in inference mode, nor can anybody once that has ended.
     """
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), ExitStack() as autocasts:
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as modes:
+        if torch.get_default_device().type != "cpu":  # A device context slows every operation down.
+            modes.enter_context(torch.device("cpu"))
         for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):
-                autocasts.enter_context(torch.autocast(device_type, enabled=False))
+                modes.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
