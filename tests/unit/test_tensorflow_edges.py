@@ -81,12 +81,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 OPTIMIZERS = ["SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion", "Lamb"]
-NOT_ON_CENTERS = pytest.mark.xfail(strict=True, reason="asks variables for a name or path that centers do not have")
+OPTIMIZERS += ["Adafactor", "Muon"]
 
 
-@pytest.mark.parametrize(
-    "name", [*OPTIMIZERS, *(pytest.param(name, marks=NOT_ON_CENTERS) for name in ("Adafactor", "Muon"))]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_and_period_1_is_the_local_optimizer(name: str) -> None:
     """The center takes the step that the local optimizer takes; matrix and bias."""
     cls = getattr(keras.optimizers, name)
