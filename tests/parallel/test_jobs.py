@@ -63,6 +63,20 @@ def test_accuracies_in_tensorflow_agree_with_those_in_torch(
     assert (tmp_path / f"{algorithm}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("loop", "algorithm", "center"),
+    [("fit", "easgd", "root"), ("fit", "agn", "root"), ("tape", "average", "root"), ("tape", "easgd", "sharded")],
+)
+def test_compiled_steps_with_the_center_elsewhere(loop: str, algorithm: str, center: str, tmp_path: Path) -> None:
+    """Ranks that do not use the result of a collective take part in it all the same."""
+    pytest.importorskip("horovod.tensorflow")
+    command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop, "--center", center]
+    start("mpirun", 2, [*command, "--epochs", "4", "--output", str(tmp_path), "--no-progress"], 120)
+    run = json.loads((tmp_path / f"{algorithm}.json").read_text())
+    assert run["exchanges"] == 9
+    assert run["center_accuracy"] >= 0.85
+
+
 @pytest.mark.parametrize(("algorithm", "transport"), [("easgd", "window"), ("agn", "service")])
 def test_asynchronous_workers_learn(
     algorithm: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,108 @@
+"""What ranks conclude from what they tell each other: before data travels, and at the first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvd_periodic import SGD, Communicator, ElasticAverageOptimizer
+from hvd_periodic.meeting import Purpose, Record, cross_purposes, integers, records_of
+from hvd_periodic.startup import Moment, Standing, Start, decide
+from tests.helpers import errors, run_ranks
+
+NEW = Standing(False, 0, (0, 10), "", "", "replica")
+OLD = Standing(True, 40, (40, 50), "run", "center", "replica")
+
+
+def test_records_travel_as_integers() -> None:
+    records = [Record(Purpose.EXCHANGE, 3, 0, 7, 2**55, 40, 39, 10, 10), Record(Purpose.LEAVE, 3)]
+    assert records_of([value for record in records for value in integers(record)]) == records
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.LEAVE, 1), None),
+        (Record(Purpose.CONSTRUCT, 1), Record(Purpose.CONSTRUCT, 4), None),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.EXCHANGE, 2), "skip() where there is no update"),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.LEAVE, 2), "finalize() of optimizer 2"),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.START, 1), "has to be loaded on every rank"),
+        (Record(Purpose.START, 1), Record(Purpose.START, 2), "first step of optimizer 2 on rank 1"),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.CONSTRUCT, 0), "elastic"),
+    ],
+)
+def test_cross_purposes(first: Record, second: Record, message: str | None) -> None:
+    found = cross_purposes([first, second])
+    assert found is None if message is None else message.lower() in str(found).lower()
+
+
+def test_what_training_starts_from() -> None:
+    assert decide({0: NEW, 1: NEW}, 0) is Start.ANEW
+    moved = replace(NEW, moment=Moment.AFTER_UPDATE)
+    assert decide({0: moved, 1: replace(NEW, moment=Moment.END)}, 0) is Start.AS_CONSTRUCTED
+    assert decide({0: moved, 1: NEW}, 0) is Start.ANEW
+    assert decide({0: OLD, 1: OLD}, 0) is Start.AS_LOADED
+    assert decide({0: OLD, 1: NEW}, 0) is Start.FROM_ROOT
+    assert decide({0: NEW, 2: OLD}, 2) is Start.FROM_ROOT
+    later = replace(OLD, local_steps=43, center="other")
+    assert decide({0: OLD, 1: later}, 0, asynchronous=True) is Start.AS_LOADED
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (replace(OLD, run="other"), "run run on rank 0; run other on rank 1"),
+        (replace(OLD, local_steps=41), "step 40 on rank 0; step 41 on rank 1"),
+        (replace(OLD, exchanges=(30, 50)), "exchanging at 40 and 50 on rank 0"),
+        (replace(OLD, center="another"), "center another on rank 1"),
+    ],
+)
+def test_states_that_do_not_belong_together(second: Standing, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        decide({0: OLD, 1: second}, 0)
+
+
+def test_a_root_without_state_or_with_a_share_of_it() -> None:
+    with pytest.raises(RuntimeError, match="Rank 1 has loaded a state, and the root, rank 0, has none"):
+        decide({0: NEW, 1: OLD}, 0)
+    with pytest.raises(RuntimeError, match="has loaded its share of the center"):
+        decide({0: replace(OLD, center=""), 1: NEW}, 0)
+    with pytest.raises(RuntimeError, match="load the state on every rank"):
+        decide({0: OLD, 1: NEW}, 0, averaging=True)
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_arrays_that_are_set_after_construction(center: str) -> None:
+    """On the root alone: its values are those of all, and the others leave out the first update."""
+
+    def work(communicator: Communicator) -> list[float]:
+        x = np.zeros(3)
+        optimizer = ElasticAverageOptimizer(
+            SGD(1.0), {"x": x}, 2, moving_rate=0.25, center=center, communicator=communicator
+        )
+        if communicator.rank == 0:
+            x[:] = 5.0
+        seen = []
+        for _ in range(2):
+            optimizer.step([np.full(3, -1.0)])
+            seen.append(float(x[0]))
+        with optimizer.center():
+            return [*seen, float(x[0])]
+
+    # Without the first update of rank 1: d = 2, 1.
+    assert run_ranks(2, work) == [[6.0, 6.5, 5.75], [5.0, 5.75, 5.75]]
+
+
+def test_ranks_that_construct_another_number_of_optimizers() -> None:
+    def work(communicator: Communicator) -> None:
+        x = np.zeros(1)
+        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+        if communicator.rank == 1:
+            ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+        optimizer.step([np.ones(1)])
+
+    for kind, text in errors(2, work):
+        assert kind is RuntimeError
+        assert "first step of optimizer 1 on rank 0; construction of an optimizer on rank 1" in text
