@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-framework, change, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-
 
 def torch_parts() -> tuple[Any, Any, Any]:
     """Return Horovod, a step of training, and its state."""
@@ -66,25 +64,29 @@ def keras_parts() -> tuple[Any, Any, Any]:
     return hvd, step, state
 
 
-hvd, step, state = {"torch": torch_parts, "keras": keras_parts}[framework]()
+def main(framework: str, change: str, folder: Path) -> None:
+    """Train while ranks come or go; print the error that ends it."""
+    hvd, step, state = {"torch": torch_parts, "keras": keras_parts}[framework]()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.batch < 400:
+            state.batch += 1
+            step()
+            if change == "kill" and state.batch == 5 and hvd.rank() == 1:
+                os._exit(1)
+            if change == "add" and state.batch == 5:
+                (folder / "more").touch()
+                while hvd.size() == 1:  # until the job has found the other host
+                    time.sleep(0.1)
+                    state.commit()
+
+    try:
+        train(state)
+    except Exception as error:
+        print("ENDED", " ".join(str(error).split()), flush=True)
+        os._exit(3)
 
 
-@hvd.elastic.run
-def train(state: Any) -> None:
-    while state.batch < 400:
-        state.batch += 1
-        step()
-        if change == "kill" and state.batch == 5 and hvd.rank() == 1:
-            os._exit(1)
-        if change == "add" and state.batch == 5:
-            (folder / "more").touch()
-            while hvd.size() == 1:  # until the job has found the other host
-                time.sleep(0.1)
-                state.commit()
-
-
-try:
-    train(state)
-except Exception as error:
-    print("ENDED", " ".join(str(error).split()), flush=True)
-    os._exit(3)
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
