@@ -646,7 +646,7 @@ class Synchronizer(Generic[V]):
         """
         self.refuse_inside_center("center")
         self._begin_reading()
-        shown = self.parts if self._begun or self._has_loaded() else []
+        shown = self.parts if self._center_is_known() else []
         held = [[part.values.read(bucket) for bucket in part.values.layout.buckets] for part in shown]
         self._inside_center = True
         try:
@@ -665,6 +665,12 @@ class Synchronizer(Generic[V]):
         if self.reads_together:
             self.begin()
         self._follow_equal_replicas()
+
+    def _center_is_known(self) -> bool:
+        """Whether the center can be read, and be another thing than the model: before training, if it was loaded."""
+        if self._begun or not self._has_loaded():
+            return self._begun
+        return self.asynchronous is None or self.asynchronous.at_rest
 
     @property
     def inside_center(self) -> bool:

@@ -102,7 +102,19 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         return f"{super()._replica_digest()} {self.replica.derived_from().hex()}"
 
     def _has_loaded(self) -> bool:
-        return self.counters.local_steps > 0 or self.saved_center is not None
+        return super()._has_loaded() or self.counters.local_steps > 0 or self.saved_center is not None
+
+    def _state_before_training(self) -> dict[str, Any]:
+        """Return what was loaded, of an asynchronous center as well."""
+        saved = self.saved_center
+        if saved is None:
+            return super()._state_before_training()
+        vectors = {
+            part.name: saved["vectors"][part.name]
+            | {key: self.replica.save(store) for key, store in part.state.items()}
+            for part in self.parts
+        }
+        return self._assembled(vectors, saved["center_optimizer"])
 
     @property
     def meeting_name(self) -> str:

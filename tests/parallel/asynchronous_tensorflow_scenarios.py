@@ -451,6 +451,7 @@ def resume_of_a_synchronizer(center: str) -> Any:
                 w.assign_sub(0.1 * gradient)
                 synchronizer.step()
 
+            synchronizer.begin()
             for rank in range(hvd.size()):
                 if rank == hvd.rank():
                     for _ in range(steps):
