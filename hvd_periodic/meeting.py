@@ -41,7 +41,7 @@ class Record:
         optimizer: which optimizer of the process set this is, counted from 1; to construct one: how many there are.
         problem: 1 where this rank cannot go on.
         settings: a number that is the same where the hyper-parameters of the center optimizer are.
-        rate: the bits of the learning rate that drives the center optimizer, as float64; 0 where there is none.
+        rate: a number that is the same where its learning rates are.
         local_steps: iterations so far.
         updates: iterations whose update ran.
         pending: iterations since the last exchange.

@@ -178,6 +178,10 @@ class NumpyReplica:
         if self._center_optimizer is not None and settings is not None:
             vars(self._center_optimizer).update(settings)
 
+    def frozen(self) -> bytes:
+        """Return nothing: all arrays are trained."""
+        return b""
+
     def discard_gradients(self) -> None:
         """Leave the parameters without gradients."""
         self.gradients = [None] * len(self.arrays)

@@ -106,6 +106,9 @@ class Replica(CenterOptimizer, Protocol, Generic[V]):
     def follow(self, settings: Any) -> None:
         """Let the next step of the center optimizer take these hyper-parameters; None: its own."""
 
+    def frozen(self) -> bytes:
+        """Return a digest of the parameters that no step changes and all need alike; empty if there are none."""
+
     def discard_gradients(self) -> None:
         """Forget the gradients of this iteration, which are of other parameters than there are."""
 

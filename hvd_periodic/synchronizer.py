@@ -363,7 +363,7 @@ class Synchronizer(Generic[V]):
 
     def _replica_digest(self) -> str:
         """Return a text that is the same where ranks may train without taking over the root's values."""
-        return self._digest([self.parts[0].values])
+        return f"{self._digest([self.parts[0].values])} {self.replica.frozen().hex()}"
 
     def _has_loaded(self) -> bool:
         return self._loaded
@@ -719,6 +719,9 @@ class Synchronizer(Generic[V]):
         """Return what was loaded; or of a new training, in which the center is what the model holds."""
         if self._restored is not None:
             return copy.deepcopy(self._restored)
+        if self._has_loaded() and self.reads_together:  # Every rank has its share, in variables.
+            self.begin()
+            return self._state()
         if not self._has_loaded():
             self.reset_center()
         if self.placement.everywhere:
@@ -773,7 +776,7 @@ class Synchronizer(Generic[V]):
             if self._begun and not worker.at_rest and self.communicator.size > 1:
                 raise RuntimeError(
                     "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "
-                    "first step, or after finalize()"
+                    "first step; or after finalize() on every rank, or on the root and then call broadcast() on all"
                 )
             worker.check(state)
         for part in self.parts:
@@ -968,8 +971,14 @@ class Synchronizer(Generic[V]):
             return f"The schedule failed: {type(error).__name__}: {error}"
         unused = purpose == Purpose.LEAVE and counters.local_steps == counters.rounds == 0
         if unused and self.placement.everywhere and self.distance() > 0:
-            return "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer"
-        return self.communicator.changed() or self._failure or self.replica.changes()
+            return (
+                "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer; "
+                "without any training leave out finalize()"
+            )
+        try:
+            return self.communicator.changed() or self._failure or self.replica.changes()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
     def refuse_inside_center(self, method: str) -> None:
         """Raise a RuntimeError inside ``center()``, in the name of a method that makes no sense there."""

@@ -97,9 +97,15 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             self.saved_center = None
         return replaced
 
-    def _replica_digest(self) -> str:
-        """Return that of the parameters, and of what layers have derived from others."""
-        return f"{super()._replica_digest()} {self.replica.derived_from().hex()}"
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict()`` returned, as in the core.
+
+        Once training has begun, all ranks have to load, and find out at once who has what: no compiled step asks.
+        """
+        begun = self._begun
+        super().load_state_dict(state)
+        if begun:
+            self.begin()
 
     def _has_loaded(self) -> bool:
         return super()._has_loaded() or self.counters.local_steps > 0 or self.saved_center is not None
@@ -211,7 +217,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         return self.communicator.allreduce(tf.reshape(value, [1]), name, op="max")()[0]
 
     def distance(self) -> float:
-        """Return ‖x − c‖₂, the distance of this rank's parameters to the center; nothing is communicated."""
+        """Return ‖x − c‖₂, the distance of this rank's parameters to the center; as in the core."""
         self._follow_equal_replicas()
         return self._distance_now()
 

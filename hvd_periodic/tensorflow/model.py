@@ -66,16 +66,20 @@ def named_variables(
             f"A variable must be given once. Received: {len(trained)} variables, {len(held)} of them different"
         )
     deriving = [] if model is None else _deriving(model)
-    statistics = set() if model is None or buffers == "local" else _statistics(model, deriving)
+    known = set() if model is None else _statistics(model, deriving)
+    statistics = set() if buffers == "local" else known
+    frozen: list[tuple[str, tf.Variable]] = []
     for weight in [] if model is None else model.weights:
         variable = native(weight)
         if id(variable) not in held:
             role = _role(variable) if id(variable) in statistics else "constants"
             if variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool:
                 roles[role].append((_unique(weight, names), variable))
+                if id(variable) not in known and not weight.trainable:
+                    frozen.append(roles[role][-1])
     named = [(_unique(variable, names), native(variable)) for variable in trained]
     constraints = [getattr(variable, "constraint", None) for variable in trained]
-    return NamedVariables(named, **roles, constraints=constraints, deriving=deriving)
+    return NamedVariables(named, **roles, frozen=frozen, constraints=constraints, deriving=deriving)
 
 
 def _deriving(model: keras.Model) -> list[Any]:

@@ -16,6 +16,7 @@ from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.comm.together import Together
 from hvd_periodic.consistency import build_on_all, raise_on_all
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
@@ -268,6 +269,7 @@ class PeriodicOptimizer(ForwardedSettings):
         if self._loaded:
             self._communicator = communicator_of(self._process_set)
             self._prefix = self._communicator.unique_name()
+            build_on_all(self._communicator, self._prefix, lambda: None)  # where others check the arguments of new ones
 
         def check() -> None:
             if tf.distribute.has_strategy():
@@ -282,6 +284,7 @@ class PeriodicOptimizer(ForwardedSettings):
         synchronizer = self.synchronizer
         synchronizer.communicator, synchronizer.name = self._communicator, self._prefix
         synchronizer.root = self._communicator.rank_of(self._root_rank)
+        synchronizer.together = Together(self._communicator)
         synchronizer.average_within(None if self._average is None else self._average.communicator)
         synchronizer.start()
         self._started = True

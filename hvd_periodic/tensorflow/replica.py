@@ -33,6 +33,7 @@ class NamedVariables:
         averaged: real statistics, averaged at every exchange.
         counted: integers, of which the largest wins at every exchange.
         constants: what is broadcast at the start only.
+        frozen: those of them that nothing changes.
         constraints: of the parameters, in their order: what Keras makes a parameter obey after every update, or None.
         deriving: layers that compute with what they once made of their weights: ``finalize_state()`` makes it anew.
     """
@@ -41,6 +42,7 @@ class NamedVariables:
     averaged: Named = field(default_factory=list)
     counted: Named = field(default_factory=list)
     constants: Named = field(default_factory=list)
+    frozen: Named = field(default_factory=list)
     constraints: Sequence[Callable[[Any], Any] | None] = ()
     deriving: Sequence[Any] = ()
 
@@ -137,6 +139,11 @@ class VariableReplica:
             for variable, constraint in zip(variables, self.named.constraints, strict=False):
                 if constraint is not None:
                     variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
+
+    def frozen(self) -> bytes:
+        """Return a digest of the weights of the model that are not trained, statistics aside."""
+        weights = [variable.numpy().tobytes() for _, variable in self.named.frozen]
+        return hashlib.sha256(b"".join(weights)).digest() if weights else b""
 
     def derived_from(self) -> bytes:
         """Return a digest of the weights that layers have derived something from; empty if there are none."""

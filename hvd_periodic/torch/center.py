@@ -21,7 +21,7 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
     Those of a model that ``torch.compile`` wraps are the names in the model that was compiled.
 
     Averaged buffers have the values of the last exchange; what takes no part in exchanges (frozen parameters, local
-    buffers) is this rank's. All values are copies. Nothing is communicated, so one rank may call it alone.
+    buffers) is this rank's. All values are copies. Where the center is on every rank, one may call it alone.
 
     Args:
         model: the model that was trained, or one that contains its parameters.

@@ -281,7 +281,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """
         if _STATE_KEY not in state_dict:
             raise ValueError(
-                f"`state_dict` must come from a {type(self).__name__}. Received one without {_STATE_KEY!r}: to "
+                f"`state_dict` must come from an optimizer of this package. Received one without {_STATE_KEY!r}: to "
                 "take over a plain optimizer's state, load it into that optimizer before it is wrapped"
             )
         inner, own = dict(state_dict), dict(state_dict[_STATE_KEY])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class TorchReplica:
             "parameter": self.parameters,
             "buffer": self.buffers,
             "integer buffer": self.integers,
-            "buffer of the root": self.from_root,
+            "buffer from the root": self.from_root,
             "constant": self.constants,
         }
         facts: dict[str, object] = {
@@ -219,6 +220,14 @@ class TorchReplica:
         """Let the center optimizer take other hyper-parameters."""
         if self._center_optimizer is not None:
             self._center_optimizer.followed = settings
+
+    def frozen(self) -> bytes:
+        """Return a digest of the frozen parameters of the model."""
+        frozen = [parameter for _, parameter in self.named.parameters if not parameter.requires_grad]
+        digest = hashlib.sha256()
+        for parameter in frozen:
+            digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.digest() if frozen else b""
 
     def discard_gradients(self) -> None:
         """Leave the parameters without gradients, so that optimizers pass over them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -124,11 +125,9 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         self.begun = False
 
     def _begun_changed(self) -> None:
-        if self.begun:
-            _waiting.discard(self)
-        else:
-            _watch_optimizers()
-            _waiting.add(self)
+        _watch_optimizers()
+        with _lock:
+            (_waiting.discard if self.begun else _waiting.add)(self)
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, if it has not begun, as every synchronizer does."""
@@ -201,6 +200,10 @@ _waiting: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
 """Those whose training begins with the next step of an optimizer of their parameters, of whatever class it is."""
 
 
+_lock = threading.Lock()
+"""Ranks may be threads."""
+
+
 @cache
 def _watch_optimizers() -> None:
     """Let every optimizer of this process say that it is about to step; once."""
@@ -211,7 +214,9 @@ def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
     if not _waiting or hasattr(optimizer, "synchronizer") or makes_state_only():
         return
-    for waiting in sorted(_waiting, key=lambda owner: (owner.communicator.meeting_name, owner.number)):
+    with _lock:
+        waiting_now = list(_waiting)
+    for waiting in sorted(waiting_now, key=lambda owner: (owner.communicator.meeting_name, owner.number)):
         if waiting.holds_some_of(optimizer) and waiting.begin():
             waiting.replica.discard_gradients()
 

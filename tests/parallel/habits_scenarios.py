@@ -119,6 +119,19 @@ def weights_loaded_after_construction() -> Any:
 
 
 @scenario
+def frozen_weights_loaded_after_construction() -> Any:
+    """A backbone that is not trained, loaded on the root alone with its statistics: what every rank has of it."""
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = MADE["average"](torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01), model)
+    if hvd.rank() == 0:
+        model[0].load_state_dict({key: torch.full_like(value, 5) for key, value in model[0].state_dict().items()})
+        model[1].running_mean.fill_(15.0)
+    train(model, optimizer, batches(2))
+    return [float(model[0].weight.min()), float(model[1].running_mean.min()) > 5]
+
+
+@scenario
 def resumed_on_the_root() -> Any:
     """A checkpoint of the root, loaded there alone: with and without the broadcasts, all go on from it.
 

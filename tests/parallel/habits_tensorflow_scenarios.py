@@ -104,6 +104,42 @@ def weights_of_another_step_on_one_rank() -> Any:
 
 
 @scenario
+def models_loaded_from_files() -> Any:
+    """Of the same run on all; of different runs; on the root alone, and after attach(): error, steps and center."""
+    results, paths = {}, []
+    for _ in range(2):
+        model = make("average")
+        train(model, 3 + len(paths))
+        paths.append(FOLDER[0] / f"{len(paths)}.{hvd.rank()}.keras")
+        model.save(paths[-1])
+    for case in ("together", "apart", "root"):
+        if case == "root" and hvd.rank() > 0:
+            model = make("average")
+        else:
+            model = keras.models.load_model(paths[case == "apart" and hvd.rank() == hvd.size() - 1])
+            model.optimizer.attach(model)
+        error = attempt(lambda model=model: train(model, 2))
+        results[case] = [error, *([] if error else report(model))]
+    return results
+
+
+@scenario
+def a_state_loaded_after_a_compiled_step() -> Any:
+    """Steps of the state that was loaded, and of one that is taken after more training."""
+    results = {}
+    for place in ("replicated", "root", "sharded"):
+        model = make("easgd", center=place)
+        train(model, 4)
+        synchronizer = model.optimizer.synchronizer
+        state = synchronizer.state_dict()
+        train(model, 4)
+        synchronizer.load_state_dict(state)
+        train(model, 6)
+        results[place] = [state["counters"]["local_steps"], synchronizer.state_dict()["counters"]["local_steps"]]
+    return results
+
+
+@scenario
 def rates_set_per_epoch() -> Any:
     """AGN with a scheduler of Keras, and other numbers of batches on the last rank: steps and center."""
     model = make("agn")

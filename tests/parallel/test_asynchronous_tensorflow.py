@@ -251,9 +251,7 @@ def test_several_optimizers(ranks: list[dict[str, Any]]) -> None:
 def test_first_calls(ranks: list[dict[str, Any]]) -> None:
     for mode, reports in by_mode(ranks, "first_calls"):
         for rank, report in enumerate(reports):
-            equal, different = report["errors"]
-            assert equal == ""
-            assert ("call optimizer.build(model.trainable_variables) on all ranks" in different) == (len(ranks) > 1)
+            assert report["errors"] == ["", ""], "whether or not all start alike"
             assert report["loaded"] == [5.0, 5.0], "all start from what the root has loaded"
             assert report["rounds"] == [2 + rank, 2 + rank], mode
             assert report["distance"] == 0

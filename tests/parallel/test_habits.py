@@ -39,6 +39,11 @@ def test_weights_loaded_after_construction_are_what_all_start_from(ranks: Report
             assert skipped == (lines == "False" and wrapped == "True" and rank > 0), (case, rank)
 
 
+def test_frozen_weights_loaded_after_construction(ranks: Reports) -> None:
+    for report in column(ranks, "frozen_weights_loaded_after_construction"):
+        assert report == [5.0, True]
+
+
 def test_a_state_loaded_on_the_root_is_what_all_go_on_from(ranks: Reports) -> None:
     found = column(ranks, "resumed_on_the_root")
     for case in found[0]:

@@ -46,6 +46,20 @@ def test_weights_of_another_step_are_named(ranks: Reports) -> None:
         assert f"step 6 on rank {len(ranks) - 1}" in error
 
 
+def test_models_loaded_from_files(ranks: Reports) -> None:
+    found = column(ranks, "models_loaded_from_files")
+    for case in ("together", "root"):
+        assert found[0][case][:3] == ["", 5, 2], case
+        assert column(found, case) == [found[0][case]] * len(ranks), case
+    for error in column(found, "apart"):
+        assert "have loaded states of different runs or steps: step 3 on rank 0" in error[0]
+
+
+def test_a_state_loaded_after_a_compiled_step(ranks: Reports) -> None:
+    for report in column(ranks, "a_state_loaded_after_a_compiled_step"):
+        assert report == {place: [4, 10] for place in ("replicated", "root", "sharded")}
+
+
 def test_rates_that_are_set_per_epoch_where_steps_are_uneven(ranks: Reports) -> None:
     found = column(ranks, "rates_set_per_epoch")
     assert found == [["", 39, found[0][2]]] * len(ranks)

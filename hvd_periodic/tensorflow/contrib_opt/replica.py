@@ -165,9 +165,9 @@ class HostCenterOptimizer:
         self.optimizer = local
         self.rate = None
 
-    def shapes(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
+    def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over such centers: make one and look."""
-        self._make(centers)
+        self._make([(shape, dtype) for _, shape, dtype in centers])
         return [(tuple(variable.shape), variable.dtype.base_dtype.name) for variable in self._state]
 
     def bind_host(
