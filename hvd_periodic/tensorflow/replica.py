@@ -282,7 +282,7 @@ class VariableReplica:
 
     def to_bytes(self, value: Any) -> bytes:
         """Return the raw memory."""
-        return bytes(value.numpy().tobytes())
+        return np.asarray(value).tobytes()
 
     def save(self, store: Store[Any]) -> dict[str, Any]:
         """Return copies by name, as numpy arrays."""
