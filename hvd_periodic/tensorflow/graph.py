@@ -72,15 +72,18 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self._compiled_distance = tf.function(self._distance, autograph=False)
 
     def start(self) -> None:
-        """Check that all ranks are about to do the same; where none has loaded a state, give all the root's values.
+        """Check that all ranks are about to do the same; give all the root's values, or begin from what was loaded.
 
-        A state may come at any time before the first step, by a checkpoint that is restored into the variables.
+        A state may also come later, until the first step, by a checkpoint that is restored into the variables.
 
         Raises:
             ValueError: ranks differ; raised on all of them.
+            RuntimeError: as :meth:`begin`.
         """
         self.check_agreement()
-        if not self.together.any(self._has_loaded()):
+        if self.together.any(self._has_loaded()):
+            self.begin()
+        else:
             self._give_values()
             self._restart()
 

@@ -492,11 +492,14 @@ class PeriodicOptimizer(ForwardedSettings):
         with tf.init_scope():
             if not tf.executing_eagerly():
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
+            before = [native(variable).numpy() for variable in variables] if eager else []
             self.build(variables)
             self.start()
             synchronizer = self.synchronizer
             derived = synchronizer.replica.derived_from()
             replaced = synchronizer.begin(Moment.BEFORE_UPDATE if variables else Moment.END)
+            changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
+            replaced |= self._any_in_group(changed)
             # What layers derived from their weights before is part of a step that is being compiled.
             stale = not eager and derived != synchronizer.replica.derived_from()
             failure = ValueError(
@@ -507,6 +510,12 @@ class PeriodicOptimizer(ForwardedSettings):
             raise_on_all(self._communicator, self._prefix, failure if stale else None)
         self._opened = True
         return replaced and eager
+
+    def _any_in_group(self, value: bool) -> bool:
+        """Return whether something is true on any of the ranks that average their gradients."""
+        if self._average is None:
+            return value
+        return any(self._average.communicator.allgather_object(value, f"{self._prefix}.group"))
 
     def _refuse_other_ranks(self) -> None:
         if self._saved_process_set is not None and self._process_set is None:

@@ -251,6 +251,7 @@ def small_buckets_equal_one() -> Any:
                 new, replica, hvdp.EASGD(0.3), hvdp.Every(1), TensorFlowCommunicator(), 0
             )
             synchronizer.check_agreement()
+            synchronizer.begin()
             step = compiled(synchronizer.step)
             for _ in range(3):
                 variables[0].assign_add(tf.fill([37], 0.1 * (hvd.rank() + 1)).numpy().astype("float64"))
@@ -441,7 +442,7 @@ def disagreements() -> Any:
 
 @scenario
 def late_start() -> Any:
-    """A first eager step without build(): fine from equal weights, an error from different ones."""
+    """A first step without build(), from equal weights and from different ones: errors, and what a compiled one makes."""
     errors = []
     for start in (1.0, float(hvd.rank())):
         w = scalar(start)

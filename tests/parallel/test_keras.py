@@ -150,8 +150,7 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
 
 def test_a_first_step_without_build(ranks: list[dict[str, Any]]) -> None:
     for equal, different, compiled in column(ranks, "late_start"):
-        assert equal == ""
-        assert ("call optimizer.build(model.trainable_variables) on all ranks" in different) == (len(ranks) > 1)
+        assert equal == different == "", "ranks whose values are replaced leave out the first update"
         assert compiled == -1.0, "a compiled step starts from the root's value"
 
 
