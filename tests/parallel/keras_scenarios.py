@@ -442,7 +442,7 @@ def disagreements() -> Any:
 
 @scenario
 def late_start() -> Any:
-    """A first step without build(), from equal weights and from different ones: errors, and what a compiled one makes."""
+    """A first step without build(): errors, from equal and from different weights, and what a compiled one makes."""
     errors = []
     for start in (1.0, float(hvd.rank())):
         w = scalar(start)
