@@ -371,7 +371,7 @@ class Synchronizer(Generic[V]):
     def _loaded_centers(self) -> list[Store[Any]]:
         """Return the centers that were loaded, whole; none where this rank has shares only."""
         stores: list[Store[Any]] = []
-        for part in self.parts[:1] if self._in_groups else self.parts:
+        for part in self.parts if self.together.group is None else self.parts[:1]:
             if part.center.layout is part.values.layout:
                 stores.append(part.center)
             elif self._restored is not None:
