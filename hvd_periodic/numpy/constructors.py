@@ -1,0 +1,148 @@
+"""The three optimizers that people know by name, of numpy arrays."""
+
+from __future__ import annotations
+
+from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.comm import Communicator
+from hvd_periodic.numpy.optimizer import PeriodicOptimizer
+from hvd_periodic.numpy.replica import NamedArrays
+from hvd_periodic.numpy.sgd import ArrayOptimizer
+from hvd_periodic.schedules import Schedule
+
+
+class ElasticAverageOptimizer(PeriodicOptimizer):
+    """Elastic averaging of numpy arrays; the mathematics is that of :class:`hvd_periodic.algorithms.EASGD`.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
+        beta: α = β/n instead.
+        rho: strength of the elastic term in the local loss.
+        asynchronous: exchange with one center without waiting for other ranks.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic import SGD
+        >>> x = np.zeros(1)
+        >>> optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, communication_period=2, moving_rate=0.25)
+        >>> for _ in range(2):
+        ...     optimizer.step([np.array([-1.0])])
+        >>> x
+        array([1.5])
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        communication_period: int | Schedule = 10,
+        moving_rate: float | None = None,
+        beta: float | None = None,
+        rho: float = 0.0,
+        asynchronous: bool = False,
+        *,
+        center: str = "replicated",
+        root_rank: int | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            named_parameters,
+            lambda: EASGD(moving_rate, beta, rho),
+            communication_period,
+            argument="communication_period",
+            asynchronous=asynchronous,
+            center=center,
+            root_rank=root_rank,
+            communicator=communicator,
+        )
+
+
+class ModelAverageOptimizer(PeriodicOptimizer):
+    """Model averaging of numpy arrays; the mathematics is that of :class:`hvd_periodic.algorithms.Averaging`.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs.
+        interval_steps: local steps between exchanges (τ), or a schedule.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        interval_steps: int | Schedule = 100,
+        *,
+        center: str = "replicated",
+        root_rank: int | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            named_parameters,
+            Averaging,
+            interval_steps,
+            argument="interval_steps",
+            center=center,
+            root_rank=root_rank,
+            communicator=communicator,
+        )
+
+
+class AGNOptimizer(PeriodicOptimizer):
+    """Accumulated gradient normalization; the mathematics is that of :class:`hvd_periodic.algorithms.AGN`.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
+        op: ``"sum"`` or ``"average"`` of the workers' gradients.
+        asynchronous: exchange with one center without waiting for other ranks.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        communication_period: int | Schedule = 10,
+        center_optimizer: ArrayOptimizer | None = None,
+        op: str = "sum",
+        asynchronous: bool = False,
+        *,
+        center: str = "replicated",
+        root_rank: int | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            named_parameters,
+            lambda: AGN(op),
+            communication_period,
+            center_optimizer=center_optimizer,
+            argument="communication_period",
+            asynchronous=asynchronous,
+            center=center,
+            root_rank=root_rank,
+            communicator=communicator,
+        )

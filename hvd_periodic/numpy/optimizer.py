@@ -1,0 +1,107 @@
+"""Optimizers of numpy arrays whose ranks exchange now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.comm import Communicator, LocalCommunicator
+from hvd_periodic.consistency import build_on_all
+from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
+from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.synchronizer import Synchronizer
+
+
+class PeriodicOptimizer:
+    """An optimizer of numpy arrays whose ranks exchange now and then, by any algorithm and schedule.
+
+    Args:
+        optimizer: the local optimizer.
+        named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
+        algorithm: what an exchange computes.
+        period: local steps between exchanges, or a schedule.
+        center_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
+            ``optimizer``.
+        asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
+        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
+        root_rank: the rank whose values all start from.
+        communicator: the ranks that exchange. Default: this process alone.
+        argument: what the caller calls ``period``, for its error messages.
+
+    Attributes:
+        optimizer: the local optimizer.
+        synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        named_parameters: NamedArrays,
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        *,
+        center_optimizer: ArrayOptimizer | None = None,
+        asynchronous: bool = False,
+        center: str = "replicated",
+        root_rank: int | None = None,
+        communicator: Communicator | None = None,
+        argument: str = "period",
+    ) -> None:
+        comm = LocalCommunicator() if communicator is None else communicator
+        name = comm.unique_name()
+
+        def build() -> Synchronizer[Array]:
+            replica = NumpyReplica(named_parameters, optimizer if center_optimizer is None else center_optimizer)
+            made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            root = comm.rank_of(root_rank)
+            return Synchronizer(replica, made, as_schedule(period, argument), comm, root, name, center, asynchronous)
+
+        self.optimizer = optimizer
+        self.synchronizer = build_on_all(comm, name, build)
+        self._replica: Any = self.synchronizer.replica
+        self.synchronizer.start()
+
+    def step(self, gradients: Mapping[str, Array] | Sequence[Array | None]) -> None:
+        """Take one local step, and exchange if one is due.
+
+        Args:
+            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient.
+
+        Raises:
+            TypeError: a gradient that is not an array of floating point.
+            ValueError: a gradient without parameter, or of another shape.
+            RuntimeError: called inside ``center()``; or what an exchange raises.
+        """
+        replica = self._replica
+        if isinstance(gradients, Mapping):
+            unknown = gradients.keys() - set(replica.names)
+            if unknown:
+                raise ValueError(f"No parameter has the name of the gradient {min(unknown)!r}")
+            gradients = [gradients.get(name) for name in replica.names]
+        if len(gradients) != len(replica.arrays):
+            raise ValueError(f"{len(replica.arrays)} parameters take as many gradients. Received: {len(gradients)}")
+        for name, array, gradient in zip(replica.names, replica.arrays, gradients, strict=True):
+            if gradient is None:
+                continue
+            if not isinstance(gradient, (np.ndarray, np.floating)) or not np.issubdtype(gradient.dtype, np.floating):
+                found = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
+                raise TypeError(f"The gradient of {name!r} must be a numpy array of floating point. Received: {found}")
+            if gradient.shape != array.shape:
+                raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {gradient.shape}")
+        replica.gradients = list(gradients)
+        self.synchronizer.prepare_gradients()
+        self.optimizer.step(replica.arrays, replica.gradients)
+        self.synchronizer.step()
+
+    def skip(self) -> None:
+        """Count an iteration without update, as every rank has to that has nothing to step with."""
+        self.synchronizer.step(updated=False)
+
+    def center(self) -> AbstractContextManager[None]:
+        """Hold the center in the arrays inside a ``with`` block, the local values again after it."""
+        return self.synchronizer.center()
