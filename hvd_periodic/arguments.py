@@ -35,3 +35,16 @@ def require_real(value: object, argument: str, *, positive: bool) -> float:
     if not (0 < number < float("inf") or (number == 0 and not positive)):
         raise ValueError(message)
     return number
+
+
+def require_momentum(value: object, argument: str) -> float:
+    """Return ``value`` as a float in [0, 1).
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    number = require_real(value, argument, positive=False)
+    if number >= 1:
+        raise ValueError(f"{argument} must be in [0, 1). Received: {value!r}")
+    return number

@@ -22,14 +22,16 @@ from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.together import Together
 from hvd_periodic.consistency import agree, audit, build_on_all, join
+from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.meeting import Purpose, Record, check, integers, records_of
-from hvd_periodic.part import Part
+from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
 from hvd_periodic.schedules.post_local import PostLocal
 from hvd_periodic.startup import Moment, Standing, Start, decide
 from hvd_periodic.store import Store
+from hvd_periodic.tensor_group import TensorGroup
 from hvd_periodic.version import __version__
 
 V = TypeVar("V")
@@ -120,6 +122,8 @@ class Synchronizer(Generic[V]):
             of it on every rank. :meth:`center`, :meth:`distance` and :meth:`state_dict` are not collective.
         use_locking: whether asynchronous exchanges in shared memory exclude each other; without it, additions that
             collide may be lost.
+        outer: an optimizer of the framework that moves the center, for algorithms that take one.
+        rates: the learning rates of the local optimizer, for algorithms that ask for them.
 
     Raises:
         ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
@@ -137,8 +141,23 @@ class Synchronizer(Generic[V]):
         center: str = "replicated",
         asynchronous: bool = False,
         use_locking: bool = True,
+        outer: OuterOptimizer | None = None,
+        rates: LearningRates | None = None,
     ) -> None:
-        (algorithm.check_asynchronous if asynchronous else algorithm.check)(communicator.size)
+        if asynchronous:
+            algorithm = algorithm.one_by_one(communicator.size)
+        else:
+            algorithm.check(communicator.size)
+        if outer is not None and not algorithm.takes_outer_optimizer:
+            raise ValueError(f"{type(algorithm).__name__} moves the center by itself and takes no outer optimizer")
+        if algorithm.needs_outer_optimizer and outer is None:
+            raise ValueError(f"{type(algorithm).__name__} moves the center by an optimizer: pass `center_optimizer`")
+        if algorithm.uses_learning_rate and rates is None:
+            raise ValueError(f"{type(algorithm).__name__} needs the learning rate of local steps: pass `optimizer`")
+        self.outer: OuterOptimizer = NoOuterOptimizer() if outer is None else outer
+        rates = rates if algorithm.uses_learning_rate else None
+        self.hyperparameters: Hyperparameters = self.outer if rates is None else rates
+        """On which ranks have to agree before they move the center."""
         if asynchronous and isinstance(schedule, PostLocal) and schedule.quiet:
             raise ValueError("Asynchronous exchange has no phase in which gradients are averaged: quiet=False")
         self.replica = replica
@@ -160,30 +179,30 @@ class Synchronizer(Generic[V]):
         self._inside_center = False
         exchanged: list[tuple[str, Store[V], Algorithm]] = [("parameters", replica.parameters, algorithm)]
         if replica.buffers is not None:
-            exchanged.append(("buffers", replica.buffers, Statistics(alone=asynchronous)))
+            exchanged.append(("buffers", replica.buffers, Statistics()))
         if replica.integers is not None:
-            exchanged.append(("integers", replica.integers, Maximum(rising=asynchronous)))
+            exchanged.append(("integers", replica.integers, Maximum()))
         if replica.from_root is not None:
-            broadcast = Broadcast()
-            if asynchronous:
-                broadcast.check_asynchronous(communicator.size)
-            exchanged.append(("from_root", replica.from_root, broadcast))
+            exchanged.append(("from_root", replica.from_root, Broadcast()))
+        if asynchronous:
+            exchanged = [(part, values, made.one_by_one(communicator.size)) for part, values, made in exchanged]
         place = placement_of(center)
         self.asynchronous: Worker | None = None
         placements: list[Placement] = [place(communicator, root), *[Replicated(communicator, root)] * 3]
         if asynchronous:
             shared = [SharedPart(values.layout, made) for _, values, made in exchanged]
+            shared[0] = replace(shared[0], optimized=outer is not None)
             sharded = place is Sharded
-            self.asynchronous = Worker(communicator, replica, shared, root, sharded, use_locking)
+            self.asynchronous = Worker(communicator, replica, self.outer, shared, root, sharded, use_locking)
             placements = list(self.asynchronous.placements)
         self.placement = placements[0]
         self._restored: dict[str, Any] | None = None
         self.parts = [
-            Part(part, values, made, replica, where)
-            for (part, values, made), where in zip(exchanged, placements, strict=False)
+            TensorGroup(part, values, made, replica, where, outer if i == 0 else None, rates if i == 0 else None)
+            for i, ((part, values, made), where) in enumerate(zip(exchanged, placements, strict=False))
         ]
         if self.parts[0].total is not None and self.asynchronous is None:
-            replica.bind_center(self.parts[0].center, self.parts[0].total)
+            self.outer.bind(self.parts[0].center, self.parts[0].total, self.parts[0].values.layout)
         self._start_state()
 
     def _start_state(self) -> None:
@@ -421,7 +440,7 @@ class Synchronizer(Generic[V]):
             self._show_gradients()
 
     def _show_gradients(self) -> None:
-        self._count(gradients=self.replica.local(self.algorithm, self.parts[0].state))
+        self._count(gradients=self.replica.local(self.algorithm, self.parts[0].worker))
 
     def step(self, updated: bool = True) -> bool:
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
@@ -510,9 +529,10 @@ class Synchronizer(Generic[V]):
             self.together,
             "center",
             (
-                self.replica.to_bytes(part.center.read(bucket))
+                self.replica.to_bytes(store.read(bucket))
                 for part in parts
                 if part.placement.everywhere
+                for store in part.center_state.values()
                 for bucket in part.values.layout.buckets
             ),
         )
@@ -553,14 +573,14 @@ class Synchronizer(Generic[V]):
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
         """Give the ranks of a communicator all that one of them has."""
-        replica, is_root, worker = self.replica, communicator.rank == root, self.asynchronous
+        is_root, worker = communicator.rank == root, self.asynchronous
         if worker is not None:
             worker.wake()
 
         send = _sender(communicator, f"{name}.broadcast", root)
         restored = None if self._restored is None else self._restored["center_optimizer"]
         if self.placement.everywhere:
-            restored = replica.center_optimizer_state()
+            restored = self.outer.state()
         known = self._has_loaded() or self.local_steps > 0
         progress = (self.counters, self.run, known, self._restored is not None, restored) if is_root else None
         gathered = communicator.allgather_object(progress, f"{name}.progress")[root]
@@ -579,10 +599,11 @@ class Synchronizer(Generic[V]):
         if worker is not None and whole:
             worker.resume(self.parts, self._restored)
         for part in self.parts:
-            for store in part.state.values():
+            for store in part.worker.values():
                 self._send_store(store, send)
             if part.placement.everywhere:
-                self._send_store(part.center, send)
+                for store in part.center_state.values():
+                    self._send_store(store, send)
             elif whole and worker is None:
                 self._send_restored(part, is_root, send)
         if not is_root and worker is None and (self.placement.everywhere or whole):
@@ -623,16 +644,17 @@ class Synchronizer(Generic[V]):
     def _load_center_optimizer(self, saved: Any) -> None:
         state = self.placement.select(saved)
         if state is not None:
-            self.replica.load_center_optimizer_state(state)
+            self.outer.load(state)
 
-    def _send_restored(self, part: Part[V], is_root: bool, send: Callable[[Any], Any]) -> None:
+    def _send_restored(self, part: TensorGroup[V], is_root: bool, send: Callable[[Any], Any]) -> None:
         """Give all ranks their shares of the center that the root has loaded."""
         layout = part.values.layout
         held = self.replica.new_temporary_store(layout) if is_root else part.values
-        if is_root and self._restored is not None:
-            self.replica.load(held, self._restored["vectors"][part.name]["center"])
-        for bucket in layout.buckets:
-            part.keep(bucket, send(held.read(bucket, out=self.replica.scratch(bucket, 0))))
+        for key in part.center_state:
+            if is_root and self._restored is not None:
+                self.replica.load(held, self._restored["vectors"][part.name][key])
+            for bucket in layout.buckets:
+                part.keep(key, bucket, send(held.read(bucket, out=self.replica.scratch(bucket, 0))))
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -726,20 +748,10 @@ class Synchronizer(Generic[V]):
             self.reset_center()
         if self.placement.everywhere:
             return self._state()
-        vectors = {
-            part.name: {
-                "center": self.replica.save(part.values),
-                **{key: self.replica.save(store) for key, store in part.state.items()},
-            }
-            for part in self.parts
-        }
-        return self._assembled(vectors, None)
+        return self._assembled({part.name: part.save_initial() for part in self.parts}, None)
 
     def _state(self) -> dict[str, Any]:
-        if self.asynchronous is not None:
-            optimizer_state = self.asynchronous.optimizer_state()
-        else:
-            optimizer_state = self.replica.center_optimizer_state()
+        optimizer_state = (self.outer if self.asynchronous is None else self.asynchronous).state()
         if self.parts[0].total is not None and self.asynchronous is None:
             optimizer_state = self.placement.gather(self.communicator, optimizer_state, f"{self.name}.state")
         vectors = {part.name: part.save(self.communicator, self.name) for part in self.parts}
@@ -819,8 +831,9 @@ class Synchronizer(Generic[V]):
             "place of the center": self.placement.name,
             "asynchronous": self.asynchronous is not None,
             **({} if self.asynchronous is None else self.asynchronous.facts()),
+            "center optimizer": self.outer.name,
             **self.replica.facts(),
-            **self.replica.center_settings(),
+            **self.hyperparameters.settings(),
         }
 
     def _run_exchange(self, leaving: bool) -> bool:
@@ -831,7 +844,7 @@ class Synchronizer(Generic[V]):
         started = time.perf_counter()
         meeting = self.conclude(self._meet(Purpose.LEAVE if leaving else Purpose.EXCHANGE), self.counters)
         self._count(bytes_sent=8 * len(integers(Record(0, 0))))
-        self.replica.follow(meeting.settings)
+        self.hyperparameters.follow(meeting.settings)
         if meeting.training or meeting.pending:
             exchange = Exchange(self.communicator.size, meeting.period, max(self.counters.gradients, 1))
             try:
@@ -898,7 +911,7 @@ class Synchronizer(Generic[V]):
 
     def announce(self, counters: Counters, purpose: Purpose, problem: str | None) -> Record:
         """Return what this rank tells the others before any data travels."""
-        settings = self.replica.center_settings()
+        settings = self.hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
         others = {key: value for key, value in settings.items() if key not in rates}
         return Record(
@@ -948,8 +961,8 @@ class Synchronizer(Generic[V]):
         if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):
             return None
         if any(record.settings != first.settings for record in deciding if record.updates == most):
-            agree(self.communicator, self.name, self.replica.center_settings())
-        of_ranks = self.communicator.allgather_object(self.replica.center_hyperparameters(), f"{self.name}.settings")
+            agree(self.communicator, self.name, self.hyperparameters.settings())
+        of_ranks = self.communicator.allgather_object(self.hyperparameters.hyperparameters(), f"{self.name}.settings")
         decides = records.index(first)
         others = [r for r, record in enumerate(records) if record in deciding and record.rate != first.rate]
         if any(records[rank].updates == most for rank in others) and not self._warned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -62,6 +63,14 @@ class VectorSpace(Generic[V]):
     def dot(self, x: Any, y: Any) -> float:
         """Return the inner product ``x · y``."""
         return float((x * y).sum())
+
+    def concatenate(self, parts: Sequence[Any]) -> V:
+        """Return one vector of vectors, one after another."""
+        return cast(V, np.concatenate(parts))
+
+    def if_zero(self, a: Any, then: Callable[[], tuple[V, V]], otherwise: Callable[[], tuple[V, V]]) -> tuple[V, V]:
+        """Return the vectors of ``then`` where the scalar ``a`` is zero, and those of ``otherwise`` elsewhere."""
+        return then() if a == 0 else otherwise()
 
 
 class ArraySpace(VectorSpace[np.ndarray]):

@@ -9,7 +9,9 @@ import numpy as np
 
 from hvd_periodic import Algorithm, Communicator, PeriodicOptimizer, Schedule, Synchronizer
 from hvd_periodic.comm.threads import run
+from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
+from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -66,11 +68,18 @@ class NumpyTrainer:
         self.arrays = list(arrays)
         self.optimizer = SGD(0.5) if optimizer is None else optimizer
         named = [(f"p{i}", array) for i, array in enumerate(self.arrays)]
-        self.replica = NumpyReplica(
-            named, SGD(0.25, 0.5) if center_optimizer is None else center_optimizer, bucket_bytes
-        )
+        self.replica = NumpyReplica(named, bucket_bytes)
+        moving: ArrayOptimizer | None = SGD(0.25, 0.5) if algorithm.needs_outer_optimizer else None
+        if center_optimizer is not None and algorithm.takes_outer_optimizer:
+            moving = center_optimizer
         self.synchronizer: Synchronizer[Array] = Synchronizer(
-            self.replica, algorithm, schedule, communicator, center=center
+            self.replica,
+            algorithm,
+            schedule,
+            communicator,
+            center=center,
+            outer=None if moving is None else ArrayOuterOptimizer(moving),
+            rates=LearningRates(lambda: [0.5] * len(self.arrays)),
         )
         self.synchronizer.start()
 

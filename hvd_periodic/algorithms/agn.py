@@ -41,7 +41,9 @@ class AGN(Algorithm):
     op: str = "sum"
 
     reads_before: ClassVar[bool] = False
-    optimizes_center: ClassVar[bool] = True
+    spent: ClassVar[str | None] = "gradient"
+    takes_outer_optimizer: ClassVar[bool] = True
+    needs_outer_optimizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.op not in ("sum", "average"):
@@ -52,22 +54,25 @@ class AGN(Algorithm):
         """Every local gradient is accumulated."""
         return True
 
-    def check_asynchronous(self, size: int) -> None:
-        """Accept: every worker in turn has its gradients applied to the center."""
+    def one_by_one(self, size: int) -> Algorithm:
+        """Return this: every worker in turn has its gradients applied to the center."""
+        return self
 
-    def init(self, space: VectorSpace[V], x: V) -> State[V]:
-        """Return the center ``c = x`` and the accumulator ``a = 0``."""
-        return {"center": space.copy(x), "gradient": space.zeros_like(x)}
+    def init_worker(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the accumulator ``a = 0``."""
+        return {"gradient": space.zeros_like(x)}
 
-    def local(self, space: VectorSpace[V], x: V, g: V, state: State[V]) -> tuple[V, State[V]]:
+    def local(self, space: VectorSpace[V], x: V, g: V, worker: State[V]) -> tuple[V, State[V]]:
         """Accumulate the raw gradient."""
-        return g, state | {"gradient": space.axpy(1.0, g, state["gradient"])}
+        return g, worker | {"gradient": space.axpy(1.0, g, worker["gradient"])}
 
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
         """Return the normalized accumulated gradient, in place of the accumulator."""
         workers = exchange.size if self.op == "average" else 1
-        return space.scale(1.0 / (exchange.gradients * workers), state["gradient"])
+        return space.scale(1.0 / (exchange.gradients * workers), worker["gradient"]), {}
 
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center, which its optimizer has moved, and start to accumulate anew."""
-        return state["center"], {"gradient": space.zeros_like(state["gradient"], out=state["gradient"])}
+        return center, {"gradient": space.zeros_like(worker["gradient"], out=worker["gradient"])}

@@ -24,23 +24,25 @@ class Averaging(Algorithm):
         >>> import numpy as np
         >>> from hvd_periodic.vector import VectorSpace
         >>> space, two, center = VectorSpace(), Exchange(size=2, period=1), np.array([0.0])
-        >>> message = Averaging().message(space, np.array([1.0]), {"center": center}, two)
-        >>> Averaging().move(space, center, message + np.array([3.0]), two)
-        array([2.])
+        >>> message, _ = Averaging().message(space, np.array([1.0]), {}, center, two)
+        >>> Averaging().move(space, {"center": center}, message + np.array([3.0]), two)
+        {'center': array([2.])}
 
     References:
         McDonald, Hall, Mann: Distributed Training Strategies for the Structured Perceptron. NAACL (2010).
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
     """
 
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
         """Return the displacement ``x − c``."""
-        return space.sub(x, state["center"], out=out)
+        return space.sub(x, center, out=out), {}
 
-    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the center by the mean displacement."""
-        return space.axpy(1.0 / exchange.size, total, center)
+        return {"center": space.axpy(1.0 / exchange.size, total, center["center"])}
 
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""
-        return state["center"], {}
+        return center, {}

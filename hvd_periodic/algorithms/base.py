@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from hvd_periodic.vector import VectorSpace
 
 V = TypeVar("V")
+Optimizer = TypeVar("Optimizer")
 
 State: TypeAlias = dict[str, V]
-"""The vectors that an algorithm keeps per parameter vector, by name; ``"center"`` is always one of them."""
+"""Vectors by name: what a worker keeps, or what is kept with the center; the center itself is ``"center"``."""
 
 
 @dataclass(frozen=True)
@@ -23,37 +24,52 @@ class Exchange:
         period: local steps that the schedule planned for this exchange (τ); at least 1.
         gradients: gradients that this worker accumulated since the last exchange; at least 1, where there were none as
             well.
+        learning_rate: of the local optimizers, for the elements at hand (γ); None for algorithms that do not ask.
 
-    In a compiled graph, period and gradients are scalars of it.
+    In a compiled graph, all but the size are scalars of it.
     """
 
     size: int
     period: float
     gradients: float = 1
+    learning_rate: Any = None
 
 
 class Algorithm(ABC):
     """One exchange, as functions of vectors: ``message`` and ``pull`` on each worker, ``move`` where the center lives.
 
-        m_i = message(x_i, c)
-        c'  = move(c, Σ_i m_i)
-        x_i = pull(x_i, c or c')
+        h   = hand_out(c)                    what workers see of the center, by default the center itself
+        m_i = message(x_i, h)
+        c'  = move(c, Σ_i m_i)               c with all vectors that belong to it
+        h'  = hand_out(c')
+        x_i = pull(x_i, h or h')
 
     All act on elements one by one, so that the center may be cut anywhere. An algorithm holds hyper-parameters only;
     all vectors are passed in, and the verbs of the vector space are its only arithmetic. All arguments of a constructor
     have defaults.
 
+    What is written in this file and in that of an algorithm is all there is to an algorithm: no other file names it.
+
     Attributes:
         reduction: what becomes of the messages, ``"sum"`` or ``"max"`` over workers, or the ``"root"``'s alone.
-        reads_before: ``message`` needs ``state["center"]``.
-        reads_after: ``pull`` needs the center after it has moved; otherwise it takes the one that ``message`` saw.
-        optimizes_center: an optimizer of its own, in place of ``move``, applies the sum of the messages to the center.
+        reads_before: ``message`` needs what the center hands out.
+        reads_after: ``pull`` needs what the center hands out after it has moved; otherwise it takes what ``message``
+            saw.
+        uses_learning_rate: ``move`` reads ``exchange.learning_rate``.
+        spent: name of the worker's vector that nobody needs between ``message`` and ``pull``, if there is one: its
+            memory may hold the total meanwhile.
+        takes_outer_optimizer: an optimizer of the framework may take the place of ``move``: it descends on what
+            ``gradient`` makes of the total.
+        needs_outer_optimizer: it has to; by default it is a copy of the local one.
     """
 
     reduction: ClassVar[str] = "sum"
     reads_before: ClassVar[bool] = True
     reads_after: ClassVar[bool] = True
-    optimizes_center: ClassVar[bool] = False
+    uses_learning_rate: ClassVar[bool] = False
+    spent: ClassVar[str | None] = None
+    takes_outer_optimizer: ClassVar[bool] = False
+    needs_outer_optimizer: ClassVar[bool] = False
 
     @property
     def uses_gradients(self) -> bool:
@@ -63,29 +79,81 @@ class Algorithm(ABC):
     def check(self, size: int) -> None:
         """Raise a ValueError when the hyper-parameters make no sense for ``size`` workers."""
 
-    def check_asynchronous(self, size: int) -> None:
-        """Raise a ValueError where ``size`` workers cannot exchange one by one."""
-        raise ValueError(f"{type(self).__name__} is for synchronous exchange: all workers have to meet")
+    def one_by_one(self, size: int) -> Algorithm:
+        """Return the algorithm with which ``size`` workers exchange one by one, each on its own clock.
 
-    def init(self, space: VectorSpace[V], x: V) -> State[V]:
-        """Return the state when training starts; all workers hold the same ``x``."""
+        Its ``message`` reads the center and x alone, or the worker's vectors alone; its ``move`` may assume that the
+        total is the message of one worker.
+
+        Raises:
+            ValueError: there is none; so it is unless an algorithm says otherwise.
+        """
+        raise ValueError(
+            f"{type(self).__name__} is for synchronous exchange: all workers have to meet. For asynchronous=True there "
+            "are elastic averaging and accumulated gradient normalization"
+        )
+
+    def outer_optimizer(self, local: Optimizer, given: Optimizer | None) -> Optimizer | None:
+        """Return the optimizer of the framework that moves the center, which the front end adapts; None for ``move``.
+
+        Args:
+            local: the local optimizer.
+            given: what the user passed as outer optimizer.
+
+        Raises:
+            ValueError: this algorithm takes none.
+        """
+        if given is not None and not self.takes_outer_optimizer:
+            raise ValueError(
+                f"{type(self).__name__} moves the center by itself and takes no outer optimizer. Received: "
+                f"{type(given).__name__}"
+            )
+        return local if given is None and self.needs_outer_optimizer else given
+
+    def init_worker(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the worker's own vectors when training starts; all workers hold the same ``x``."""
+        return {}
+
+    def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the center when training starts, and what belongs to it; the names are none of the worker's."""
         return {"center": space.copy(x)}
 
-    def local(self, space: VectorSpace[V], x: V, g: V, state: State[V]) -> tuple[V, State[V]]:
-        """Return the gradient for the local update, and the new state; may overwrite ``g`` and the state."""
-        return g, state
+    def local(self, space: VectorSpace[V], x: V, g: V, worker: State[V]) -> tuple[V, State[V]]:
+        """Return the gradient for the local update, and the worker's vectors; may overwrite ``g`` and these."""
+        return g, worker
 
     @abstractmethod
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
-        """Return what this worker adds to the sum; zero where it has nothing to say. May be written into ``out``."""
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
+        """Return what this worker adds to the sum, and what changes of its own vectors.
 
-    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
-        """Return the new center, given the ``total`` of the messages; may overwrite both."""
-        raise NotImplementedError(f"{type(self).__name__} moves the center by an optimizer")
+        Zero where it has nothing to say. May be written into ``out``; may overwrite the worker's vectors.
+
+        Args:
+            space: the verbs.
+            x: the replica.
+            worker: its own vectors.
+            center: what the center hands out; without ``reads_before``, not to be used.
+            exchange: which it is.
+            out: a vector of this size, if there is one.
+        """
+
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Return what changes of the center's vectors, given the ``total`` of the messages; may overwrite all."""
+        raise NotImplementedError(f"{type(self).__name__} moves the center by an outer optimizer")
+
+    def gradient(self, space: VectorSpace[V], total: V, exchange: Exchange) -> V:
+        """Return what an outer optimizer descends on, given the ``total`` of the messages; may overwrite it."""
+        return total
+
+    def hand_out(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
+        """Return what workers see of the center; overwrites nothing."""
+        return center["center"]
 
     @abstractmethod
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
-        """Return the new replica, and what changes of the worker's own state; may overwrite all but the center.
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
+        """Return the new replica, and what changes of the worker's own vectors; may overwrite all but the center.
 
         The replica may be the center itself: it is copied into the parameters at once.
         """

@@ -27,18 +27,20 @@ class Broadcast(Algorithm):
     reduction: ClassVar[str] = "root"
     reads_before: ClassVar[bool] = False
 
-    def check_asynchronous(self, size: int) -> None:
+    def one_by_one(self, size: int) -> Algorithm:
         """Refuse."""
         raise ValueError("buffers='broadcast' is for synchronous exchange, where the root is there: use 'local'")
 
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
         """Return the replica itself."""
-        return space.copy(x, out=out)
+        return space.copy(x, out=out), {}
 
-    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Take over the root's."""
-        return space.copy(total, out=center)
+        return {"center": space.copy(total, out=center["center"])}
 
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""
-        return state["center"], {}
+        return center, {}

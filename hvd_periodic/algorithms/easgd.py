@@ -110,43 +110,42 @@ class EASGD(Algorithm):
                 stacklevel=2,
             )
 
-    def check_asynchronous(self, size: int) -> None:
-        """Refuse a rate above 1, with which one worker and the center step past each other.
+    def one_by_one(self, size: int) -> Algorithm:
+        """Return this; refuse a rate above 1, with which one worker and the center step past each other.
 
         Raises:
             ValueError: α > 1.
         """
         argument, value = ("beta", self.beta) if self.moving_rate is None else ("moving_rate", self.moving_rate)
-        if value is None:
-            return
-        if self.rate(Exchange(size, period=1)) > 1:
+        if value is not None and self.rate(Exchange(size, period=1)) > 1:
             limit = "1" if argument == "moving_rate" else f"n = {size}"
             raise ValueError(
                 f"`ElasticAverageOptimizer({argument}=...)` must be in (0, {limit}] in asynchronous exchange. "
                 f"Received: {argument}={value!r}"
             )
+        return self
 
-    def init(self, space: VectorSpace[V], x: V) -> State[V]:
-        """Return the center and, where ρ needs it, the center as last read; both equal ``x``."""
-        state = {"center": space.copy(x)}
-        return state | {"local_center": space.copy(x)} if self.uses_gradients else state
+    def init_worker(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return, where ρ needs it, the center as last read; it equals ``x``."""
+        return {"local_center": space.copy(x)} if self.uses_gradients else {}
 
-    def local(self, space: VectorSpace[V], x: V, g: V, state: State[V]) -> tuple[V, State[V]]:
+    def local(self, space: VectorSpace[V], x: V, g: V, worker: State[V]) -> tuple[V, State[V]]:
         """Add the gradient of ρ/2 ‖x − lc‖²."""
-        return space.axpy(self.rho, space.sub(x, state["local_center"]), g), state
+        return space.axpy(self.rho, space.sub(x, worker["local_center"]), g), worker
 
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
         """Return the displacement ``d = x − c``."""
-        return space.sub(x, state["center"], out=out)
+        return space.sub(x, center, out=out), {}
 
-    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the center by α times the sum of the displacements."""
-        return space.axpy(self.rate(exchange), total, center)
+        return {"center": space.axpy(self.rate(exchange), total, center["center"])}
 
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Move the replica by −α of its own displacement."""
-        center = state["center"]
-        read = {"local_center": space.copy(center, out=state["local_center"])} if self.uses_gradients else {}
+        read = {"local_center": space.copy(center, out=worker["local_center"])} if self.uses_gradients else {}
         return space.lerp(x, center, self.rate(exchange)), read
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
@@ -33,14 +33,21 @@ class Maximum(Algorithm):
     reduction: ClassVar[str] = "max"
     reads_before: ClassVar[bool] = False
 
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+    def one_by_one(self, size: int) -> Algorithm:
+        """Return the maximum that also the center takes part in."""
+        return replace(self, rising=True)
+
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
         """Return the replica itself."""
-        return space.copy(x, out=out)
+        return space.copy(x, out=out), {}
 
-    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Take over the maximum."""
-        return space.maximum(center, total) if self.rising else space.copy(total, out=center)
+        old = center["center"]
+        return {"center": space.maximum(old, total) if self.rising else space.copy(total, out=old)}
 
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""
-        return state["center"], {}
+        return center, {}

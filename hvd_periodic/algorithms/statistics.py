@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hvd_periodic.algorithms.averaging import Averaging
-from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.vector import VectorSpace
 
 V = TypeVar("V")
@@ -31,25 +31,31 @@ class Statistics(Averaging):
         >>> import numpy as np
         >>> from hvd_periodic.vector import VectorSpace
         >>> space, two, center = VectorSpace(), Exchange(size=2, period=1), np.array([0.0, 0.0])
-        >>> message = Statistics().message(space, np.array([1.0, -np.inf]), {"center": center}, two)
-        >>> Statistics().move(space, center, message + np.array([3.0, -np.inf]), two)
-        array([  2., -inf])
+        >>> message, _ = Statistics().message(space, np.array([1.0, -np.inf]), {}, center, two)
+        >>> Statistics().move(space, {"center": center}, message + np.array([3.0, -np.inf]), two)
+        {'center': array([  2., -inf])}
     """
 
     alone: bool = False
 
-    def message(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange, out: V | None = None) -> V:
+    def one_by_one(self, size: int) -> Algorithm:
+        """Return the mean that recovers from a center that is not finite."""
+        return replace(self, alone=True)
+
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
         """Return the displacement from the finite part of the center."""
-        return space.sub(x, _finite(space, state["center"]), out=out)
+        return space.sub(x, _finite(space, center), out=out), {}
 
-    def move(self, space: VectorSpace[V], center: V, total: V, exchange: Exchange) -> V:
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the finite part by the mean displacement."""
-        moved = space.axpy(1.0 / exchange.size, total, _finite(space, center))
-        return space.where_finite(center, moved, total) if self.alone else moved
+        old = center["center"]
+        moved = space.axpy(1.0 / exchange.size, total, _finite(space, old))
+        return {"center": space.where_finite(old, moved, total) if self.alone else moved}
 
-    def pull(self, space: VectorSpace[V], x: V, state: State[V], exchange: Exchange) -> tuple[V, State[V]]:
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center, where that is finite."""
-        center = state["center"]
         return space.where_finite(center, center, x), {}
 
 

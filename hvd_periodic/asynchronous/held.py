@@ -24,10 +24,12 @@ class SharedPart:
     Attributes:
         layout: of the whole; the first word of a kind names the dtype, as numpy does.
         algorithm: what a transaction computes.
+        optimized: an outer optimizer moves the center.
     """
 
     layout: Layout
     algorithm: Algorithm
+    optimized: bool = False
 
 
 class HeldCenter:
@@ -36,9 +38,9 @@ class HeldCenter:
     Buckets are counted through all parts. A transaction on a bucket takes the worker's replica x, or its message where
     the algorithm forms that without the center, and returns the center that the worker then pulls:
 
-        m  = message(x, c)
+        m  = message(x, hand_out(c))
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
-        returned: c, or c' where the algorithm pulls what has moved
+        returned: what c hands out, or c' where the algorithm pulls what has moved
 
     Args:
         parts: what is exchanged.
@@ -52,7 +54,7 @@ class HeldCenter:
         self.parts = list(parts)
         self.centers: list[FlatStore[Any]] = []
         self.total: FlatStore[Any] | None = None
-        """Sum of the messages, where an optimizer moves the center: of the first part alone."""
+        """The gradient for the outer optimizer, where one moves the center: of the first part alone."""
         pieces = _pieces(parts, shares)
 
         def arena(kind: str, size: int) -> np.ndarray:
@@ -61,7 +63,7 @@ class HeldCenter:
 
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             self.centers.append(FlatStore(share, arena))
-            if part.algorithm.optimizes_center:
+            if part.optimized:
                 self.total = FlatStore(share, arena)
             self._buckets += [(index, bucket) for bucket in share.buckets]
 
@@ -80,24 +82,25 @@ class HeldCenter:
         part, bucket = self._buckets[index]
         self.centers[part].write(bucket, values)
 
-    def set_total(self, index: int, message: np.ndarray) -> None:
-        """Keep a message for the optimizer of the center."""
+    def set_total(self, index: int, message: np.ndarray, exchange: Exchange) -> None:
+        """Keep what an outer optimizer is to descend on."""
+        part, bucket = self._buckets[index]
         if self.total is not None:
-            self.total.write(self._buckets[index][1], message)
+            self.total.write(bucket, self.parts[part].algorithm.gradient(self._space, message, exchange))
 
     def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Run one transaction; return a copy of what the worker pulls."""
         part, bucket = self._buckets[index]
-        algorithm = self.parts[part].algorithm
-        center = self.centers[part].read(bucket)
-        before = np.array(center) if not algorithm.reads_after else center
+        algorithm, space = self.parts[part].algorithm, self._space
+        center = {"center": self.centers[part].read(bucket)}
+        before = np.array(algorithm.hand_out(space, center, exchange)) if algorithm.reads_before else payload
         message = payload
         if algorithm.reads_before:
-            message = algorithm.message(self._space, payload, {"center": center}, exchange)
-        moved = algorithm.move(self._space, center, message, exchange)
-        if moved is not center:
+            message, _ = algorithm.message(space, payload, {}, before, exchange)
+        moved = algorithm.move(space, center, message, exchange)["center"]
+        if moved is not center["center"]:
             self.centers[part].write(bucket, moved)
-        return np.array(moved) if algorithm.reads_after else before
+        return np.array(algorithm.hand_out(space, {"center": moved}, exchange)) if algorithm.reads_after else before
 
 
 def _pieces(parts: Sequence[SharedPart], shares: Sequence[Layout]) -> Iterator[tuple[int, int]]:
@@ -105,7 +108,7 @@ def _pieces(parts: Sequence[SharedPart], shares: Sequence[Layout]) -> Iterator[t
     position = 0
     for part, share in zip(parts, shares, strict=True):
         itemsizes = {bucket.kind: bucket.itemsize for bucket in share.buckets}
-        for _ in range(2 if part.algorithm.optimizes_center else 1):
+        for _ in range(2 if part.optimized else 1):
             for kind, size in share.arenas.items():
                 stop = position + size * itemsizes.get(kind, 1)
                 yield position, stop

@@ -16,7 +16,7 @@ from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.comm.messages import LONG, SHORT, Messages
 from hvd_periodic.layout import Bucket, Layout
-from hvd_periodic.replica import CenterOptimizer
+from hvd_periodic.outer.framework import OuterOptimizer
 
 _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 """Tags: of a request and of its answer; that of bucket i is ``_PAYLOAD + 2 i``, of the reply one more."""
@@ -53,14 +53,14 @@ class ServiceTransport(Transport):
         parts: Sequence[SharedPart],
         holders: Sequence[int],
         bounds: Bounds,
-        optimizer: CenterOptimizer,
+        optimizer: OuterOptimizer,
     ) -> None:
         self._requests, self._replies = requests, replies
         self._rank = requests.rank
         self._holders = list(holders)
         self._bounds = [bounds(bucket) for part in parts for bucket in part.layout.buckets]
         self._dtypes = [np.dtype(bucket.kind.split()[0]) for part in parts for bucket in part.layout.buckets]
-        self._optimized = len(parts[0].layout.buckets) if parts[0].algorithm.optimizes_center else 0
+        self._optimized = len(parts[0].layout.buckets) if parts[0].optimized else 0
         self._seen = 0
         place = self._holders.index(self._rank) if self._rank in self._holders else None
 
@@ -83,7 +83,7 @@ class ServiceTransport(Transport):
         counts = self._begin(exchange)
         optimized = [next(payloads) for _ in range(self._optimized)]
         if optimized:
-            yield from self._step(optimized)
+            yield from self._step(optimized, exchange)
         for index in range(self._optimized, len(self._bounds)):
             yield self._transact(index, next(payloads), exchange)
         pushes = counts()
@@ -184,13 +184,13 @@ class ServiceTransport(Transport):
             self._requests.wait(request)
         return pulled
 
-    def _step(self, payloads: list[np.ndarray]) -> Iterator[np.ndarray]:
+    def _step(self, payloads: list[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
         pulled = [np.empty_like(payload) for payload in payloads]
         requests = [self._exchange_with_others(index, payloads[index], pulled[index]) for index in range(len(payloads))]
         for place, holder in enumerate(self._holders):
             if holder == self._rank:
                 parts = [payload[slice(*self._bounds[i][place])] for i, payload in enumerate(payloads)]
-                for i, part in enumerate(self._own.step(parts)):
+                for i, part in enumerate(self._own.step(parts, exchange)):
                     pulled[i][slice(*self._bounds[i][place])] = part
         for index, pending in enumerate(requests):
             for request in pending:
@@ -237,7 +237,7 @@ class _Service:
         requests: Messages,
         replies: Messages,
         held: HeldCenter,
-        optimizer: CenterOptimizer,
+        optimizer: OuterOptimizer,
         sizes: list[int],
         dtypes: list[np.dtype[Any]],
         optimized: int,
@@ -275,12 +275,12 @@ class _Service:
         with self._lock:
             return self._held.transact(index, payload, exchange)
 
-    def step(self, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def step(self, messages: Sequence[np.ndarray], exchange: Exchange) -> list[np.ndarray]:
         """Apply the messages of one worker by the optimizer; return copies of the center."""
         with self._lock:
             for index, message in enumerate(messages):
-                self._held.set_total(index, message)
-            self._optimizer.step_center()
+                self._held.set_total(index, message, exchange)
+            self._optimizer.step()
             self._stepped = True
             return [self._held.read(index) for index in range(self._optimized)]
 
@@ -297,16 +297,16 @@ class _Service:
     def state(self) -> Any:
         """Return a copy of the optimizer's state; None before its first step."""
         with self._lock:
-            return self._optimizer.center_optimizer_state() if self._stepped else None
+            return self._optimizer.state() if self._stepped else None
 
     def load(self, state: Any) -> None:
         """Set the optimizer's state, after the buckets have been written; None for a new one."""
         with self._lock:
             self._stepped = state is not None
             if state is not None:
-                self._optimizer.load_center_optimizer_state(state)
+                self._optimizer.load(state)
             elif self._optimized:
-                self._optimizer.reset_center_optimizer()
+                self._optimizer.reset()
 
     def _run(self) -> None:
         """Serve until stopped."""
@@ -354,7 +354,7 @@ class _Service:
                 if payload.size:
                     self._requests.wait(self._requests.receive(payload, source, _tag(index)))
             messages.append(payload)
-        for index, part in enumerate(self.step(messages)):
+        for index, part in enumerate(self.step(messages, self._exchanges[source])):
             if part.size:
                 self._send(part, source, _tag(index) + 1)
 

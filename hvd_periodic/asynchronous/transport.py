@@ -12,7 +12,7 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
 from hvd_periodic.comm.memory import SharedMemory
-from hvd_periodic.replica import CenterOptimizer
+from hvd_periodic.outer.framework import OuterOptimizer
 
 
 class Transport(ABC):
@@ -74,13 +74,13 @@ class MemoryTransport(Transport):
         self,
         allocate: Callable[[int], SharedMemory],
         parts: Sequence[SharedPart],
-        optimizer: CenterOptimizer,
+        optimizer: OuterOptimizer,
         shapes: Sequence[tuple[tuple[int, ...], str]],
         use_locking: bool,
     ) -> None:
         shares = [part.layout for part in parts]
         self._counts = [len(share.buckets) for share in shares]
-        self._optimized = self._counts[0] if parts[0].algorithm.optimizes_center else 0
+        self._optimized = self._counts[0] if parts[0].optimized else 0
         self._optimizer = optimizer
         self._use_locking = use_locking
         header, center = 8 * _HEADER, HeldCenter.nbytes(parts, shares)
@@ -107,7 +107,7 @@ class MemoryTransport(Transport):
             self._header[_PUSHES] += 1
         self.missed, self._seen = pushes - self._seen, pushes + 1
         if self._optimized:
-            yield from self._step(payloads)
+            yield from self._step(payloads, exchange)
         for index in range(self._optimized, sum(self._counts)):
             payload = next(payloads)
             with self._locked(index):
@@ -126,34 +126,34 @@ class MemoryTransport(Transport):
                 self._held.write(index, values)
             self._header[_STEPPED] = optimizer_state is not None
             if optimizer_state is not None:
-                self._optimizer.load_center_optimizer_state(optimizer_state)
-                self._optimizer.push_center_optimizer(self._state)
+                self._optimizer.load(optimizer_state)
+                self._optimizer.push(self._state)
 
     def optimizer_state(self) -> Any:
         """Return the state in the memory."""
         with self._memory.lock(0, max(self._optimized, 1)):
             if not self._header[_STEPPED]:
                 return None
-            self._optimizer.pull_center_optimizer(self._state)
-            return self._optimizer.center_optimizer_state()
+            self._optimizer.pull(self._state)
+            return self._optimizer.state()
 
     def close(self) -> None:
         """Release the memory."""
         del self._held, self._header, self._state
         self._memory.close()
 
-    def _step(self, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    def _step(self, payloads: Iterator[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
         pulled = []
         messages = [next(payloads) for _ in range(self._optimized)]
         with self._memory.lock(0, self._optimized):
             for index, message in enumerate(messages):
-                self._held.set_total(index, message)
+                self._held.set_total(index, message, exchange)
             if self._header[_STEPPED]:
-                self._optimizer.pull_center_optimizer(self._state)
+                self._optimizer.pull(self._state)
             else:
-                self._optimizer.reset_center_optimizer()
-            self._optimizer.step_center()
-            self._optimizer.push_center_optimizer(self._state)
+                self._optimizer.reset()
+            self._optimizer.step()
+            self._optimizer.push(self._state)
             self._header[_STEPPED] = 1
             for index in range(self._optimized):
                 pulled.append(self._held.read(index))
@@ -163,7 +163,7 @@ class MemoryTransport(Transport):
         return self._memory.lock(index) if self._use_locking else nullcontext()
 
 
-def bind(optimizer: CenterOptimizer, held: HeldCenter) -> None:
+def bind(optimizer: OuterOptimizer, held: HeldCenter) -> None:
     """Let the optimizer act on a center, if the algorithm has one."""
     if held.total is not None:
-        optimizer.bind_host_center(held.centers[0], held.total)
+        optimizer.bind_host(held.centers[0], held.total, held.parts[0].layout)

@@ -18,9 +18,10 @@ from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.layout import Bucket, chunk
-from hvd_periodic.part import Part
+from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.placement import Placement, Sharded
 from hvd_periodic.replica import Replica
+from hvd_periodic.tensor_group import TensorGroup, all_buckets
 
 _LEFT = object()
 
@@ -71,6 +72,7 @@ class Worker:
     Args:
         communicator: all workers.
         replica: of this rank.
+        outer: moves the center, where one does.
         parts: what is exchanged.
         root: the rank that holds the center, and starts and restores it.
         sharded: every rank holds one n-th of the center, where it is not in memory that all share.
@@ -84,12 +86,13 @@ class Worker:
         self,
         communicator: Communicator,
         replica: Replica[Any],
+        outer: OuterOptimizer,
         parts: Sequence[SharedPart],
         root: int,
         sharded: bool,
         use_locking: bool,
     ) -> None:
-        self.communicator, self._replica, self._root = communicator, replica, root
+        self.communicator, self._replica, self._outer, self._root = communicator, replica, outer, root
         self._number = 0
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
@@ -98,8 +101,8 @@ class Worker:
         self._count = firsts[-1]
         self.placements = [Elsewhere(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
-        if parts[0].algorithm.optimizes_center:
-            self._shapes = replica.center_optimizer_shapes(parts[0].layout)
+        if parts[0].optimized:
+            self._shapes = outer.shapes(parts[0].layout)
 
     @property
     def transport(self) -> Transport:
@@ -121,13 +124,13 @@ class Worker:
         Raises:
             RuntimeError: these ranks cannot exchange asynchronously, as the job was launched.
         """
-        communicator, replica = self.communicator, self._replica
+        communicator, outer = self.communicator, self._outer
         self._number = number
         memory = _in_memory(communicator)
         self._divided = self._sharded and not memory
         if memory:
             allocate = communicator.shared_memory
-            self._transport = MemoryTransport(allocate, self._shared, replica, self._shapes, self._use_locking)
+            self._transport = MemoryTransport(allocate, self._shared, outer, self._shapes, self._use_locking)
         else:
             holders = list(range(communicator.size)) if self._sharded else [self._root]
 
@@ -135,7 +138,7 @@ class Worker:
                 return [chunk(bucket.size, place, len(holders)) for place in range(len(holders))]
 
             requests, replies = communicator.messages(), communicator.messages()
-            self._transport = ServiceTransport(requests, replies, self._shared, holders, bounds, replica)
+            self._transport = ServiceTransport(requests, replies, self._shared, holders, bounds, outer)
         if communicator.rank == self._root:
             logger.info("Asynchronous exchange of %d ranks through %s", communicator.size, self.transport.description)
         if communicator.processes and communicator.size > 1:
@@ -143,10 +146,10 @@ class Worker:
                 atexit.register(_leave_all)
             _opened.append(self)
 
-    def exchange(self, parts: Sequence[Part[Any]], exchange: Exchange) -> int:
+    def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
         self.wake()
-        buckets = [(part, bucket) for part in parts for bucket in part.values.layout.buckets]
+        buckets = list(all_buckets(parts))
 
         def payloads() -> Iterator[np.ndarray]:
             for part, bucket in buckets:
@@ -162,13 +165,13 @@ class Worker:
             return self._replica.from_host(self._final[index], bucket)
         return self._replica.from_host(self.transport.read(index), bucket)
 
-    def optimizer_state(self) -> Any:
+    def state(self) -> Any:
         """Return a copy of the state of the center's optimizer, for a checkpoint.
 
         Raises:
             RuntimeError: Horovod has been shut down.
         """
-        if not self._shared[0].algorithm.optimizes_center:
+        if not self._shared[0].optimized:
             return None
         if not self.communicator.alive():
             raise RuntimeError("The state of the center's optimizer has gone with hvd.shutdown(): save it before")
@@ -191,7 +194,7 @@ class Worker:
         """Whether no training is under way: :meth:`finish` was the last, or nothing has been exchanged yet."""
         return self._final is not None
 
-    def start(self, parts: Sequence[Part[Any]]) -> None:
+    def start(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the center to the root's replica; collective."""
         self.wake()
         if self.communicator.rank == self._root:
@@ -202,7 +205,7 @@ class Worker:
             )
         self._wait_for_root()
 
-    def resume(self, parts: Sequence[Part[Any]], state: dict[str, Any] | None) -> None:
+    def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
         """Set the center to what the root has loaded, or where nothing was to its replica; collective."""
         if self.communicator.rank == self._root and state is None:
             logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
@@ -227,11 +230,11 @@ class Worker:
     def _wait_for_root(self) -> None:
         self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
 
-    def show(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> None:
+    def show(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
         """Let what was saved be read as the center, until there is one."""
         self._final = list(self._saved(parts, state))
 
-    def _saved(self, parts: Sequence[Part[Any]], state: dict[str, Any]) -> Iterator[np.ndarray]:
+    def _saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> Iterator[np.ndarray]:
         for part in parts:
             store = self._replica.new_temporary_store(part.values.layout)
             self._replica.load(store, state["vectors"][part.name]["center"])

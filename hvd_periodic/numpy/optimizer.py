@@ -11,6 +11,8 @@ import numpy as np
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm import Communicator, LocalCommunicator
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.schedules import Schedule, as_schedule
@@ -56,10 +58,21 @@ class PeriodicOptimizer:
         name = comm.unique_name()
 
         def build() -> Synchronizer[Array]:
-            replica = NumpyReplica(named_parameters, optimizer if center_optimizer is None else center_optimizer)
+            replica = NumpyReplica(named_parameters)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            root = comm.rank_of(root_rank)
-            return Synchronizer(replica, made, as_schedule(period, argument), comm, root, name, center, asynchronous)
+            moving = made.outer_optimizer(optimizer, center_optimizer)
+            return Synchronizer(
+                replica,
+                made,
+                as_schedule(period, argument),
+                comm,
+                comm.rank_of(root_rank),
+                name,
+                center,
+                asynchronous,
+                outer=None if moving is None else ArrayOuterOptimizer(moving),
+                rates=LearningRates(lambda: [_learning_rate(optimizer)] * len(replica.arrays)),
+            )
 
         self.optimizer = optimizer
         self.synchronizer = build_on_all(comm, name, build)
@@ -105,3 +118,13 @@ class PeriodicOptimizer:
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the arrays inside a ``with`` block, the local values again after it."""
         return self.synchronizer.center()
+
+
+def _learning_rate(optimizer: ArrayOptimizer) -> float:
+    rate = getattr(optimizer, "learning_rate", None)
+    if not isinstance(rate, (int, float)):
+        raise TypeError(
+            f"The algorithm needs the learning rate of local steps, and {type(optimizer).__name__} has no attribute "
+            f"`learning_rate` that is a number. Received: {rate!r}"
+        )
+    return float(rate)

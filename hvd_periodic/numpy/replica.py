@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.named import unique_pairs
-from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
+from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.store import FlatStore, PackedStore, Store
 from hvd_periodic.vector import VectorSpace
 
@@ -30,7 +28,6 @@ class NumpyReplica:
     def __init__(
         self,
         named_parameters: NamedArrays,
-        center_optimizer: ArrayOptimizer | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
@@ -52,15 +49,12 @@ class NumpyReplica:
         self.parameters: Store[Array] = PackedStore(
             Layout(specs, bucket_bytes), self.arrays, lambda bucket: np.empty(bucket.size, bucket.kind)
         )
-        self._center_source = center_optimizer
-        self._center_optimizer: ArrayOptimizer | None = None
         self._signature = [(array.shape, array.dtype) for array in self.arrays]
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
         arrays = zip(self.names, self.arrays, strict=True)
         return {
-            "center optimizer": type(self._center_source).__name__,
             "number of parameters": len(self.arrays),
             **{f"parameter {i}": f"{n} {a.dtype}{list(a.shape)}" for i, (n, a) in enumerate(arrays)},
         }
@@ -84,9 +78,9 @@ class NumpyReplica:
         """Numpy allocates as it goes."""
         return
 
-    def local(self, algorithm: Algorithm, state: dict[str, Store[Array]]) -> int:
+    def local(self, algorithm: Algorithm, worker: dict[str, Store[Array]]) -> int:
         """Run the local rule on one array at a time; it replaces gradients and updates the state in place."""
-        views = {key: store.tensors() for key, store in state.items()}
+        views = {key: store.tensors() for key, store in worker.items()}
         present = 0
         for i, (x, g) in enumerate(zip(self.arrays, self.gradients, strict=True)):
             if g is None:
@@ -98,41 +92,6 @@ class NumpyReplica:
                 old[key][...] = value
         return present
 
-    def bind_center(self, center: Store[Array], gradient: Store[Array]) -> None:
-        """Keep views of the center and of its gradient for the center optimizer."""
-        if self._center_source is None:
-            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        source = self._center_source
-
-        def steps(x: Array, gradients: list[Array]) -> Array:
-            optimizer, moved = copy.deepcopy(source), x.copy()
-            for gradient in gradients:
-                optimizer.step([moved], [gradient])
-            return moved
-
-        require_elementwise(type(source).__name__, center.layout, self.parameters.layout, steps)
-        self._center_optimizer = copy.deepcopy(self._center_source)
-        self._center_views = (center.tensors(), gradient.tensors())
-
-    def step_center(self) -> None:
-        """Let the center optimizer step."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.step(*self._center_views)
-
-    def center_settings(self) -> dict[str, object]:
-        """Return the numbers and texts among the attributes of the center optimizer."""
-        return {f"{key} of the center optimizer": value for key, value in self.center_hyperparameters().items()}
-
-    def center_hyperparameters(self) -> Any:
-        """Return the numbers and texts among the attributes of the center optimizer."""
-        attributes = {} if self._center_optimizer is None else vars(self._center_optimizer)
-        return {key: value for key, value in attributes.items() if isinstance(value, (int, float, str))}
-
-    def follow(self, settings: Any) -> None:
-        """Set them."""
-        if self._center_optimizer is not None and settings is not None:
-            vars(self._center_optimizer).update(settings)
-
     def frozen(self) -> bytes:
         """Return nothing: all arrays are trained."""
         return b""
@@ -140,47 +99,6 @@ class NumpyReplica:
     def discard_gradients(self) -> None:
         """Leave the parameters without gradients."""
         self.gradients = [None] * len(self.arrays)
-
-    def center_optimizer_state(self) -> Any:
-        """Return a copy of the center optimizer's attributes."""
-        return None if self._center_optimizer is None else copy.deepcopy(vars(self._center_optimizer))
-
-    def load_center_optimizer_state(self, state: Any) -> None:
-        """Set the center optimizer's attributes."""
-        if self._center_optimizer is not None:
-            vars(self._center_optimizer).update(copy.deepcopy(state))
-
-    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
-        """The center is in host memory anyway."""
-        self.bind_center(center, total)
-
-    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Let a copy step, and look."""
-        zeros = self.new_temporary_store(layout)
-        self.bind_center(zeros, self.new_temporary_store(layout))
-        trial = copy.deepcopy(self._center_source)
-        if trial is not None:
-            trial.step(zeros.tensors(), [np.zeros_like(center) for center in zeros.tensors()])
-        arrays = _arrays(trial)
-        return [(array.shape, array.dtype.name) for array in arrays]
-
-    def reset_center_optimizer(self) -> None:
-        """Copy it anew."""
-        self._center_optimizer = copy.deepcopy(self._center_source)
-
-    def pull_center_optimizer(self, arrays: Sequence[Array]) -> None:
-        """Copy from the arrays, which a step has filled."""
-        if not _arrays(self._center_optimizer) and self._center_optimizer is not None:
-            velocities = [np.zeros_like(center) for center in self._center_views[0]]
-            copies = ([center.copy() for center in self._center_views[0]], velocities)
-            self._center_optimizer.step(*copies)
-        for mine, array in zip(_arrays(self._center_optimizer), arrays, strict=True):
-            mine[...] = array
-
-    def push_center_optimizer(self, arrays: Sequence[Array]) -> None:
-        """Copy into the arrays."""
-        for mine, array in zip(_arrays(self._center_optimizer), arrays, strict=True):
-            array[...] = mine
 
     def to_host(self, value: Array, bucket: Bucket) -> Array:
         """It is there."""
@@ -202,11 +120,3 @@ class NumpyReplica:
         """Copy by name."""
         for spec, array in zip(store.layout.specs, store.tensors(), strict=True):
             array[...] = tensors[spec.name]
-
-
-def _arrays(optimizer: ArrayOptimizer | None) -> list[Array]:
-    """Return the arrays among the attributes of an optimizer, and in the lists among them."""
-    found: list[Array] = []
-    for value in [] if optimizer is None else vars(optimizer).values():
-        found += [array for array in (value if isinstance(value, list) else [value]) if isinstance(array, np.ndarray)]
-    return found

@@ -68,7 +68,7 @@ class CenterOptimizer:
     @property
     def _scheduled(self) -> bool:
         """Whether the local optimizer's rate is a function of its iterations, which may differ between ranks."""
-        return self._followed is not None and not isinstance(self._followed.learning_rate, keras.Variable)
+        return self._followed is not None and is_scheduled(self._followed)
 
     def bind(
         self,
@@ -123,14 +123,7 @@ class CenterOptimizer:
                 updates or have fewer steps are behind in it, and all take the rate of those that are not.
         """
         if self._followed is not None:
-            # A tensor: a variable that is assigned would become one of the optimizer's own.
-            rate = tf.convert_to_tensor(self._followed.learning_rate)
-            if self._scheduled:
-                iterations = tf.convert_to_tensor(self._followed.iterations)
-                rate = maximum(tf.where(iterations == maximum(iterations), rate, 0.0))
-            elif self.rate is not None:
-                rate = tf.cast(self.rate, rate.dtype)
-            self.optimizer.learning_rate = rate
+            self.optimizer.learning_rate = rate_of_now(self._followed, self.rate, maximum)
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
@@ -200,6 +193,27 @@ class CenterOptimizer:
         """Assign what :meth:`state` returned."""
         for variable, value in zip(self.optimizer.variables, state, strict=True):
             variable.assign(value)
+
+
+def is_scheduled(optimizer: Any) -> bool:
+    """Return whether the learning rate is a function of the iterations, which may differ between ranks."""
+    return not isinstance(optimizer.learning_rate, keras.Variable)
+
+
+def rate_of_now(optimizer: Any, given: Any, maximum: Callable[[Any], Any]) -> tf.Tensor:
+    """Return the learning rate that all ranks take, as a tensor, which no optimizer takes for a variable of its own.
+
+    Args:
+        optimizer: the local optimizer.
+        given: the rate that ranks have agreed on, if there is one.
+        maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped updates or
+            have fewer steps are behind in it, and all take the rate of those that are not.
+    """
+    rate = tf.convert_to_tensor(optimizer.learning_rate)
+    if is_scheduled(optimizer):
+        iterations = tf.convert_to_tensor(optimizer.iterations)
+        return maximum(tf.where(iterations == maximum(iterations), rate, 0.0))
+    return rate if given is None else tf.cast(given, rate.dtype)
 
 
 def _named(path: str, variable: tf.Variable) -> keras.Variable:

@@ -51,6 +51,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     """
 
     replica: Any
+    hyperparameters: Any
     opening: Callable[[], object] | None = None
     how_to_start: str | None = None
     saved_center: dict[str, Any] | None = None
@@ -64,7 +65,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         self.replica.refuse_constraints(self.parts[0].center.layout, self.asynchronous is not None)
         self._share: tf.Variable | None = None
         if self.asynchronous is None:
-            self.replica.maximum = self._maximum
+            self.hyperparameters.maximum = self._maximum
             if not self.placement.everywhere:
                 self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
         with tf.init_scope():
@@ -120,7 +121,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             return super()._state_before_training()
         vectors = {
             part.name: saved["vectors"][part.name]
-            | {key: self.replica.save(store) for key, store in part.state.items()}
+            | {key: self.replica.save(store) for key, store in part.worker.items()}
             for part in self.parts
         }
         return self._assembled(vectors, saved["center_optimizer"])
@@ -353,9 +354,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             with tf.control_dependencies([plan]):
                 first = tf.equal(self._counter_variables["rounds"], 0)
             checks.append(tf.cond(first, lambda: self._audit_in_graph(advice), lambda: tf.constant(True)))
-        self.replica.follow(None)
-        if self.replica.follows_rate:
-            self.replica.follow({"learning_rate": tf.bitcast(plan[3], tf.float64)})
+        follows = self.hyperparameters.follows_rate
+        self.hyperparameters.follow({"learning_rate": tf.bitcast(plan[3], tf.float64)} if follows else None)
         with tf.control_dependencies(checks):
             gradients = tf.maximum(self._counter_variables["gradients"], 1)
             exchange: Any = Exchange(
@@ -402,7 +402,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             return [np.array([missed, following, max(missed, counters.staleness_max)]), *pulled]
 
         # What Python reads by itself, a local step in the same graph must have written.
-        written = [tf.convert_to_tensor(variable) for variable in self.replica.followed()]
+        written = [tf.convert_to_tensor(variable) for variable in self.hyperparameters.followed()]
         with tf.device("CPU:0"), tf.control_dependencies(written):
             results = tf.py_function(run, [before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)])
         plan = tf.ensure_shape(results[0], [3])
@@ -428,8 +428,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             return
         algorithm, space, part = self.algorithm, self.replica.space, self.parts[0]
         if not algorithm.reads_after:
-            message = algorithm.message(space, part.values.read(bucket), {"center": center}, exchange)
-            center = algorithm.move(space, center, message, exchange)
+            message, _ = algorithm.message(space, part.values.read(bucket), {}, center, exchange)
+            center = algorithm.move(space, {"center": center}, message, exchange)["center"]
         self.as_left.write(bucket, center)
 
     def restart_center(self) -> Any:
@@ -469,7 +469,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         kind = RuntimeError if self.communicator.changed() is None else ValueError
         check(self.communicator, records, None if problem is None else kind(problem))
         meeting = self.conclude(records, counters)
-        settings = meeting.settings or self.replica.center_hyperparameters() or {}
+        settings = meeting.settings or self.hyperparameters.hyperparameters() or {}
         rate = np.float64(settings.get("learning_rate", 0.0)).view(np.int64)
         sent = len(gathered) // len(records)
         return [meeting.period, next_exchange(self.schedule, counters.local_steps), sent, int(rate)]

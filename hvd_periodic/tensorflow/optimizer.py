@@ -27,6 +27,7 @@ from hvd_periodic.tensorflow.config import decode, encode
 from hvd_periodic.tensorflow.distributed import GradientAverage, is_distributed, taken_apart
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.model import check_policy, named_variables, native
+from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.saved import SavedVariables
 from hvd_periodic.tensorflow.settings import ForwardedSettings
@@ -110,8 +111,10 @@ class PeriodicOptimizer(ForwardedSettings):
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             if not loaded:
                 communicator.rank_of(root_rank)
-                (made.check_asynchronous if asynchronous else made.check)(communicator.size)
-            moved = CenterOptimizer(innermost(plain), center_optimizer) if made.optimizes_center else None
+                (made.one_by_one if asynchronous else made.check)(communicator.size)
+            local = innermost(plain)
+            moving = made.outer_optimizer(local, center_optimizer)
+            moved = None if moving is None else CenterOptimizer(local, center_optimizer)
             planned = as_schedule(period, argument)
             return made, planned if loaded else schedule_around(averaged, communicator, planned, asynchronous), moved
 
@@ -275,7 +278,7 @@ class PeriodicOptimizer(ForwardedSettings):
             if tf.distribute.has_strategy():
                 raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
             made = self._algorithm
-            (made.check_asynchronous if self._asynchronous else made.check)(self._communicator.size)
+            (made.one_by_one if self._asynchronous else made.check)(self._communicator.size)
             self._refuse_other_ranks()
             schedule_around(self.averaged, self._communicator, self._schedule, self._asynchronous)
             self._construct()
@@ -536,7 +539,7 @@ class PeriodicOptimizer(ForwardedSettings):
             return
         model = None if self._model is None else self._model()
         named = named_variables(self._trainable_variables, model, self._buffers)
-        replica = VariableReplica(named, self._new_variable, self._center)
+        replica = VariableReplica(named, self._new_variable)
         ranks, root = self._communicator, 0
         if (
             self._asynchronous or self._placement != "replicated"
@@ -553,6 +556,9 @@ class PeriodicOptimizer(ForwardedSettings):
             self._prefix,
             self._placement,
             self._asynchronous,
+            True,
+            None if self._center is None else VariableOuterOptimizer(self._center, named.parameters),
+            KerasLearningRate(innermost(self.inner_optimizer)),
         )
         self._synchronizer.opening = self._open
         saved = self._synchronizer.saved_center = self._saved_center()

@@ -12,10 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.store import FlatStore, Store
-from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.graph import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import VariableStore, layout_of
@@ -53,11 +51,9 @@ class VariableReplica:
     Args:
         named: the variables by role.
         new_variable: makes the variables of the algorithm's state.
-        center_optimizer: for algorithms that optimize the center.
         bucket_bytes: upper bound of what one collective carries.
 
     Attributes:
-        maximum: the largest value of all ranks, of a scalar; set by the synchronizer.
         gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
 
     Raises:
@@ -69,7 +65,6 @@ class VariableReplica:
         self,
         named: NamedVariables,
         new_variable: NewVariable,
-        center_optimizer: CenterOptimizer | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         for name, variable in named.parameters:
@@ -86,12 +81,9 @@ class VariableReplica:
             )
         self.named = named
         self.bucket_bytes = bucket_bytes
-        self.maximum: Callable[[Any], Any] = lambda value: value
         self.gradients: list[Any] = [None] * len(named.parameters)
         self.space: VectorSpace[Any] = TensorSpace()
         self._new_variable = new_variable
-        self._center_optimizer = center_optimizer
-        self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self.parameters: Store[Any] = self._store(named.parameters)
         self.buffers: Store[Any] | None = self._store(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self._store(named.counted) if named.counted else None
@@ -101,8 +93,6 @@ class VariableReplica:
     def facts(self) -> dict[str, object]:
         """Return shapes and dtypes by role; not paths, which Keras numbers by what else a process has built."""
         facts: dict[str, object] = {"bucket_bytes": self.bucket_bytes}
-        if self._center_optimizer is not None:
-            facts["center optimizer"] = type(self._center_optimizer.optimizer).__name__
         roles = {
             "parameter": self.named.parameters,
             "buffer": self.named.averaged,
@@ -175,9 +165,9 @@ class VariableReplica:
         """TensorFlow allocates as it goes."""
         return
 
-    def local(self, algorithm: Algorithm, state: dict[str, Store[Any]]) -> int:
+    def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Run the local rule on one variable at a time; the state changes in place."""
-        vectors = {key: store.tensors() for key, store in state.items()}
+        vectors = {key: store.tensors() for key, store in worker.items()}
         present = 0
         for i, (_, variable) in enumerate(self.named.parameters):
             if self.gradients[i] is not None:
@@ -186,91 +176,11 @@ class VariableReplica:
                 self.gradients[i], _ = algorithm.local(self.space, variable, self.gradients[i], of_variable)
         return present
 
-    def bind_center(self, center: Store[Any], gradient: Store[Any]) -> None:
-        """Give the center optimizer its variables."""
-        if self._center_optimizer is None:
-            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        self._require_elementwise(center.layout)
-        self._center_optimizer.cut = bool(center.layout.specs) and center.layout is not self.parameters.layout
-        parameters = [self.named.parameters[tensor] for tensor, _, _ in center.layout.sources]
-        self._center_optimizer.bind(parameters, center.tensors(), gradient.tensors())
-
-    def step_center(self) -> None:
-        """Let the center optimizer step."""
-        if self._center_optimizer is None:
-            return
-        if self._host is None:
-            self._center_optimizer.step(self.maximum)
-        else:
-            self._center_optimizer.step_host(*self._host)
-
-    def followed(self) -> list[Any]:
-        """Return the variables of the local optimizer that a step of the center optimizer reads."""
-        return [] if self._center_optimizer is None else self._center_optimizer.followed()
-
-    def center_settings(self) -> dict[str, object]:
-        """Return the hyper-parameters of the center optimizer."""
-        return {} if self._center_optimizer is None else self._center_optimizer.settings()
-
-    def center_hyperparameters(self) -> Any:
-        """Return the learning rate, where the center optimizer follows that of the local one."""
-        return None if self._center_optimizer is None else self._center_optimizer.hyperparameters()
-
-    @property
-    def follows_rate(self) -> bool:
-        """Whether the learning rate of the center optimizer is one that ranks may have to tell each other."""
-        return self._center_optimizer is not None and self._center_optimizer.follows_rate
-
-    def follow(self, settings: Any) -> None:
-        """Let the center optimizer take another learning rate."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.rate = None if settings is None else settings["learning_rate"]
-
     def discard_gradients(self) -> None:
         """Replace the gradients by zeros: Keras refuses to step without any."""
         self.gradients = [
             None if gradient is None else tf.zeros_like(tf.convert_to_tensor(gradient)) for gradient in self.gradients
         ]
-
-    def center_optimizer_state(self) -> Any:
-        """Return a copy of the center optimizer's state."""
-        return None if self._center_optimizer is None else self._center_optimizer.state()
-
-    def load_center_optimizer_state(self, state: Any) -> None:
-        """Load what :meth:`center_optimizer_state` returned."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.load_state(state)
-
-    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
-        """Give the center optimizer variables, which are filled from the arrays before every step."""
-        self._host = (center.tensors(), total.tensors())
-        if self._center_optimizer is not None:
-            self._require_elementwise(center.layout)
-            parameters = [self.named.parameters[tensor] for tensor, _, _ in center.layout.sources]
-            self._center_optimizer.bind_host(parameters, *self._host)
-            self._initial = self._center_optimizer.state()
-
-    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the variables of the center optimizer."""
-        if self._center_optimizer is None:
-            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        return self._center_optimizer.shapes([(spec.name, spec.shape, spec.kind) for spec in layout.specs])
-
-    def reset_center_optimizer(self) -> None:
-        """Set the variables of the center optimizer to their initial values."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.load_state(self._initial)
-
-    def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
-        """Assign the arrays."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.load_state(list(arrays))
-
-    def push_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the variables."""
-        if self._center_optimizer is not None:
-            for array, value in zip(arrays, self._center_optimizer.state(), strict=True):
-                array[...] = value
 
     def to_host(self, value: Any, bucket: Bucket) -> np.ndarray:
         """Return an array of an eager tensor."""
@@ -295,11 +205,6 @@ class VariableReplica:
                 variable[...] = tensors[spec.name]
             else:
                 variable.assign(tensors[spec.name])
-
-    def _require_elementwise(self, share: Layout) -> None:
-        if self._center_optimizer is not None and share.specs and share is not self.parameters.layout:
-            name = type(self._center_optimizer.optimizer).__name__
-            require_elementwise(name, share, self.parameters.layout, self._center_optimizer.steps)
 
     def _store(self, named: Named) -> Store[Any]:
         return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -53,6 +54,14 @@ class TensorSpace(VectorSpace[Any]):
     def zeros_like(self, x: Any, out: Any = None) -> Any:
         """Return zeros."""
         return tf.zeros_like(x)
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Return one tensor of several."""
+        return tf.concat(list(parts), axis=0)
+
+    def if_zero(self, a: Any, then: Callable[[], tuple[Any, Any]], otherwise: Callable[[], tuple[Any, Any]]) -> Any:
+        """Return what the branch computes that a scalar, in a graph or not, selects."""
+        return tf.cond(tf.equal(a, 0), then, otherwise)
 
     def dot(self, x: Any, y: Any) -> Any:
         """Return the inner product, as a scalar tensor of float64, whatever the dtype of the bucket."""

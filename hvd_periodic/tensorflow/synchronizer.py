@@ -16,6 +16,7 @@ from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import check_policy, named_variables
+from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import VariableReplica
 
 
@@ -46,6 +47,7 @@ class Synchronizer(VariableSynchronizer):
         model: a built Keras model, of which all trainable variables take part; or variables.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
+        optimizer: the local optimizer, for algorithms that ask for its learning rate.
         center_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
         buffers: ``"average"``: at every exchange real statistics of the model (batch normalization) become their mean
             over ranks, integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone.
@@ -74,6 +76,7 @@ class Synchronizer(VariableSynchronizer):
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
+        optimizer: keras.optimizers.Optimizer | None = None,
         center_optimizer: keras.optimizers.Optimizer | None = None,
         buffers: str | None = None,
         center: str = "replicated",
@@ -92,9 +95,11 @@ class Synchronizer(VariableSynchronizer):
             if owner is not None and not owner.built:
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
-            moved = None if center_optimizer is None else CenterOptimizer(None, center_optimizer)
-            replica = VariableReplica(named_variables(trained, owner, buffers), self._make_variable, moved)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            moving = made.outer_optimizer(None, center_optimizer)
+            moved = None if moving is None else CenterOptimizer(None, moving)
+            named = named_variables(trained, owner, buffers)
+            replica = VariableReplica(named, self._make_variable)
             root = communicator.rank_of(root_rank)
             super(Synchronizer, self).__init__(
                 self._make_variable,
@@ -106,6 +111,9 @@ class Synchronizer(VariableSynchronizer):
                 name,
                 center,
                 asynchronous,
+                True,
+                None if moved is None else VariableOuterOptimizer(moved, named.parameters),
+                None if optimizer is None else KerasLearningRate(optimizer),
             )
             self.variables += (
                 [] if moved is None or asynchronous else [variable.value for variable in moved.optimizer.variables]

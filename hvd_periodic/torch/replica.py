@@ -10,11 +10,9 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.elementwise import require_elementwise
 from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.store import FlatStore, PackedStore, Store
 from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
-from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
@@ -39,7 +37,6 @@ class TorchReplica:
     Args:
         named: the tensors of the model. All trainable parameters take part.
         optimizer: if given, only the parameters it holds take part.
-        center_optimizer: for algorithms that optimize the center; default: a copy of ``optimizer``.
         bucket_bytes: upper bound of what one collective carries.
 
     Raises:
@@ -51,12 +48,10 @@ class TorchReplica:
         self,
         named: NamedTensors,
         optimizer: torch.optim.Optimizer | None = None,
-        center_optimizer: CenterOptimizerLike | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         self.named = named
         self.optimizer = optimizer
-        self.center_optimizer = center_optimizer
         self.bucket_bytes = bucket_bytes
         self._held = None if optimizer is None else _held_by(optimizer)
         if self._held is not None:
@@ -87,7 +82,6 @@ class TorchReplica:
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
         self._ours, self._exchanged = ours, exchanged
-        self._center_optimizer: CenterOptimizer | None = None
         self._signatures = [
             (kind, name, tensor, _signature(tensor))
             for kind, pairs in (("Parameter", taking_part), ("Buffer", averaged + counted + followed))
@@ -114,7 +108,6 @@ class TorchReplica:
         }
         facts: dict[str, object] = {
             "optimizer": type(self.optimizer).__name__,
-            "center optimizer": type(self.center_optimizer or self.optimizer).__name__,
             "bucket_bytes": self.bucket_bytes,
         }
         for role, store in stores.items():
@@ -164,13 +157,13 @@ class TorchReplica:
         return self._scratch[key][: bucket.size]
 
     @torch.no_grad()
-    def local(self, algorithm: Algorithm, state: dict[str, Store[torch.Tensor]]) -> int:
+    def local(self, algorithm: Algorithm, worker: dict[str, Store[torch.Tensor]]) -> int:
         """Run the local rule on all parameters with a gradient, in few kernels; gradients change in place.
 
         Parameters are taken in chunks of about a bucket, so that temporary tensors stay small and their memory is used
         again.
         """
-        views = {key: store.tensors() for key, store in state.items()}
+        views = {key: store.tensors() for key, store in worker.items()}
         chunks: list[list[int]] = []
         filled = self.bucket_bytes
         for i, parameter in enumerate(self.tensors):
@@ -187,39 +180,17 @@ class TorchReplica:
             algorithm.local(TensorListSpace(), parameters, gradients, vectors)
         return int(bool(chunks))
 
-    def bind_center(self, center: Store[torch.Tensor], gradient: Store[torch.Tensor]) -> None:
-        """Make the center optimizer."""
-        source = self.center_optimizer or self.optimizer
-        if source is None:
-            raise ValueError("This algorithm moves the center by an optimizer: pass `center_optimizer`")
-        self._center_optimizer = CenterOptimizer(
-            source,
-            self.optimizer,
-            self.tensors,
-            center.tensors(),
-            gradient.tensors(),
-            [tensor for tensor, _, _ in center.layout.sources],
-        )
-        name = type(self._center_optimizer.optimizer).__name__
-        require_elementwise(name, center.layout, self.parameters.layout, self._center_optimizer.steps)
+    def learning_rates(self) -> list[float]:
+        """Return the learning rate of every parameter, that of its group.
 
-    def step_center(self) -> None:
-        """Let the center optimizer step."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.step()
-
-    def center_settings(self) -> dict[str, object]:
-        """Return the hyper-parameters of the center optimizer."""
-        return {} if self._center_optimizer is None else self._center_optimizer.settings()
-
-    def center_hyperparameters(self) -> Any:
-        """Return the hyper-parameters of every group."""
-        return None if self._center_optimizer is None else self._center_optimizer.hyperparameters()
-
-    def follow(self, settings: Any) -> None:
-        """Let the center optimizer take other hyper-parameters."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.followed = settings
+        Raises:
+            ValueError: the local optimizer is not known.
+        """
+        if self.optimizer is None:
+            raise ValueError("The algorithm needs the learning rate of local steps: pass `optimizer`")
+        groups = self.optimizer.param_groups
+        of_parameter = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
+        return [of_parameter[id(parameter)] for parameter in self.tensors]
 
     def frozen(self) -> bytes:
         """Return a digest of the frozen parameters of the model."""
@@ -233,50 +204,6 @@ class TorchReplica:
         """Leave the parameters without gradients, so that optimizers pass over them."""
         for parameter in self.tensors:
             parameter.grad = None
-
-    def center_optimizer_state(self) -> Any:
-        """Return a copy of the center optimizer's state dict."""
-        return None if self._center_optimizer is None else self._center_optimizer.state_dict()
-
-    def load_center_optimizer_state(self, state: Any) -> None:
-        """Load a state dict into the center optimizer."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.load_state_dict(state)
-
-    def bind_host_center(self, center: FlatStore[Any], total: FlatStore[Any]) -> None:
-        """Make the center optimizer, on tensors that are views of numpy arrays."""
-        views = [
-            FlatStore(store.layout, lambda kind, size, store=store: torch.from_numpy(store.arena(kind)))  # type: ignore[misc]
-            for store in (center, total)
-        ]
-        keys = [] if self._center_optimizer is None else self._center_optimizer.keys
-        self.bind_center(*views)
-        if self._center_optimizer is not None:
-            self._center_optimizer.keys = keys
-
-    def center_optimizer_shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the tensors of its state, once one has been made over zeros in host memory."""
-
-        def zeros(kind: str, size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=self._kinds[kind][0])
-
-        self.bind_center(FlatStore(layout, zeros), FlatStore(layout, zeros))
-        return [] if self._center_optimizer is None else self._center_optimizer.shapes()
-
-    def reset_center_optimizer(self) -> None:
-        """Forget its state."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.reset()
-
-    def pull_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
-        """Make these arrays its state."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.pull(arrays)
-
-    def push_center_optimizer(self, arrays: Sequence[np.ndarray]) -> None:
-        """Put its state into these arrays."""
-        if self._center_optimizer is not None:
-            self._center_optimizer.push(arrays)
 
     def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
         """Return a view, or what a stream of its own copies from the device to pinned memory."""

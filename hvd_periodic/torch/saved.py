@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_periodic.part import Part
+from hvd_periodic.tensor_group import TensorGroup
 from hvd_periodic.torch.model import NamedTensors, original_name
 
 
-def translated(state: Any, parts: Sequence[Part[Any]], named: NamedTensors) -> Any:
+def translated(state: Any, parts: Sequence[TensorGroup[Any]], named: NamedTensors) -> Any:
     """Return a synchronizer's saved state as one of these parts, as far as it can be.
 
     Names lose what ``torch.compile`` puts into them. Buffers that were exchanged then and no longer are, are left out;

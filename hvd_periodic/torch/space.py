@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvd_periodic.vector import VectorSpace
@@ -45,6 +47,10 @@ class TensorSpace(VectorSpace[torch.Tensor]):
     def dot(self, x: torch.Tensor, y: torch.Tensor) -> float:
         """Return the inner product."""
         return float(torch.dot(x, y))
+
+    def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return one vector of several."""
+        return torch.cat(list(parts))
 
 
 class TensorListSpace(VectorSpace[list[torch.Tensor]]):

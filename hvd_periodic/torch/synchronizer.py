@@ -18,6 +18,7 @@ from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.startup import Moment
@@ -26,6 +27,7 @@ from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.distributed import averaged_by
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import neutral, neutrally
+from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.saved import translated
 from hvd_periodic.torch.state_making import makes_state_only
@@ -105,8 +107,9 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             placement_of(center)
             planned = as_schedule(period, argument)
             self.averaged = averaged_by(optimizer)
-            replica = TorchReplica(NamedTensors.of(model, buffers), optimizer, center_optimizer)
+            replica = TorchReplica(NamedTensors.of(model, buffers), optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            moving = made.outer_optimizer(optimizer, center_optimizer)
             root = communicator.rank_of(root_rank)
             super(Synchronizer, self).__init__(
                 replica,
@@ -117,6 +120,8 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
                 name,
                 center,
                 asynchronous,
+                outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
+                rates=LearningRates(replica.learning_rates),
             )
 
         build_on_all(communicator, name, build)
@@ -184,10 +189,12 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         if self.averaged is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica = self.replica
-        parts = (replica.named, replica.optimizer, replica.center_optimizer, replica.bucket_bytes)
+        parts = (replica.named, replica.optimizer, replica.bucket_bytes)
+        moving = self.outer.source if isinstance(self.outer, TorchOuterOptimizer) else None
+        place = self.placement.name
         return (
             _restore,
-            (parts, self.algorithm, self.schedule, self.communicator, self.root, self.name, self.placement.name),
+            ((parts, moving), (self.algorithm, self.schedule, self.communicator, self.root, self.name, place)),
             self.state_dict(),
         )
 
@@ -235,8 +242,11 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 @neutrally
-def _restore(parts: tuple[Any, ...], *rest: Any) -> Synchronizer:
+def _restore(of_rank: tuple[Any, ...], arguments: tuple[Any, ...]) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
-    restored = Synchronizer.__new__(Synchronizer)
-    synchronizer.Synchronizer.__init__(restored, TorchReplica(*parts), *rest)
+    parts, moving = of_rank
+    restored, replica = Synchronizer.__new__(Synchronizer), TorchReplica(*parts)
+    outer = None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors)
+    arguments = (replica, *arguments, False, True, outer, LearningRates(replica.learning_rates))
+    synchronizer.Synchronizer.__init__(restored, *arguments)
     return restored

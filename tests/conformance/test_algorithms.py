@@ -92,7 +92,7 @@ def test_its_defaults_suit_any_number_of_workers(cls: type[Algorithm]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_init(cls: type[Algorithm], dtype: str) -> None:
     x = np.arange(5, dtype=dtype)
-    state = cls().init(VectorSpace(), x)
+    state = cls().init_center(VectorSpace(), x) | cls().init_worker(VectorSpace(), x)
     np.testing.assert_array_equal(state["center"], x)
     for key, value in state.items():
         assert (value.shape, value.dtype) == (x.shape, x.dtype), key
@@ -147,7 +147,7 @@ def test_it_is_deterministic(cls: type[Algorithm]) -> None:
 
 
 def test_the_vectors_of_its_state_are_those_of_init(cls: type[Algorithm]) -> None:
-    keys = sorted(cls().init(VectorSpace(), np.zeros(1)))
+    keys = sorted(cls().init_center(VectorSpace(), np.zeros(1)) | cls().init_worker(VectorSpace(), np.zeros(1)))
     assert all(run.keys == keys for run in train(cls, 2))
 
 

@@ -101,9 +101,14 @@ def on_tensorflow(algorithm: Any, schedule: Any, communicator: Communicator) -> 
 
     variables = [tf.Variable(array) for array in random_arrays(communicator.rank)]
     velocities = [tf.Variable(tf.zeros_like(variable)) for variable in variables]
-    center = keras.optimizers.SGD(RATE, MOMENTUM) if algorithm.optimizes_center else None
+    center = keras.optimizers.SGD(RATE, MOMENTUM) if algorithm.needs_outer_optimizer else None
     synchronizer = hvdp.Synchronizer(
-        variables, algorithm, schedule, center_optimizer=center, process_set=OnTensors(communicator)
+        variables,
+        algorithm,
+        schedule,
+        optimizer=keras.optimizers.SGD(RATE),
+        center_optimizer=center,
+        process_set=OnTensors(communicator),
     )
     seen = []
     for step in range(STEPS):

@@ -20,9 +20,10 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
     {"vector", "layout", "store", "arguments", "named", "version", "elementwise", "consistency", "meeting", "startup"},
+    {"outer", "learning_rates"},
     {"algorithms", "schedules", "comm"},
     {"averaged", "replica", "placement"},
-    {"part"},
+    {"tensor_group"},
     {"asynchronous"},
     {"synchronizer"},
 ]

@@ -13,6 +13,7 @@ import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
 from hvd_periodic.torch.model import NamedTensors  # noqa: E402
+from hvd_periodic.torch.outer import TorchOuterOptimizer  # noqa: E402
 from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -117,9 +118,11 @@ def test_buckets_change_nothing(name: str) -> None:
         inner = torch.optim.SGD(model.parameters(), lr=0.25)
         optimizer = ALGORITHMS[name](inner, model, communicator)
         synchronizer = optimizer.synchronizer
-        replica = TorchReplica(NamedTensors.of(model, None), inner, None, bucket_bytes)
+        replica = TorchReplica(NamedTensors.of(model, None), inner, bucket_bytes)
+        moving = inner if synchronizer.algorithm.needs_outer_optimizer else None
+        outer = None if moving is None else TorchOuterOptimizer(moving, inner, replica.tensors)
         super(hvdp.Synchronizer, synchronizer).__init__(
-            replica, synchronizer.algorithm, synchronizer.schedule, communicator
+            replica, synchronizer.algorithm, synchronizer.schedule, communicator, outer=outer
         )
         assert (len(replica.parameters.layout.buckets) > 20) == (bucket_bytes == 16)
         synchronizer.start()

@@ -42,7 +42,12 @@ from hvd_periodic.tensorflow.contrib_opt.initialized import (
     require_initialized,
     warn_of_early_initializer,
 )
-from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, GraphReplica, HostCenterOptimizer
+from hvd_periodic.tensorflow.contrib_opt.replica import (
+    CenterOptimizer,
+    GraphOuterOptimizer,
+    GraphReplica,
+    HostCenterOptimizer,
+)
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.space import TensorSpace, in_form_of
@@ -128,7 +133,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
             planned = as_schedule(period[1], period[0])
             made = algorithm()
-            (made.check_asynchronous if asynchronous else made.check)(self._communicator.size)
+            (made.one_by_one if asynchronous else made.check)(self._communicator.size)
             averaged = averaged_by(opt)
             return made, schedule_around(averaged, self._communicator, planned, asynchronous), averaged
 
@@ -438,10 +443,11 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             [(variable.op.name, variable) for variable in variables],
             averaged=[(v.op.name, v) for v in self._getter.statistics] if self._buffers == "average" else [],
         )
-        if self._algorithm.optimizes_center and self._center_optimizer is None:
+        if self._algorithm.needs_outer_optimizer and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
             self._center_optimizer = made(plain(self._opt))
-        replica = GraphReplica(named, self._vectors(references), self._new_variable, self._center_optimizer)
+        replica = GraphReplica(named, self._vectors(references), self._new_variable)
+        moved = self._center_optimizer
         synchronizer = VariableSynchronizer(
             self._new_variable,
             replica,
@@ -453,6 +459,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             "replicated",
             self._asynchronous,
             self._use_locking,
+            None if moved is None else GraphOuterOptimizer(moved, named.parameters),
         )
         synchronizer.how_to_start = _HOW_TO_START
         if self._asynchronous:
@@ -541,15 +548,15 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _exchange(self, synchronizer: VariableSynchronizer, branches: Branches) -> Assigned:
         """Return what an exchange assigns."""
-        optimizer, replica = self._center_optimizer, synchronizer.replica
+        optimizer, outer = self._center_optimizer, synchronizer.outer
         part: Any = synchronizer.parts[0]
-        if not isinstance(optimizer, CenterOptimizer):
+        if not isinstance(optimizer, CenterOptimizer) or not isinstance(outer, GraphOuterOptimizer):
             return branches.on_values(synchronizer.sync)
         alone = Exchange(self._communicator.size, period=1)  # Following a center that an optimizer moved asks no more.
 
         def exchange() -> Sequence[Any]:
             synchronizer.sync()
-            return list(replica.center_gradients)
+            return list(outer.gradients)
 
         def pull() -> None:
             for bucket in part.values.layout.buckets:
@@ -560,7 +567,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             lambda gradients: optimizer.apply(gradients, part.center.variables),
             part.center,
             pull,
-            [part.values, *part.state.values()],
+            [part.values, *part.worker.values()],
         )
 
 

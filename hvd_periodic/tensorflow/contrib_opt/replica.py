@@ -16,6 +16,7 @@ from hvd_periodic.store import Store
 from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
 from hvd_periodic.tensorflow.graph import NewVariable
+from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import Named, NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.store import layout_of
 
@@ -27,11 +28,9 @@ class GraphReplica(VariableReplica):
         named: the variables by role.
         vectors: the variables of the algorithm's state that exist, by name.
         new_variable: makes those that do not.
-        center_optimizer: for algorithms that optimize the center.
 
     Attributes:
         stores: of all variables that may be reference variables.
-        center_gradients: what an exchange leaves to the optimizer of the center.
     """
 
     def __init__(
@@ -39,12 +38,10 @@ class GraphReplica(VariableReplica):
         named: NamedVariables,
         vectors: dict[str, list[tf.Variable]],
         new_variable: NewVariable,
-        center_optimizer: Any = None,
     ) -> None:
         self._vectors = vectors
         self.stores: list[TensorStore] = []
-        self.center_gradients: list[tf.Tensor] = []
-        super().__init__(named, new_variable, center_optimizer)
+        super().__init__(named, new_variable)
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return the variables that exist for this vector, or new ones."""
@@ -53,28 +50,38 @@ class GraphReplica(VariableReplica):
         self.stores.append(TensorStore(layout, self._vectors[name]))
         return self.stores[-1]
 
-    def local(self, algorithm: Algorithm, state: dict[str, Store[Any]]) -> int:
+    def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Say whether there are gradients; what the local rule makes of them is not part of a function."""
         return int(any(gradient is not None for gradient in self.gradients))
-
-    def bind_center(self, center: Store[Any], gradient: Store[Any]) -> None:
-        """Remember where the gradients of the center will be."""
-        self._gradient = gradient
-
-    def step_center(self) -> None:
-        """Take the gradients of the center; its optimizer is not part of a function."""
-        if self._host is None:
-            self.center_gradients = self._gradient.tensors()
-        else:
-            super().step_center()
-
-    def followed(self) -> list[Any]:
-        """None: the hyper-parameters of the center's optimizer are numbers."""
-        return []
 
     def _store(self, named: Named) -> Store[Any]:
         self.stores.append(TensorStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named]))
         return self.stores[-1]
+
+
+class GraphOuterOptimizer(VariableOuterOptimizer):
+    """The optimizer of the center in a graph, where its step is not part of a function.
+
+    Attributes:
+        gradients: what an exchange leaves to it.
+    """
+
+    gradients: Sequence[tf.Tensor] = ()
+
+    def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
+        """Remember where the gradients of the center will be."""
+        self._gradient = gradient
+
+    def step(self) -> None:
+        """Take the gradients of the center; in host memory, step."""
+        if self._host is None:
+            self.gradients = self._gradient.tensors()
+        else:
+            super().step()
+
+    def followed(self) -> list[Any]:
+        """Return that nothing is read: hyper-parameters are numbers."""
+        return []
 
 
 class CenterOptimizer:

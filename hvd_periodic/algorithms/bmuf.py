@@ -1,0 +1,89 @@
+"""Blockwise model-update filtering."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.arguments import require_momentum, require_real
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class BMUF(Algorithm):
+    """Filter what a block of local training has moved the mean, with a momentum over blocks.
+
+        ḡ   = h − 1/n Σ_i x_i          h: what was handed out last
+        Δ   ← η Δ − ζ ḡ
+        c   ← c + Δ
+        h   = c + η Δ                  Nesterov; c without it
+        x_i ← h
+
+    Δ is in units of parameters. With ζ = 1 and η = 0 this is model averaging. What Nesterov's form hands out is the
+    center of DiLoCo with λ = ζ = 1 and μ = η.
+
+    Args:
+        block_momentum: η in [0, 1); default 1 − 1/n.
+        block_learning_rate: ζ > 0.
+        nesterov: hand out the center as far as the momentum will move it; otherwise the center itself.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vector import VectorSpace
+        >>> two, center = Exchange(size=2, period=3), {"center": np.array([0.0]), "block_update": np.array([0.0])}
+        >>> center = BMUF().move(VectorSpace(), center, np.array([2.0]), two)
+        >>> center["center"], BMUF().hand_out(VectorSpace(), center, two)
+        (array([1.]), array([1.5]))
+
+    References:
+        Chen, Huo: Scalable training of deep learning machines by incremental block training with intra-block parallel
+        optimization and blockwise model-update filtering. ICASSP (2016).
+    """
+
+    block_momentum: float | None = None
+    block_learning_rate: float = 1.0
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_momentum is not None:
+            momentum = require_momentum(self.block_momentum, "`BMUF(block_momentum=...)`")
+            object.__setattr__(self, "block_momentum", momentum)
+        rate = require_real(self.block_learning_rate, "`BMUF(block_learning_rate=...)`", positive=True)
+        object.__setattr__(self, "block_learning_rate", rate)
+
+    def momentum(self, exchange: Exchange) -> float:
+        """Return η of one exchange."""
+        return 1 - 1 / exchange.size if self.block_momentum is None else self.block_momentum
+
+    def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the center and Δ = 0."""
+        return {"center": space.copy(x), "block_update": space.zeros_like(x)}
+
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
+        """Return the displacement from what was handed out."""
+        return space.sub(x, center, out=out), {}
+
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Move the center by the filtered update."""
+        update = space.scale(self.momentum(exchange), center["block_update"])
+        update = space.axpy(self.block_learning_rate / exchange.size, total, update)
+        return {"center": space.axpy(1.0, update, center["center"]), "block_update": update}
+
+    def hand_out(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
+        """Return the center, ahead by the momentum."""
+        if not self.nesterov:
+            return center["center"]
+        return space.axpy(self.momentum(exchange), center["block_update"], space.copy(center["center"]))
+
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
+        """Become what is handed out."""
+        return center, {}

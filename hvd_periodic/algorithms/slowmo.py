@@ -1,0 +1,87 @@
+"""Slow momentum on top of local SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.arguments import require_momentum, require_real
+from hvd_periodic.vector import VectorSpace
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class SlowMo(Algorithm):
+    """Average, then let a slow momentum of the averages move the center further.
+
+        g   = c − 1/n Σ_i x_i
+        u   ← β u + g/γ
+        c   ← c − α γ u
+        x_i ← c
+
+    γ is the learning rate of the local optimizers at the exchange, of each parameter group its own. u is in units of
+    gradients: when γ changes, it goes on as it is. Where γ is zero, as at the end of a cosine, c becomes the mean and u
+    stays. With α = 1 and β = 0 this is model averaging; with one worker and β = 0, Lookahead(α).
+
+    Args:
+        slow_momentum: β in [0, 1).
+        slow_learning_rate: α > 0, in units of the local learning rate.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vector import VectorSpace
+        >>> two = Exchange(size=2, period=3, learning_rate=0.1)
+        >>> center = {"center": np.array([0.0]), "slow_momentum": np.array([-10.0])}
+        >>> SlowMo().move(VectorSpace(), center, np.array([2.0]), two)
+        {'center': array([1.5]), 'slow_momentum': array([-15.])}
+
+    References:
+        Wang, Tantia, Ballas, Rabbat: SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum.
+        arXiv 1910.00643 (2019).
+        Zhang, Lucas, Hinton, Ba: Lookahead Optimizer: k steps forward, 1 step back. arXiv 1907.08610 (2019).
+    """
+
+    slow_momentum: float = 0.5
+    slow_learning_rate: float = 1.0
+
+    uses_learning_rate: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        momentum = require_momentum(self.slow_momentum, "`SlowMo(slow_momentum=...)`")
+        object.__setattr__(self, "slow_momentum", momentum)
+        rate = require_real(self.slow_learning_rate, "`SlowMo(slow_learning_rate=...)`", positive=True)
+        object.__setattr__(self, "slow_learning_rate", rate)
+
+    def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
+        """Return the center and u = 0."""
+        return {"center": space.copy(x), "slow_momentum": space.zeros_like(x)}
+
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
+        """Return the displacement ``x − c``."""
+        return space.sub(x, center, out=out), {}
+
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Move the center by its momentum."""
+        rate, c, u = exchange.learning_rate, center["center"], center["slow_momentum"]
+
+        def slowly() -> tuple[V, V]:
+            momentum = space.axpy(-1.0 / (rate * exchange.size), total, space.scale(self.slow_momentum, u))
+            return space.axpy(-self.slow_learning_rate * rate, momentum, c), momentum
+
+        def mean() -> tuple[V, V]:
+            return space.axpy(1.0 / exchange.size, total, c), u
+
+        moved, momentum = space.if_zero(rate, mean, slowly)
+        return {"center": moved, "slow_momentum": momentum}
+
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
+        """Become the center."""
+        return center, {}

@@ -1,0 +1,57 @@
+"""The learning rates of the local optimizers, for algorithms whose center moves in proportion to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hvd_periodic.layout import Bucket, Layout
+
+
+class LearningRates:
+    """What every rank reads from its own local optimizer, and what all take for an exchange.
+
+    Ranks tell each other where theirs differ, as they do of the hyper-parameters of an outer optimizer: a scheduler is
+    behind where updates were skipped.
+
+    Args:
+        read: returns the learning rate of every tensor, in their order.
+
+    Example:
+        >>> LearningRates(lambda: [0.1, 0.1]).settings()
+        {'learning_rate of the local optimizer': '[0.1, 0.1]'}
+    """
+
+    def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
+        self._read = read
+        self._followed: Sequence[Any] | None = None
+
+    def settings(self) -> dict[str, object]:
+        """Return them by readable name."""
+        return {"learning_rate of the local optimizer": str(list(self._read()))}
+
+    def hyperparameters(self) -> Any:
+        """Return them in the form that :meth:`follow` takes, on another rank."""
+        return list(self._read())
+
+    def follow(self, settings: Any) -> None:
+        """Take those of another rank for the next exchange; None: this rank's own."""
+        self._followed = settings
+
+    def stretches(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
+        """Yield first and past-the-last element and the rate of parts of a bucket in which one rate holds.
+
+        Args:
+            layout: of this rank's share of the tensors.
+            bucket: of this layout.
+        """
+        rates = self._read() if self._followed is None else self._followed
+        start, rate = 0, None
+        for piece in bucket.pieces:
+            of_piece = rates[layout.sources[piece.tensor][0]]
+            if piece.offset > start and of_piece is not rate and of_piece != rate:
+                yield start, piece.offset, rate
+                start = piece.offset
+            rate = of_piece
+        if bucket.size:
+            yield start, bucket.size, rate

@@ -1,0 +1,105 @@
+"""An optimizer of arrays that moves the center."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.elementwise import require_elementwise
+from hvd_periodic.layout import Layout
+from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
+from hvd_periodic.store import FlatStore, Store
+
+
+class ArrayOuterOptimizer:
+    """A copy of an optimizer of arrays, over the arrays of the center.
+
+    Args:
+        source: the optimizer to copy, with what state it has.
+    """
+
+    def __init__(self, source: ArrayOptimizer) -> None:
+        self._source = source
+        self._optimizer = copy.deepcopy(source)
+
+    @property
+    def name(self) -> str:
+        """The class of the optimizer."""
+        return type(self._source).__name__
+
+    def bind(self, center: Store[Array], gradient: Store[Array], whole: Layout) -> None:
+        """Keep views of the center and of its gradient."""
+
+        def steps(x: Array, gradients: list[Array]) -> Array:
+            optimizer, moved = copy.deepcopy(self._source), x.copy()
+            for gradient in gradients:
+                optimizer.step([moved], [gradient])
+            return moved
+
+        require_elementwise(self.name, center.layout, whole, steps)
+        self._optimizer = copy.deepcopy(self._source)
+        self._views = (center.tensors(), gradient.tensors())
+
+    def step(self) -> None:
+        """Step on the center."""
+        self._optimizer.step(*self._views)
+
+    def settings(self) -> dict[str, object]:
+        """Return the numbers and texts among the attributes."""
+        return {f"{key} of the center optimizer": value for key, value in self.hyperparameters().items()}
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the numbers and texts among the attributes."""
+        return {key: value for key, value in vars(self._optimizer).items() if isinstance(value, (int, float, str))}
+
+    def follow(self, settings: Any) -> None:
+        """Set them."""
+        vars(self._optimizer).update(settings or {})
+
+    def state(self) -> Any:
+        """Return a copy of the attributes."""
+        return copy.deepcopy(vars(self._optimizer))
+
+    def load(self, state: Any) -> None:
+        """Set the attributes."""
+        vars(self._optimizer).update(copy.deepcopy(state))
+
+    def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
+        """Do what :meth:`bind` does: the center is in host memory anyway."""
+        self.bind(center, gradient, whole)
+
+    def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Let a copy step, and look."""
+        zeros = [FlatStore(layout, lambda kind, size: np.zeros(size, kind)) for _ in range(2)]
+        self.bind(zeros[0], zeros[1], layout)
+        trial = copy.deepcopy(self._source)
+        trial.step(zeros[0].tensors(), zeros[1].tensors())
+        return [(array.shape, array.dtype.name) for array in _arrays(trial)]
+
+    def reset(self) -> None:
+        """Copy it anew."""
+        self._optimizer = copy.deepcopy(self._source)
+
+    def pull(self, arrays: Sequence[Array]) -> None:
+        """Copy from the arrays, which a step has filled."""
+        if not _arrays(self._optimizer):
+            centers = [center.copy() for center in self._views[0]]
+            self._optimizer.step(centers, [np.zeros_like(center) for center in centers])
+        for mine, array in zip(_arrays(self._optimizer), arrays, strict=True):
+            mine[...] = array
+
+    def push(self, arrays: Sequence[Array]) -> None:
+        """Copy into the arrays."""
+        for mine, array in zip(_arrays(self._optimizer), arrays, strict=True):
+            array[...] = mine
+
+
+def _arrays(optimizer: ArrayOptimizer) -> list[Array]:
+    """Return the arrays among the attributes of an optimizer, and in the lists among them."""
+    found: list[Array] = []
+    for value in vars(optimizer).values():
+        found += [array for array in (value if isinstance(value, list) else [value]) if isinstance(array, np.ndarray)]
+    return found

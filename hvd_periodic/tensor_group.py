@@ -1,0 +1,322 @@
+"""Tensors that are exchanged together by one algorithm: the parameters, or statistics of one kind."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.layout import Bucket
+from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.placement import Placement
+from hvd_periodic.replica import Replica
+from hvd_periodic.store import Store
+
+V = TypeVar("V")
+
+IN_FLIGHT = 2
+"""Buckets under way at once: one travels while the next is computed."""
+
+_FETCHED = 2 * IN_FLIGHT
+"""The working buffer of a bucket of the center that is not here; the others are two per bucket under way."""
+
+
+@dataclass
+class Pending(Generic[V]):
+    """The exchange of one bucket that has begun.
+
+    Attributes:
+        bucket: which.
+        x: the replica that the message was formed from.
+        worker: the worker's own vectors.
+        wait: waits for the total of the messages, of this rank's share at least.
+    """
+
+    bucket: Bucket
+    x: V
+    worker: State[V]
+    wait: Callable[[], V]
+
+
+class TensorGroup(Generic[V]):
+    """Values, an algorithm, the center with all that belongs to it, and the worker's own vectors.
+
+    Args:
+        name: names the group in collectives and in saved states.
+        values: the tensors of this rank, with at least one element.
+        algorithm: what an exchange makes of them.
+        replica: lends working buffers.
+        placement: where the center lives.
+        outer: the optimizer of the framework that moves the center, if one does.
+        rates: the learning rates, for algorithms that ask for them.
+
+    Attributes:
+        center: this rank's share of the center.
+        center_state: the center and what belongs to it, by name, this rank's share.
+        worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
+        total: where an outer optimizer finds its gradient: of this rank's share.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        values: Store[V],
+        algorithm: Algorithm,
+        replica: Replica[V],
+        placement: Placement,
+        outer: OuterOptimizer | None = None,
+        rates: LearningRates | None = None,
+    ) -> None:
+        self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
+        self._replica, self._outer, self._rates = replica, outer, rates
+        self.share = placement.share(values.layout)
+        first = self._read(values.layout.buckets[0], slot=0)
+        self.center_state: dict[str, Store[V]] = {
+            key: replica.new_store(self.share, f"{name}.{key}") for key in self._initial_center(first)
+        }
+        self.center = self.center_state["center"]
+        self.worker: dict[str, Store[V]] = {
+            key: replica.new_store(values.layout, f"{name}.{key}")
+            for key in algorithm.init_worker(replica.space, first)
+        }
+        self._spent = algorithm.spent if outer is not None and self.share is values.layout else None
+        self.total: Store[V] | None = None
+        if outer is not None:
+            self.total = self.worker[self._spent] if self._spent else replica.new_store(self.share, f"{name}.total")
+
+    @property
+    def optimized(self) -> bool:
+        """Whether an outer optimizer moves the center."""
+        return self._outer is not None
+
+    @property
+    def vectors(self) -> dict[str, Store[V]]:
+        """All vectors of the center and of the worker, by name."""
+        return {**self.center_state, **self.worker}
+
+    def reset(self) -> None:
+        """Set all vectors to those of the start of training."""
+        space = self._replica.space
+        for bucket in self.values.layout.buckets:
+            x = self._read(bucket, slot=0)
+            for key, vector in self._initial_center(x).items():
+                self.keep(key, bucket, vector)
+            self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
+
+    def keep(self, key: str, bucket: Bucket, vector: V) -> None:
+        """Set this rank's share of a bucket of a vector of the center, given the whole bucket."""
+        start, stop = self.placement.bounds(bucket)
+        if stop > start:
+            self.center_state[key].write(self._share_of(bucket), cast(Any, vector)[start:stop])
+
+    def fetch(self, communicator: Communicator, bucket: Bucket, prefix: str, key: str = "center") -> V:
+        """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
+        return self._spread(communicator, bucket, self.center_state[key].read(self._share_of(bucket)), prefix)
+
+    def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str) -> int:
+        """Exchange all buckets, one travelling while the next is computed; return the bytes handed to collectives.
+
+        With an outer optimizer, all totals come first, then its step, then the pulls.
+        """
+        sent = 0
+        under_way: deque[Pending[V]] = deque()
+        for bucket in self.values.layout.buckets:
+            if len(under_way) == IN_FLIGHT:
+                sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
+            pending, bytes_sent = self.begin(bucket, communicator, exchange, prefix)
+            under_way.append(pending)
+            sent += bytes_sent
+        while under_way:
+            sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
+        if self._outer is not None:
+            self._outer.step()
+            for bucket in self.values.layout.buckets:
+                self.take(bucket, self._handed_out(communicator, bucket, exchange, prefix), exchange)
+                sent += self.placement.moves(bucket.nbytes)
+        return sent
+
+    def begin(
+        self, bucket: Bucket, communicator: Communicator, exchange: Exchange, prefix: str
+    ) -> tuple[Pending[V], int]:
+        """Let the message of a bucket travel; return what :meth:`finish` takes, and the bytes handed to collectives."""
+        algorithm, slot, sent = self.algorithm, 2 * (bucket.index % IN_FLIGHT), bucket.nbytes
+        x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
+        center = x
+        if algorithm.reads_before:
+            center = self._handed_out(communicator, bucket, exchange, prefix)
+            sent += self.placement.moves(bucket.nbytes)
+        message, changed = algorithm.message(
+            self._replica.space, x, worker, center, exchange, out=self._replica.scratch(bucket, slot + 1)
+        )
+        self._write(self.worker, bucket, worker, changed)
+        worker |= changed
+        if not algorithm.reads_after:
+            self._pull(bucket, x, worker, center, exchange)
+        name = f"{prefix}.{self.name}.{bucket.index}"
+        return Pending(bucket, x, worker, self.placement.reduce(communicator, message, name, algorithm.reduction)), sent
+
+    def finish(self, pending: Pending[V], communicator: Communicator, exchange: Exchange, prefix: str) -> int:
+        """Move the center by what has come of a bucket, and let the replica pull; return the bytes handed on."""
+        algorithm, bucket = self.algorithm, pending.bucket
+        total, share = pending.wait(), self._share_of(bucket)
+        start, stop = self.placement.bounds(bucket)
+        moved: State[V] | None = None
+        if self.total is not None:
+            if stop > start:
+                gradient = algorithm.gradient(self._replica.space, total, exchange)
+                if self._spent is None or gradient is not pending.worker[self._spent]:
+                    self.total.write(share, gradient)
+            return 0
+        if stop > start:
+            center = self._read_all(self.center_state, share)
+            moved = center | self._move(share, center, total, exchange)
+            self._write(self.center_state, share, center, moved)
+        if not algorithm.reads_after:
+            return 0
+        # Not read again: a store may keep what is written of a tensor until its last bucket is there.
+        handed_out = self._handed_out(communicator, bucket, exchange, prefix, moved)
+        self._pull(bucket, pending.x, pending.worker, handed_out, exchange)
+        return self.placement.moves(bucket.nbytes)
+
+    def payload(self, bucket: Bucket, exchange: Exchange) -> V:
+        """Return what an asynchronous transaction takes: the replica, or the message if that needs no center."""
+        slot = 2 * (bucket.index % IN_FLIGHT)
+        x = self._read(bucket, slot)
+        if self.algorithm.reads_before:
+            return x
+        worker, out = self._read_all(self.worker, bucket), self._replica.scratch(bucket, slot + 1)
+        message, changed = self.algorithm.message(self._replica.space, x, worker, x, exchange, out=out)
+        self._write(self.worker, bucket, worker, changed)
+        return message
+
+    def take(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
+        """Let the replica pull a bucket of what the center hands out."""
+        x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
+        self._pull(bucket, x, self._read_all(self.worker, bucket), center, exchange)
+
+    def save(self, communicator: Communicator, prefix: str) -> dict[str, dict[str, Any]]:
+        """Return copies of all vectors by name, the center's whole; collective, unless the center is everywhere."""
+        saved = {key: self._replica.save(store) for key, store in self.worker.items()}
+        for key, whole in self.center_state.items():
+            if not self.placement.everywhere:
+                whole = self._replica.new_temporary_store(self.values.layout)
+                for bucket in self.values.layout.buckets:
+                    whole.write(bucket, self.fetch(communicator, bucket, prefix, key))
+            saved[key] = self._replica.save(whole)
+        return saved
+
+    def save_initial(self) -> dict[str, dict[str, Any]]:
+        """Return what :meth:`save` returns at the start of training from the values of now; nothing is communicated."""
+        saved = {key: self._replica.save(store) for key, store in self.worker.items()}
+        stores = {key: self._replica.new_temporary_store(self.values.layout) for key in self.center_state}
+        for bucket in self.values.layout.buckets:
+            for key, vector in self._initial_center(self._read(bucket, slot=0)).items():
+                stores[key].write(bucket, vector)
+        return saved | {key: self._replica.save(store) for key, store in stores.items()}
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the worker's vectors and this rank's share of the center's to what :meth:`save` returned."""
+        for key, store in self.worker.items():
+            self._replica.load(store, dict(saved[key]))
+        for key, store in self.center_state.items():
+            share: dict[str, Any] = {}
+            for spec, (tensor, start, stop) in zip(self.share.specs, self.share.sources, strict=True):
+                whole = saved[key][self.values.layout.specs[tensor].name]
+                share[spec.name] = whole.reshape(-1)[start:stop].reshape(spec.shape)
+            self._replica.load(store, share)
+
+    def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that saved vectors have the names and shapes of these.
+
+        Raises:
+            ValueError: names the first tensor that differs.
+        """
+        here = {spec.name: spec.shape for spec in self.values.layout.specs}
+        for key in self.vectors:
+            there = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
+            differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+            if differing:
+                raise ValueError(
+                    f"The saved {key!r} of the {self.name} is of another model: {differing[0]!r} is "
+                    f"{_shape(there, differing[0])} there and {_shape(here, differing[0])} here"
+                )
+
+    def _initial_center(self, x: V) -> State[V]:
+        state = self.algorithm.init_center(self._replica.space, x)
+        return state if self._outer is None else {"center": state["center"]}
+
+    def _handed_out(
+        self,
+        communicator: Communicator,
+        bucket: Bucket,
+        exchange: Exchange,
+        prefix: str,
+        center: State[V] | None = None,
+    ) -> V:
+        """Return a whole bucket of what the center hands out."""
+        if center is None:
+            center = self._read_all(self.center_state, self._share_of(bucket))
+        return self._spread(
+            communicator, bucket, self.algorithm.hand_out(self._replica.space, center, exchange), prefix
+        )
+
+    def _spread(self, communicator: Communicator, bucket: Bucket, share: V, prefix: str) -> V:
+        out = None
+        if not self.placement.everywhere:
+            out = self._replica.scratch(bucket, _FETCHED)
+            out = self.values.read(bucket) if out is None else out
+        name = f"{prefix}.{self.name}.{bucket.index}.center"
+        return cast(V, self.placement.fetch(communicator, share, bucket, name, out))
+
+    def _move(self, share: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Return what changes of the center's vectors: of stretches of equal learning rate one by one."""
+        space, whole = self._replica.space, cast(Any, total)
+        if self._rates is None:
+            return self.algorithm.move(space, center, total, exchange)
+        stretches = list(self._rates.stretches(self.share, share))
+        if len(stretches) == 1:
+            return self.algorithm.move(space, center, total, replace(exchange, learning_rate=stretches[0][2]))
+        moved = [
+            self.algorithm.move(
+                space, _cut(center, start, stop), whole[start:stop], replace(exchange, learning_rate=rate)
+            )
+            for start, stop, rate in stretches
+        ]
+        return {key: space.concatenate([part[key] for part in moved]) for key in moved[0]}
+
+    def _read(self, bucket: Bucket, slot: int) -> V:
+        return self.values.read(bucket, out=self._replica.scratch(bucket, slot))
+
+    def _read_all(self, stores: Mapping[str, Store[V]], bucket: Bucket) -> State[V]:
+        return {key: store.read(bucket) for key, store in stores.items()}
+
+    def _write(self, stores: Mapping[str, Store[V]], bucket: Bucket, old: State[V], new: State[V]) -> None:
+        """Write vectors, but for those that are the views which were read."""
+        for key, value in new.items():
+            if value is not old.get(key):
+                stores[key].write(bucket, value)
+
+    def _pull(self, bucket: Bucket, x: V, worker: State[V], center: V, exchange: Exchange) -> None:
+        values, changed = self.algorithm.pull(self._replica.space, x, worker, center, exchange)
+        self.values.write(bucket, values)
+        self._write(self.worker, bucket, worker, changed)
+
+    def _share_of(self, bucket: Bucket) -> Bucket:
+        return self.share.buckets[bucket.index]
+
+
+def _cut(state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    return {key: vector[start:stop] for key, vector in state.items()}
+
+
+def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return f"of shape {shapes[name]}" if name in shapes else "missing"
+
+
+def all_buckets(groups: Iterable[TensorGroup[V]]) -> Iterator[tuple[TensorGroup[V], Bucket]]:
+    """Yield the buckets of all groups, in the order in which they are counted."""
+    return ((group, bucket) for group in groups for bucket in group.values.layout.buckets)

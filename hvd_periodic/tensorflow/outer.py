@@ -1,0 +1,164 @@
+"""A Keras optimizer that moves the center; and the learning rate of the local one, for algorithms that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.elementwise import require_elementwise
+from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.store import FlatStore, Store
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
+
+Maximum = Callable[[Any], Any]
+"""Returns the largest value of all ranks, of a scalar."""
+
+
+class VariableOuterOptimizer:
+    """An optimizer of variables over the variables of the center.
+
+    Args:
+        moved: makes and steps the optimizer.
+        parameters: the variables that are exchanged, by name, in the order of their layout.
+
+    Attributes:
+        maximum: set by the synchronizer.
+    """
+
+    def __init__(self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]]) -> None:
+        self._moved: CenterOptimizer = moved
+        self._parameters = list(parameters)
+        self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
+        self._initial: list[Any] = []
+        self.maximum: Maximum = lambda value: value
+
+    @property
+    def name(self) -> str:
+        """The class of the optimizer."""
+        return type(self._moved.optimizer).__name__
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether its learning rate is that of a variable of the local optimizer, which ranks may set differently."""
+        return self._moved.follows_rate
+
+    def followed(self) -> list[Any]:
+        """Return the variables of the local optimizer that a step reads."""
+        return self._moved.followed()
+
+    def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
+        """Build the optimizer."""
+        self._require_elementwise(center.layout, whole)
+        self._moved.cut = bool(center.layout.specs) and center.layout is not whole
+        self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
+
+    def step(self) -> None:
+        """Apply one step."""
+        if self._host is None:
+            self._moved.step(self.maximum)
+        else:
+            self._moved.step_host(*self._host)
+
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters."""
+        return self._moved.settings()
+
+    def hyperparameters(self) -> Any:
+        """Return the learning rate, where it follows that of the local optimizer."""
+        return self._moved.hyperparameters()
+
+    def follow(self, settings: Any) -> None:
+        """Take another learning rate."""
+        self._moved.rate = None if settings is None else settings["learning_rate"]
+
+    def state(self) -> Any:
+        """Return copies of the variables."""
+        return self._moved.state()
+
+    def load(self, state: Any) -> None:
+        """Assign them."""
+        self._moved.load_state(state)
+
+    def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
+        """Build the optimizer over variables that are filled from the arrays before every step."""
+        self._host = (center.tensors(), gradient.tensors())
+        self._require_elementwise(center.layout, whole)
+        self._moved.bind_host(self._owners(center.layout), *self._host)
+        self._initial = self._moved.state()
+
+    def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of its variables."""
+        return self._moved.shapes([(spec.name, spec.shape, spec.kind) for spec in layout.specs])
+
+    def reset(self) -> None:
+        """Set its variables to their initial values."""
+        self._moved.load_state(self._initial)
+
+    def pull(self, arrays: Sequence[np.ndarray]) -> None:
+        """Assign the arrays."""
+        self._moved.load_state(list(arrays))
+
+    def push(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copy the variables."""
+        for array, value in zip(arrays, self._moved.state(), strict=True):
+            array[...] = value
+
+    def _owners(self, share: Layout) -> list[tuple[str, tf.Variable]]:
+        return [self._parameters[tensor] for tensor, _, _ in share.sources]
+
+    def _require_elementwise(self, share: Layout, whole: Layout) -> None:
+        if share.specs and share is not whole:
+            require_elementwise(self.name, share, whole, self._moved.steps)
+
+
+class KerasLearningRate(LearningRates):
+    """The learning rate of a Keras optimizer, one for all its variables; eagerly and in graphs.
+
+    Args:
+        optimizer: the local optimizer.
+
+    Attributes:
+        maximum: set by the synchronizer.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        super().__init__(lambda: [optimizer.learning_rate])
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self._optimizer: Any = optimizer.inner_optimizer if scales else optimizer
+        self._now: Any = None
+        self.maximum: Maximum = lambda value: value
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether it is a variable, which ranks may set differently."""
+        return not is_scheduled(self._optimizer)
+
+    def followed(self) -> list[Any]:
+        """Return the variables that an exchange reads."""
+        return [self._optimizer.iterations, *([self._optimizer.learning_rate] if self.follows_rate else [])]
+
+    def settings(self) -> dict[str, object]:
+        """Return it by readable name."""
+        rate = f"{self._as_float()}" if self.follows_rate else "scheduled"
+        return {"learning_rate of the local optimizer": rate}
+
+    def hyperparameters(self) -> Any:
+        """Return it, where it is a variable."""
+        return {"learning_rate": self._as_float()} if self.follows_rate else None
+
+    def follow(self, settings: Any) -> None:
+        """Take that of another rank, or this rank's own of now; in a graph, a tensor of it."""
+        given = None if settings is None else settings["learning_rate"]
+        self._now = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
+
+    def stretches(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
+        """Yield the whole bucket."""
+        yield 0, bucket.size, self._now
+
+    def _as_float(self) -> float:
+        return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))

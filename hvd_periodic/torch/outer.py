@@ -1,0 +1,112 @@
+"""A torch optimizer that moves the center."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_periodic.elementwise import require_elementwise
+from hvd_periodic.layout import Layout
+from hvd_periodic.store import FlatStore, Store
+from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
+
+
+class TorchOuterOptimizer:
+    """A torch optimizer over the tensors of the center, once there is one.
+
+    Args:
+        source: an optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer.
+        local: the local optimizer, if there is one.
+        parameters: the model's parameters that are exchanged, in the order of their layout.
+    """
+
+    def __init__(
+        self, source: CenterOptimizerLike, local: torch.optim.Optimizer | None, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self.source = source
+        self._local = local
+        self._parameters = parameters
+        self._optimizer: CenterOptimizer | None = None
+        self._keys: list[tuple[int, int, str]] = []
+
+    @property
+    def name(self) -> str:
+        """The class of the optimizer to copy; of a function, that it is one."""
+        return type(self.source).__name__
+
+    @property
+    def optimizer(self) -> CenterOptimizer:
+        """The optimizer.
+
+        Raises:
+            RuntimeError: there is no center yet.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("The outer optimizer has no center yet: bind() comes first")
+        return self._optimizer
+
+    def bind(self, center: Store[torch.Tensor], gradient: Store[torch.Tensor], whole: Layout) -> None:
+        """Make the optimizer."""
+        owners = [tensor for tensor, _, _ in center.layout.sources]
+        made = CenterOptimizer(self.source, self._local, self._parameters, center.tensors(), gradient.tensors(), owners)
+        made.keys = self._keys
+        require_elementwise(type(made.optimizer).__name__, center.layout, whole, made.steps)
+        self._optimizer = made
+
+    def step(self) -> None:
+        """Apply one step."""
+        self.optimizer.step()
+
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters of the next step."""
+        return {} if self._optimizer is None else self._optimizer.settings()
+
+    def hyperparameters(self) -> Any:
+        """Return the hyper-parameters of every group."""
+        return self.optimizer.hyperparameters()
+
+    def follow(self, settings: Any) -> None:
+        """Take these hyper-parameters of groups for the next step."""
+        self.optimizer.followed = settings
+
+    def state(self) -> Any:
+        """Return a copy of the state dict; None where the center is not in this process."""
+        return None if self._optimizer is None else self._optimizer.state_dict()
+
+    def load(self, state: Any) -> None:
+        """Load a state dict."""
+        self.optimizer.load_state_dict(state)
+
+    def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
+        """Make the optimizer, on tensors that are views of the arrays."""
+        views = [
+            FlatStore(store.layout, lambda kind, size, store=store: torch.from_numpy(store.arena(kind)))  # type: ignore[misc]
+            for store in (center, gradient)
+        ]
+        self.bind(views[0], views[1], whole)
+
+    def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the tensors of its state, once one has been made over zeros in host memory."""
+
+        def zeros(kind: str, size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=getattr(torch, kind.split()[0]))
+
+        self.bind(FlatStore(layout, zeros), FlatStore(layout, zeros), layout)
+        shapes = self.optimizer.shapes()
+        self._keys = self.optimizer.keys
+        return shapes
+
+    def reset(self) -> None:
+        """Forget its state."""
+        self.optimizer.reset()
+
+    def pull(self, arrays: Sequence[np.ndarray]) -> None:
+        """Make these arrays its state."""
+        self.optimizer.pull(arrays)
+
+    def push(self, arrays: Sequence[np.ndarray]) -> None:
+        """Put its state into these arrays."""
+        self.optimizer.push(arrays)
