@@ -53,9 +53,9 @@ class TensorGroup(Generic[V]):
         placement: where the center lives.
         outer: the optimizer of the framework that moves the center, if one does.
         rates: the learning rates, for algorithms that ask for them.
+        every: takes part in every such exchange.
 
     Attributes:
-        center: this rank's share of the center.
         center_state: the center and what belongs to it, by name, this rank's share.
         worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
         total: where an outer optimizer finds its gradient: of this rank's share.
@@ -70,15 +70,16 @@ class TensorGroup(Generic[V]):
         placement: Placement,
         outer: OuterOptimizer | None = None,
         rates: LearningRates | None = None,
+        every: int = 1,
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
+        self.every = every
         self._replica, self._outer, self._rates = replica, outer, rates
         self.share = placement.share(values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
         self.center_state: dict[str, Store[V]] = {
             key: replica.new_store(self.share, f"{name}.{key}") for key in self._initial_center(first)
         }
-        self.center = self.center_state["center"]
         self.worker: dict[str, Store[V]] = {
             key: replica.new_store(values.layout, f"{name}.{key}")
             for key in algorithm.init_worker(replica.space, first)
@@ -89,9 +90,13 @@ class TensorGroup(Generic[V]):
             self.total = self.worker[self._spent] if self._spent else replica.new_store(self.share, f"{name}.total")
 
     @property
-    def optimized(self) -> bool:
-        """Whether an outer optimizer moves the center."""
-        return self._outer is not None
+    def center(self) -> Store[V]:
+        """This rank's share of the center."""
+        return self.center_state["center"]
+
+    def due(self, rounds: int) -> bool:
+        """Return whether the group takes part in the exchange after so many."""
+        return (rounds + 1) % self.every == 0
 
     @property
     def vectors(self) -> dict[str, Store[V]]:
@@ -174,7 +179,8 @@ class TensorGroup(Generic[V]):
         if stop > start:
             center = self._read_all(self.center_state, share)
             moved = center | self._move(share, center, total, exchange)
-            self._write(self.center_state, share, center, moved)
+            if self.center_state:
+                self._write(self.center_state, share, center, moved)
         if not algorithm.reads_after:
             return 0
         # Not read again: a store may keep what is written of a tensor until its last bucket is there.
@@ -247,7 +253,7 @@ class TensorGroup(Generic[V]):
 
     def _initial_center(self, x: V) -> State[V]:
         state = self.algorithm.init_center(self._replica.space, x)
-        return state if self._outer is None else {"center": state["center"]}
+        return {"center": state["center"]} if self._outer is not None else state
 
     def _handed_out(
         self,

@@ -1,0 +1,65 @@
+"""What a policy for the local optimizer's state is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+LocalStateLike: TypeAlias = "str | Mapping[str, int] | LocalState"
+"""The name of a policy; multiples of the exchange period by entry, for averaging; or a policy."""
+
+
+class LocalState(ABC):
+    """Says at which exchanges which entries of the state are averaged over ranks or begun anew.
+
+    An *entry* is what an optimizer keeps of every parameter in its shape, by the optimizer's own name for it:
+    ``exp_avg`` of torch's Adam, ``momentum`` of Keras's SGD. Step counters are no entries, and left alone.
+
+    Attributes:
+        name: what users call the policy.
+        touches: whether it touches anything.
+        resets: whether all entries are begun anew at every exchange.
+    """
+
+    name: ClassVar[str]
+    touches: ClassVar[bool] = True
+    resets: ClassVar[bool] = False
+
+    @abstractmethod
+    def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
+        """Return which of these entries are averaged, each with its period in exchanges.
+
+        Raises:
+            ValueError: an entry that was asked for is not there.
+        """
+
+
+def as_local_state(value: Any, argument: str = "`optimizer_state`") -> LocalState:
+    """Return a policy by its name, or for multiples of the exchange period by entry.
+
+    Args:
+        value: ``"local"``, ``"reset"``, ``"average"``, a dict such as ``{"exp_avg": 3, "exp_avg_sq": 6}``, or a policy.
+        argument: what the caller calls it, for the error message.
+
+    Raises:
+        TypeError, ValueError: there is no such policy.
+
+    Example:
+        >>> as_local_state("reset")
+        Reset()
+        >>> as_local_state({"exp_avg": 3}).averaged(["exp_avg", "exp_avg_sq"])
+        {'exp_avg': 3}
+    """
+    if isinstance(value, LocalState):
+        return value
+    known: dict[str, type[LocalState]] = {policy.name: policy for policy in LocalState.__subclasses__()}
+    if isinstance(value, Mapping):
+        average: Any = known["average"]
+        made: LocalState = average(dict(value))
+        return made
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(
+            f"{argument} must be one of {tuple(sorted(known))}, or a dict of periods by entry. Received: {value!r}"
+        )
+    return known[value]()
