@@ -553,6 +553,7 @@ class PeriodicOptimizer(ForwardedSettings):
             self._prefix,
             self._placement,
             self._asynchronous,
+            learning_rate=lambda: native(self.learning_rate),
         )
         self._synchronizer.opening = self._open
         saved = self._synchronizer.saved_center = self._saved_center()

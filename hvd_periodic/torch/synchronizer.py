@@ -120,6 +120,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             )
 
         build_on_all(communicator, name, build)
+        self.learning_rate = _first_rate(optimizer)
         self.average_within(self.averaged)
         self.start()
         self.begun = False
@@ -228,6 +229,11 @@ def communicator_of(process_set: Any) -> Communicator:
     return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
+def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:
+    """Return what reads the learning rate of the first parameter group."""
+    return None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
+
+
 def _check_optimizer(optimizer: object) -> None:
     """Raise a TypeError unless this is None or a torch optimizer."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -238,5 +244,7 @@ def _check_optimizer(optimizer: object) -> None:
 def _restore(parts: tuple[Any, ...], *rest: Any) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
     restored = Synchronizer.__new__(Synchronizer)
-    synchronizer.Synchronizer.__init__(restored, TorchReplica(*parts), *rest)
+    replica = TorchReplica(*parts)
+    synchronizer.Synchronizer.__init__(restored, replica, *rest)
+    restored.learning_rate = _first_rate(replica.optimizer)
     return restored
