@@ -118,9 +118,8 @@ def foresee(schedule: Schedule, clock: Clock) -> int | None:
         >>> foresee(Every(4), Clock(step=8)), foresee(QSR(), Clock(step=8))
         (12, None)
     """
-    known = _ForeseenClock(step=clock.step, round=clock.round, period=clock.period, memory=clock.memory)
     try:
-        return next_exchange(schedule, known)
+        return next_exchange(schedule, _foreseen(clock))
     except _UnforeseenError:
         return None
 
@@ -137,8 +136,16 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
         [1, 2, 4, 6, 10]
     """
     exchanges: list[int] = []
-    clock = Clock()
-    while len(exchanges) < rounds and (following := foresee(schedule, clock)) is not None:
-        exchanges.append(following)
-        clock = Clock(step=following, round=clock.round + 1, period=following - clock.step)
+    clock = _foreseen(Clock())
+    try:
+        while len(exchanges) < rounds:
+            exchanges.append(next_exchange(schedule, clock))
+            memory, period = schedule.remember(clock), exchanges[-1] - clock.step
+            clock = _ForeseenClock(exchanges[-1], clock.round + 1, period=period, memory=memory)
+    except _UnforeseenError:
+        pass
     return exchanges
+
+
+def _foreseen(clock: Clock) -> Clock:
+    return _ForeseenClock(clock.step, clock.round, period=clock.period, memory=clock.memory)

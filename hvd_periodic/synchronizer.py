@@ -193,6 +193,7 @@ class Synchronizer(Generic[V]):
         self.name = communicator.unique_name() if name is None else name
         self.counters = Counters(next_exchange=self._first_exchange())
         self.notes = Notes()
+        self._ready_since = time.perf_counter()
         self._timed_since: tuple[float, int] | None = None
         self.together = Together(communicator)
         self.run = ""
@@ -380,7 +381,7 @@ class Synchronizer(Generic[V]):
         self._loaded = False
         if self.local_steps == 0:
             self._plan_first_round(records)
-        self._time()
+        self._timed_since = self._ready_since, self.local_steps  # The first step has begun before its update.
         self.begun = True
         if start not in (Start.ANEW, Start.FROM_ROOT):
             return False
@@ -388,11 +389,10 @@ class Synchronizer(Generic[V]):
 
     def _plan_first_round(self, records: Sequence[Record]) -> None:
         """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
-        clock = Clock(learning_rate=self._learning_rate())
         alone = self.asynchronous is not None
-        if not alone:
-            clock = agreed_clock(records, Clock())
-        plan = self._asked(clock, compare=not alone and not all(record.foreseen for record in records))
+        rate = self._learning_rate() if alone else leading(records).learning_rate
+        compare = not alone and not all(record.foreseen for record in records)
+        plan = self._asked(Clock(learning_rate=rate), compare)
         self.counters = replace(self.counters, next_exchange=plan.next_exchange)
         self.notes = replace(self.notes, memory=plan.memory)
 
@@ -522,7 +522,7 @@ class Synchronizer(Generic[V]):
         self._timed_since = (time.perf_counter(), self.local_steps)
 
     def _step_seconds(self, local_steps: int) -> float | None:
-        """Return the seconds per local step since the last exchange, or since training began or was resumed."""
+        """Return the seconds per local step since the last exchange, or since construction or loading."""
         if self._timed_since is None or local_steps <= self._timed_since[1]:
             return None
         return (time.perf_counter() - self._timed_since[0]) / (local_steps - self._timed_since[1])
@@ -918,6 +918,7 @@ class Synchronizer(Generic[V]):
         self._restored = None if self.placement.everywhere else state
         self._loaded = True
         self.run = state.get("run", "")
+        self._ready_since = time.perf_counter()
         self.counters = Counters(**state["counters"])
         self.notes = Notes(**state.get("notes", {}))  # Version 0.1 has none.
         self.begun = False
@@ -979,7 +980,7 @@ class Synchronizer(Generic[V]):
             local_steps=meeting.step,
             skipped_updates=self.counters.skipped_updates + meeting.step - self.counters.local_steps,
             last_exchange=meeting.step,
-            next_exchange=plan.next_exchange,
+            next_exchange=meeting.step + plan.next_exchange - meeting.clock.step,
             gradients=0,
         )
         self.notes = Notes(memory=plan.memory)
@@ -1035,14 +1036,17 @@ class Synchronizer(Generic[V]):
     def _plan(self, meeting: Meeting) -> Plan:
         """Return what the schedule says at this exchange, the same on all ranks.
 
-        Where nobody trains any more, it may have nothing to say: the period is then the one before.
+        Where nobody trains any more, it may have nothing to say; where nothing is exchanged, it is not asked. The
+        period is then the one before.
         """
         if meeting.training:
             return self._asked(meeting.clock, compare=meeting.unforeseen)
         try:
-            return ask(self.schedule, meeting.clock)
-        except RuntimeError:
-            return Plan(meeting.step + max(meeting.period, 1), meeting.clock.memory)
+            if meeting.pending:
+                return ask(self.schedule, meeting.clock)
+        except RuntimeError as error:
+            logger.debug("Where training has ended, the period stays as it was: %s", error)
+        return Plan(meeting.step + max(meeting.period, 1), meeting.clock.memory)
 
     def _asked(self, clock: Clock, compare: bool) -> Plan:
         """Return what the schedule says; where ranks have to, they compare.
@@ -1117,11 +1121,11 @@ class Synchronizer(Generic[V]):
                 f"{own.counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
                 "broadcast()? A rank that runs out of data calls finalize()"
             )
-        step = own.counters.local_steps if training else max(record.local_steps for record in records)
+        step = max(record.local_steps for record in deciding)
         period = max(record.period for record in deciding)
         return Meeting(
             bool(training),
-            step,
+            own.counters.local_steps if training else step,
             pending=max(record.pending for record in records),
             period=period,
             clock=agreed_clock(deciding, replace(own.clock, step=step, period=period)),

@@ -48,8 +48,8 @@ def test_it_returns_a_positive_int(schedule: Any) -> None:
 def test_it_is_a_pure_function_of_the_clock(schedule: Any) -> None:
     """Asked in any order, any number of times, by any of equal schedules: the same answer, or ranks drift apart."""
     expected = [ask(schedule, clock) for clock in CLOCKS]
-    before = copy.deepcopy(CLOCKS)
-    for clock, plan in [*reversed(list(zip(CLOCKS, expected, strict=True))), *zip(CLOCKS, expected, strict=True)]:
+    before, pairs = copy.deepcopy(CLOCKS), list(zip(CLOCKS, expected, strict=True))
+    for clock, plan in [*reversed(pairs), *pairs]:
         assert ask(schedule, clock) == plan
         assert ask(type(schedule)(), clock) == plan
     assert before == CLOCKS, "a schedule has changed what it is asked with"
@@ -92,7 +92,7 @@ def test_it_is_accepted_as_a_period(schedule: Any) -> None:
 
 
 def test_exchanges_take_place_at_the_predicted_steps(schedule: Any) -> None:
-    """Where steps say it; from there on, where all ranks say it together, until a resumed run goes on alike."""
+    """As far as steps and rounds say it; from there on, where all ranks say it together."""
     steps = 120
     predicted = [step for step in forecast(schedule, steps) if step <= steps]
 
