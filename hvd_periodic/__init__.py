@@ -13,26 +13,32 @@ from hvd_periodic.numpy import (
     ModelAverageOptimizer,
     PeriodicOptimizer,
 )
-from hvd_periodic.schedules import Every, PostLocal, Schedule
+from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.synchronizer import Counters, Synchronizer
 from hvd_periodic.version import __version__
 
 __all__ = [
     "AGN",
     "EASGD",
+    "QSR",
     "SGD",
     "AGNOptimizer",
+    "AdaComm",
     "Algorithm",
     "Averaging",
+    "Clock",
     "Communicator",
     "Counters",
+    "Doubling",
     "ElasticAverageOptimizer",
     "Every",
     "LocalCommunicator",
     "ModelAverageOptimizer",
     "PeriodicOptimizer",
+    "Piecewise",
     "PostLocal",
     "Schedule",
+    "Seconds",
     "Synchronizer",
     "__version__",
 ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
-from hvd_periodic.schedules import PostLocal, Schedule
+from hvd_periodic.schedules import Schedule
 
 
 def schedule_around(
@@ -34,8 +32,9 @@ def schedule_around(
     exchanging = set(getattr(communicator, "ranks", range(communicator.size)))
     if communicator.size == 1 or not exchanging <= set(averaged.ranks):
         return schedule
-    if isinstance(schedule, PostLocal) and exchanging == set(averaged.ranks):
-        return replace(schedule, quiet=True)
+    around = schedule.around_averaging()
+    if around is not None and exchanging == set(averaged.ranks):
+        return around
     raise ValueError(
         f"The hvd.DistributedOptimizer inside averages the gradients of ranks {averaged.ranks} at every step, and "
         f"these exchange among themselves ({sorted(exchanging)}), so that nothing would be left to exchange. Remove "

@@ -7,11 +7,12 @@ out, instead of waiting forever.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Protocol
 
 from hvd_periodic.consistency import Ranks, join, raise_on_all
+from hvd_periodic.packing import pack, unpack
 
 
 class MeetingRanks(Ranks, Protocol):
@@ -46,6 +47,10 @@ class Record:
         updates: iterations whose update ran.
         pending: iterations since the last exchange.
         period: iterations that the schedule planned between the last exchange and the next.
+        learning_rate: of the local optimizer; None where it is unknown.
+        step_seconds: seconds per iteration since the last exchange; None where there was none.
+        loss: mean of what was reported since the last exchange; None where nothing was.
+        foreseen: iterations at the exchange after this one, where the schedule can say so before ranks meet; else 0.
     """
 
     purpose: int
@@ -57,6 +62,10 @@ class Record:
     updates: int = 0
     pending: int = 0
     period: int = 0
+    learning_rate: float | None = None
+    step_seconds: float | None = None
+    loss: float | None = None
+    foreseen: int = 0
 
     @property
     def training(self) -> bool:
@@ -68,16 +77,24 @@ def integers(record: Record) -> list[int]:
     """Return a record as it travels.
 
     Example:
-        >>> integers(Record(Purpose.START, optimizer=1))
-        [1, 1, 0, 0, 0, 0, 0, 0, 0]
+        >>> integers(Record(Purpose.START, optimizer=1))[:5]
+        [1, 1, 0, 0, 0]
     """
-    return [int(value) for value in astuple(record)]
+    return pack(record)
 
 
 def records_of(gathered: Sequence[int]) -> list[Record]:
     """Return the records of all ranks, given their integers one after another."""
     width = len(fields(Record))
-    return [Record(*gathered[start : start + width]) for start in range(0, len(gathered), width)]
+    return [unpack(Record, gathered[start : start + width]) for start in range(0, len(gathered), width)]
+
+
+def leading(records: Sequence[Record]) -> Record:
+    """Return the record of the rank whose learning rates count: the one with most updates, of several the first.
+
+    A learning-rate scheduler is behind on a rank whose updates were skipped.
+    """
+    return max(records, key=lambda record: record.updates)
 
 
 def meet(communicator: MeetingRanks, record: Record, failure: Exception | None = None) -> list[Record]:

@@ -6,6 +6,8 @@ import copy
 import hashlib
 import itertools
 import logging
+import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,14 +23,15 @@ from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.together import Together
-from hvd_periodic.consistency import agree, audit, build_on_all, join
+from hvd_periodic.consistency import agree, audit, build_on_all, join, raise_on_all
 from hvd_periodic.learning_rates import LearningRates
-from hvd_periodic.meeting import Purpose, Record, check, integers, records_of
+from hvd_periodic.meeting import Purpose, Record, check, integers, leading, records_of
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
+from hvd_periodic.planning import Notes, Plan, agreed_clock, ask, forecast, foresee
 from hvd_periodic.replica import Replica
-from hvd_periodic.schedules.base import Schedule, next_exchange
-from hvd_periodic.schedules.post_local import PostLocal
+from hvd_periodic.schedules.base import Clock, Schedule
+from hvd_periodic.schedules.given import as_schedule
 from hvd_periodic.startup import Moment, Standing, Start, decide
 from hvd_periodic.store import Store
 from hvd_periodic.tensor_group import TensorGroup
@@ -79,6 +82,37 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class Standpoint:
+    """What one rank knows by itself when it comes to meet the others.
+
+    Attributes:
+        counters: its own.
+        notes: what it keeps for its schedule.
+        learning_rate: of its local optimizer; None where it is unknown.
+        step_seconds: seconds per local step since its last exchange; None where there was none.
+    """
+
+    counters: Counters
+    notes: Notes
+    learning_rate: float | None = None
+    step_seconds: float | None = None
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of this rank alone, at an exchange."""
+        counters = self.counters
+        return Clock(
+            step=counters.local_steps,
+            round=counters.rounds + 1,
+            learning_rate=self.learning_rate,
+            step_seconds=self.step_seconds,
+            loss=self.notes.loss,
+            period=counters.next_exchange - counters.last_exchange,
+            memory=self.notes.memory,
+        )
+
+
+@dataclass(frozen=True)
 class Meeting:
     """What ranks have learned of each other before an exchange.
 
@@ -88,6 +122,8 @@ class Meeting:
         pending: local steps since the last exchange, on the rank with most of them.
         period: local steps that the schedule planned between the last exchange and the next; where some rank is still
             training, for those that are.
+        clock: what all have agreed on, for the schedule.
+        unforeseen: the schedule could not be asked before, so that ranks have to compare what it says now.
         settings: hyper-parameters for the step of the center optimizer, where those of ranks differ.
     """
 
@@ -95,6 +131,8 @@ class Meeting:
     step: int
     pending: int
     period: int
+    clock: Clock
+    unforeseen: bool = False
     settings: Any = None
 
 
@@ -109,7 +147,7 @@ class Synchronizer(Generic[V]):
     Args:
         replica: the parameters of this rank, as a front end provides them.
         algorithm: what an exchange computes.
-        schedule: when to exchange.
+        schedule: when to exchange: a schedule, a function of the clock, or local steps.
         communicator: with whom.
         root: the rank, within the communicator, whose values all start from.
         name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
@@ -125,16 +163,22 @@ class Synchronizer(Generic[V]):
         outer: an optimizer of the framework that moves the center, for algorithms that take one.
         rates: the learning rates of the local optimizer, for algorithms that ask for them.
 
+    Attributes:
+        learning_rate: returns the learning rate of the local optimizer, for schedules; front ends set it where they
+            know that optimizer.
+
     Raises:
         ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
         RuntimeError: asynchronous exchange is not possible between these ranks.
     """
 
+    learning_rate: Callable[[], Any] | None = None
+
     def __init__(
         self,
         replica: Replica[V],
         algorithm: Algorithm,
-        schedule: Schedule,
+        schedule: int | Schedule | Callable[[Clock], int],
         communicator: Communicator,
         root: int = 0,
         name: str | None = None,
@@ -158,15 +202,18 @@ class Synchronizer(Generic[V]):
         rates = rates if algorithm.uses_learning_rate else None
         self.hyperparameters: Hyperparameters = self.outer if rates is None else rates
         """On which ranks have to agree before they move the center."""
-        if asynchronous and isinstance(schedule, PostLocal) and schedule.quiet:
+        self.schedule = as_schedule(schedule, "schedule")
+        if asynchronous and self.schedule.synchronous_until is not None:
             raise ValueError("Asynchronous exchange has no phase in which gradients are averaged: quiet=False")
         self.replica = replica
         self.algorithm = algorithm
-        self.schedule = schedule
         self.communicator = communicator
         self.root = root
         self.name = communicator.unique_name() if name is None else name
-        self.counters = Counters(next_exchange=next_exchange(schedule, 0))
+        self.counters = Counters(next_exchange=self._first_exchange())
+        self.notes = Notes()
+        self._ready_since = time.perf_counter()
+        self._timed_since: tuple[float, int] | None = None
         self.together = Together(communicator)
         self.run = ""
         """Names this training among others, in saved states."""
@@ -213,6 +260,19 @@ class Synchronizer(Generic[V]):
         """Set the center to the parameters, and forget what was accumulated."""
         for part in self.parts:
             part.reset()
+
+    def _first_exchange(self) -> int:
+        """Return the step of the first exchange as far as it is known now; it is decided when training begins."""
+        return foresee(self.schedule, Clock()) or 0
+
+    @property
+    def notes(self) -> Notes:
+        """What this rank keeps for its schedule."""
+        return self._notes
+
+    @notes.setter
+    def notes(self, notes: Notes) -> None:
+        self._notes = notes
 
     @property
     def counters(self) -> Counters:
@@ -276,7 +336,7 @@ class Synchronizer(Generic[V]):
 
         Their replicas are equal so long, and the center is what they are. None if nothing does.
         """
-        return self.schedule.start if isinstance(self.schedule, PostLocal) and self.schedule.quiet else None
+        return self.schedule.synchronous_until
 
     @property
     def replicas_are_equal(self) -> bool:
@@ -323,7 +383,7 @@ class Synchronizer(Generic[V]):
         """
         if self._begun:
             return False
-        self._meet(Purpose.START)
+        records = self._meet(Purpose.START)
         standings = self.together.gather(self._standing(moment), "start")
         until = self.synchronous_until or 0
         averaging = self.together.any(self._in_groups) or max(s.local_steps for s in standings.values()) < until
@@ -338,10 +398,22 @@ class Synchronizer(Generic[V]):
             self.asynchronous.resume(self.parts, self._restored)
         self._restored = None
         self._loaded = False
+        if self.local_steps == 0:
+            self._plan_first_round(records)
+        self._timed_since = self._ready_since, self.local_steps  # The first step has begun before its update.
         self.begun = True
         if start not in (Start.ANEW, Start.FROM_ROOT):
             return False
         return len(digests) > 1 if averaging else standings[self._global_rank].replica != standings[root].replica
+
+    def _plan_first_round(self, records: Sequence[Record]) -> None:
+        """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
+        alone = self.asynchronous is not None
+        rate = self._learning_rate() if alone else leading(records).learning_rate
+        compare = not alone and not all(record.foreseen for record in records)
+        plan = self._asked(Clock(learning_rate=rate), compare)
+        self.counters = replace(self.counters, next_exchange=plan.next_exchange)
+        self.notes = replace(self.notes, memory=plan.memory)
 
     @property
     def _global_rank(self) -> int:
@@ -422,6 +494,62 @@ class Synchronizer(Generic[V]):
             agree(self.together.group, self.together.group_name, facts)
         if self.asynchronous is not None:
             self.asynchronous.open(self.number)
+
+    def report(self, loss: Any) -> None:
+        """Tell schedules the loss of this rank; at every step, or now and then.
+
+        At an exchange, the mean of what a rank has reported since the last one is its loss, and the mean of those the
+        ``loss`` of the clock that the schedule is asked with.
+
+        Args:
+            loss: a number: a float, or a tensor or array without dimensions.
+
+        Raises:
+            TypeError: no number.
+            ValueError: NaN or infinity. The other ranks get an error where they exchange next; this one waits for them.
+
+        Example:
+            >>> import numpy as np
+            >>> from hvd_periodic import SGD, ModelAverageOptimizer
+            >>> x = np.ones(2)
+            >>> optimizer = ModelAverageOptimizer(SGD(0.1), {"x": x}, lambda clock: 2 if clock.loss is None else 3)
+            >>> for step in range(5):
+            ...     optimizer.synchronizer.report(x @ x)
+            ...     optimizer.step({"x": 2 * x})
+            >>> optimizer.synchronizer.counters.last_exchange
+            5
+        """
+        value = _number(loss, "The loss that is reported")
+        if math.isfinite(value):
+            self.notes = self.notes.reported(value)
+            return
+        self._failure = f"A loss of {value} was reported at step {self.local_steps}"
+        error = ValueError(f"{self._failure}: the training has diverged, or report() was given something else")
+        if self.asynchronous is None:
+            try:
+                self._meet(Purpose.EXCHANGE)
+            except RuntimeError:
+                raise error from None
+        raise error
+
+    def _learning_rate(self) -> float | None:
+        """Return the learning rate of the local optimizer; None where it is unknown, or no number."""
+        return rate_of(None if self.learning_rate is None else self.learning_rate())
+
+    def _time(self) -> None:
+        """Measure steps from now on."""
+        self._timed_since = (time.perf_counter(), self.local_steps)
+
+    def _step_seconds(self, local_steps: int) -> float | None:
+        """Return the seconds per local step since the last exchange, or since construction or loading."""
+        if self._timed_since is None or local_steps <= self._timed_since[1]:
+            return None
+        return (time.perf_counter() - self._timed_since[0]) / (local_steps - self._timed_since[1])
+
+    def _standpoint(self) -> Standpoint:
+        """Return what this rank knows by itself."""
+        counters = self.counters
+        return Standpoint(counters, self.notes, self._learning_rate(), self._step_seconds(counters.local_steps))
 
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
@@ -561,6 +689,9 @@ class Synchronizer(Generic[V]):
             self._take_over(self.together.group, self.together.group_root, self.together.group_name)
         self._restored = None
         self._loaded = False
+        if self.local_steps == 0:
+            self._plan_first_round(self._meet(Purpose.START))
+        self._time()
         self.begun = True
 
     def _give_values(self) -> None:
@@ -582,9 +713,9 @@ class Synchronizer(Generic[V]):
         if self.placement.everywhere:
             restored = self.outer.state()
         known = self._has_loaded() or self.local_steps > 0
-        progress = (self.counters, self.run, known, self._restored is not None, restored) if is_root else None
-        gathered = communicator.allgather_object(progress, f"{name}.progress")[root]
-        counters, self.run, known, whole, optimizer_state = gathered
+        mine = (self.counters, self.notes, self.run, known, self._restored is not None, restored)
+        gathered = communicator.allgather_object(mine if is_root else None, f"{name}.progress")[root]
+        counters, notes, self.run, known, whole, optimizer_state = gathered
         if known and communicator is self.together.group and not self.placement.everywhere:
             raise RuntimeError(
                 f"With center={self.placement.name!r}, ranks that average their gradients hold other parts of the "
@@ -592,7 +723,7 @@ class Synchronizer(Generic[V]):
             )
         self._send_values(send)
         if not is_root:
-            self.counters = counters
+            self.counters, self.notes = counters, notes
         if not known:  # The parameters may have been loaded since construction.
             self._restart()
             return
@@ -764,6 +895,7 @@ class Synchronizer(Generic[V]):
             "algorithm": type(self.algorithm).__name__,
             "schedule": repr(self.schedule),
             "counters": asdict(self.counters),
+            "notes": asdict(self.notes),
             "center_optimizer": optimizer_state,
             "vectors": vectors,
         }
@@ -798,7 +930,9 @@ class Synchronizer(Generic[V]):
         self._restored = None if self.placement.everywhere else state
         self._loaded = True
         self.run = state.get("run", "")
+        self._ready_since = time.perf_counter()
         self.counters = Counters(**state["counters"])
+        self.notes = Notes(**state.get("notes", {}))  # Version 0.1 has none.
         self.begun = False
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -818,15 +952,11 @@ class Synchronizer(Generic[V]):
 
     def _facts(self) -> dict[str, object]:
         """Return what all ranks must agree on."""
-        exchanges = [0]
-        for _ in range(8):
-            exchanges.append(next_exchange(self.schedule, exchanges[-1]))
-        description = repr(self.schedule)
         return {
             "version": __version__,
             "algorithm": self.algorithm,
-            "schedule": type(self.schedule).__name__ if " at 0x" in description else description,
-            "first exchanges": exchanges[1:],
+            "schedule": re.sub(" at 0x[0-9a-f]+", "", repr(self.schedule)),
+            "first exchanges": forecast(self.schedule, 8),
             "root rank": self.root,
             "place of the center": self.placement.name,
             "asynchronous": self.asynchronous is not None,
@@ -842,7 +972,9 @@ class Synchronizer(Generic[V]):
             self._exchange_alone(self.asynchronous)
             return False
         started = time.perf_counter()
-        meeting = self.conclude(self._meet(Purpose.LEAVE if leaving else Purpose.EXCHANGE), self.counters)
+        own = self._standpoint()
+        meeting = self.conclude(self._meet(Purpose.LEAVE if leaving else Purpose.EXCHANGE), own)
+        plan = self._plan(meeting)
         self._count(bytes_sent=8 * len(integers(Record(0, 0))))
         self.hyperparameters.follow(meeting.settings)
         if meeting.training or meeting.pending:
@@ -861,19 +993,22 @@ class Synchronizer(Generic[V]):
             local_steps=meeting.step,
             skipped_updates=self.counters.skipped_updates + meeting.step - self.counters.local_steps,
             last_exchange=meeting.step,
-            next_exchange=next_exchange(self.schedule, meeting.step),
+            next_exchange=meeting.step + plan.next_exchange - meeting.clock.step,
             gradients=0,
         )
+        self.notes = Notes(memory=plan.memory)
         self._count(exchange_seconds=time.perf_counter() - started)
+        self._time()
         return meeting.training
 
     def _exchange_alone(self, worker: Worker) -> None:
         """Exchange with the center, without the other ranks."""
-        started, counters = time.perf_counter(), self.counters
-        problem = self._problem(counters, Purpose.EXCHANGE)
+        started, counters, own = time.perf_counter(), self.counters, self._standpoint()
+        problem = self._problem(own, Purpose.EXCHANGE)
         if problem is not None:
             raise RuntimeError(problem)
-        period = counters.next_exchange - counters.last_exchange
+        plan = ask(self.schedule, own.clock)
+        period = own.clock.period
         try:
             sent = worker.exchange(self.parts, Exchange(self.communicator.size, period, max(counters.gradients, 1)))
         except Exception as error:
@@ -885,12 +1020,14 @@ class Synchronizer(Generic[V]):
             rounds=counters.rounds + 1,
             bytes_sent=counters.bytes_sent + sent,
             last_exchange=counters.local_steps,
-            next_exchange=next_exchange(self.schedule, counters.local_steps),
+            next_exchange=plan.next_exchange,
             gradients=0,
             pushes_missed=counters.pushes_missed + missed,
             staleness_max=max(counters.staleness_max, missed),
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
+        self.notes = Notes(memory=plan.memory)
+        self._time()
 
     def _meet(self, purpose: Purpose) -> list[Record]:
         """Return what all ranks have come for, and where they stand.
@@ -898,55 +1035,115 @@ class Synchronizer(Generic[V]):
         Raises:
             RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
         """
-        problem = self._problem(self.counters, purpose)
-        record = self.announce(self.counters, purpose, problem)
+        own, problem = Standpoint(self.counters, self.notes), None
+        try:
+            own = self._standpoint()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        problem = problem or self._problem(own, purpose)
+        record = self.announce(own, purpose, problem)
         records = records_of(self.communicator.gather_integers(integers(record), self.meeting_name))
         check(self.communicator, records, None if problem is None else RuntimeError(problem))
         return records
+
+    def _plan(self, meeting: Meeting) -> Plan:
+        """Return what the schedule says at this exchange, the same on all ranks.
+
+        Where nobody trains any more, it may have nothing to say; where nothing is exchanged, it is not asked. The
+        period is then the one before.
+        """
+        if meeting.training:
+            return self._asked(meeting.clock, compare=meeting.unforeseen)
+        try:
+            if meeting.pending:
+                return ask(self.schedule, meeting.clock)
+        except RuntimeError as error:
+            logger.debug("Where training has ended, the period stays as it was: %s", error)
+        return Plan(meeting.step + max(meeting.period, 1), meeting.clock.memory)
+
+    def _asked(self, clock: Clock, compare: bool) -> Plan:
+        """Return what the schedule says; where ranks have to, they compare.
+
+        Raises:
+            RuntimeError: it failed, or says different things on different ranks; on all of them, where they compare.
+        """
+        plan, failure = None, None
+        try:
+            plan = ask(self.schedule, clock)
+        except RuntimeError as error:
+            failure = error
+        name = f"{self.name}.plan"
+        planned = 0 if plan is None else plan.next_exchange
+        answers = self.communicator.allgather_object(planned, name) if compare else [planned]
+        if compare and 0 in answers:
+            raise_on_all(self.communicator, name, failure)
+        if plan is None:
+            raise RuntimeError("The schedule failed") if failure is None else failure
+        if len(set(answers)) > 1:
+            raise RuntimeError(
+                f"The schedule says different things on different ranks: the next exchange at step {answers[0]} on "
+                f"rank 0, and at {next(a for a in answers if a != answers[0])} elsewhere. It has to be a function of "
+                "the clock alone"
+            )
+        return plan
 
     @property
     def meeting_name(self) -> str:
         """The name of the collective in which ranks meet."""
         return self.communicator.meeting_name
 
-    def announce(self, counters: Counters, purpose: Purpose, problem: str | None) -> Record:
+    def announce(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
         """Return what this rank tells the others before any data travels."""
         settings = self.hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
         others = {key: value for key, value in settings.items() if key not in rates}
+        counters = own.counters
         return Record(
-            purpose,
-            self.number,
-            int(problem is not None),
-            _fingerprint(others),
-            _fingerprint(rates),
-            counters.local_steps,
-            counters.local_steps - counters.skipped_updates,
-            counters.local_steps - counters.last_exchange,
-            counters.next_exchange - counters.last_exchange,
+            purpose=purpose,
+            optimizer=self.number,
+            problem=int(problem is not None),
+            settings=_fingerprint(others),
+            rate=_fingerprint(rates),
+            local_steps=counters.local_steps,
+            updates=counters.local_steps - counters.skipped_updates,
+            pending=counters.local_steps - counters.last_exchange,
+            period=own.clock.period,
+            learning_rate=own.learning_rate,
+            step_seconds=own.step_seconds,
+            loss=own.notes.loss,
+            foreseen=(self._foreseen(own, purpose) or 0) if problem is None else 0,
         )
 
-    def conclude(self, records: Sequence[Record], counters: Counters) -> Meeting:
+    def _foreseen(self, own: Standpoint, purpose: Purpose) -> int | None:
+        """Return the exchange after this one, if the schedule can say so before ranks have met."""
+        return foresee(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
+
+    def conclude(self, records: Sequence[Record], own: Standpoint) -> Meeting:
         """Return what this exchange is, given what all ranks announced.
 
         Raises:
-            RuntimeError: on all ranks, if they are at different steps.
+            RuntimeError: on all ranks, if they are at different steps, or the schedule says different things on them.
             ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
         """
         training = [record for record in records if record.training]
+        deciding = training or list(records)
         steps = sorted({record.local_steps for record in training})
         if len(steps) > 1:
             raise RuntimeError(
                 f"Ranks exchange at different local steps, from {steps[0]} to {steps[-1]}; this rank is at "
-                f"{counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
+                f"{own.counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
                 "broadcast()? A rank that runs out of data calls finalize()"
             )
+        step = max(record.local_steps for record in deciding)
+        period = max(record.period for record in deciding)
         return Meeting(
             bool(training),
-            counters.local_steps if training else max(record.local_steps for record in records),
+            own.counters.local_steps if training else step,
             pending=max(record.pending for record in records),
-            period=max(record.period for record in training or records),
-            settings=self._settings_of(records, training or records),
+            period=period,
+            clock=agreed_clock(deciding, replace(own.clock, step=step, period=period)),
+            unforeseen=not deciding[0].foreseen or len({record.foreseen for record in deciding}) > 1,
+            settings=self._settings_of(records, deciding),
         )
 
     def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:
@@ -956,8 +1153,8 @@ class Synchronizer(Generic[V]):
         ahead on one that has ended its epoch. Those that train decide; of them, who has made most updates; of several,
         the first.
         """
-        most = max(record.updates for record in deciding)
-        first = next(record for record in deciding if record.updates == most)
+        first = leading(deciding)
+        most = first.updates
         if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):
             return None
         if any(record.settings != first.settings for record in deciding if record.updates == most):
@@ -976,10 +1173,13 @@ class Synchronizer(Generic[V]):
             )
         return of_ranks[decides]
 
-    def _problem(self, counters: Counters, purpose: Purpose) -> str | None:
+    def _problem(self, own: Standpoint, purpose: Purpose) -> str | None:
         """Return why this rank cannot exchange, or None."""
+        counters = own.counters
+        if not math.isfinite(own.notes.loss_sum):
+            return f"The losses reported until step {counters.local_steps} are not all finite: {own.notes.loss_sum}"
         try:
-            next_exchange(self.schedule, counters.local_steps)
+            self._foreseen(own, purpose)
         except Exception as error:
             return f"The schedule failed: {type(error).__name__}: {error}"
         unused = purpose == Purpose.LEAVE and counters.local_steps == counters.rounds == 0
@@ -1006,6 +1206,26 @@ def _sender(communicator: Communicator, name: str, root: int) -> Callable[[Any],
     """Return a function that broadcasts one value after the other, under names with a prefix."""
     calls = itertools.count()
     return lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", root)
+
+
+def rate_of(value: Any) -> float | None:
+    """Return a learning rate as a float; None where it is no number."""
+    try:
+        return _number(value, "A learning rate")
+    except TypeError:
+        return None
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a number, which may be a tensor or array without dimensions, as a float.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or tuple(getattr(value, "shape", ())) != ():
+        shape = f" of shape {tuple(value.shape)}" if getattr(value, "shape", ()) else f" {value!r}"
+        raise TypeError(f"{what} must be a number. Received: {type(value).__name__}{shape}")
+    return float(value)
 
 
 def _fingerprint(settings: dict[str, object]) -> int:

@@ -76,6 +76,7 @@ class PeriodicOptimizer:
 
         self.optimizer = optimizer
         self.synchronizer = build_on_all(comm, name, build)
+        self.synchronizer.learning_rate = lambda: getattr(optimizer, "learning_rate", None)
         self._replica: Any = self.synchronizer.replica
         self.synchronizer.start()
 

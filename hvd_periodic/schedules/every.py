@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.schedules.base import Clock, Schedule
 
 
 @dataclass(frozen=True)
-class Every:
+class Every(Schedule):
     """Exchange every ``period`` local steps: at ``period``, ``2 period``, ...
 
     Args:
@@ -19,7 +20,8 @@ class Every:
         ValueError: ``period`` is below 1.
 
     Example:
-        >>> Every(10)(30)
+        >>> from hvd_periodic import Clock
+        >>> Every(10)(Clock(step=30))
         10
     """
 
@@ -28,6 +30,11 @@ class Every:
     def __post_init__(self) -> None:
         require_int(self.period, "`Every(period=...)`", minimum=1)
 
-    def __call__(self, step: int) -> int:
-        """Return the number of local steps from ``step`` to the next exchange."""
+    def __call__(self, clock: Clock) -> int:
+        """Return the number of local steps until the next exchange."""
         return self.period
+
+    @property
+    def argument(self) -> int:
+        """The period."""
+        return int(self.period)

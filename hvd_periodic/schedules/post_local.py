@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.schedules.base import Clock, Schedule
 
 
 @dataclass(frozen=True)
-class PostLocal:
+class PostLocal(Schedule):
     """Exchange after every step until step ``start``, then every ``period`` local steps.
 
         exchanges at 1, 2, ..., start, start + period, start + 2 period, ...
@@ -27,8 +28,9 @@ class PostLocal:
         ValueError: ``start`` is negative or ``period`` is below 1.
 
     Example:
+        >>> from hvd_periodic import Clock
         >>> schedule = PostLocal(start=2, period=8)
-        >>> [schedule(step) for step in range(4)]
+        >>> [schedule(Clock(step=step)) for step in range(4)]
         [1, 1, 8, 8]
 
     References:
@@ -43,8 +45,17 @@ class PostLocal:
         require_int(self.start, "`PostLocal(start=...)`", minimum=0)
         require_int(self.period, "`PostLocal(period=...)`", minimum=1)
 
-    def __call__(self, step: int) -> int:
-        """Return the number of local steps from ``step`` to the next exchange."""
-        if step >= self.start:
+    def __call__(self, clock: Clock) -> int:
+        """Return the number of local steps until the next exchange."""
+        if clock.step >= self.start:
             return self.period
-        return self.start - step + self.period if self.quiet else 1
+        return self.start - clock.step + self.period if self.quiet else 1
+
+    @property
+    def synchronous_until(self) -> int | None:
+        """``start``, where something else averages the gradients until then."""
+        return self.start if self.quiet else None
+
+    def around_averaging(self) -> PostLocal:
+        """Return the same, without exchanges in the synchronous phase."""
+        return replace(self, quiet=True)

@@ -21,7 +21,7 @@ if keras.backend.backend() != "tensorflow":
     )
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
-from hvd_periodic.schedules import Every, PostLocal
+from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
 from hvd_periodic.tensorflow.groups import node_groups, rank_groups
 from hvd_periodic.tensorflow.optimizer import (
@@ -35,13 +35,20 @@ from hvd_periodic.tensorflow.synchronizer import Synchronizer
 __all__ = [
     "AGN",
     "EASGD",
+    "QSR",
     "AGNOptimizer",
+    "AdaComm",
     "Averaging",
+    "Clock",
+    "Doubling",
     "ElasticAverageOptimizer",
     "Every",
     "ModelAverageOptimizer",
     "PeriodicOptimizer",
+    "Piecewise",
     "PostLocal",
+    "Schedule",
+    "Seconds",
     "Synchronizer",
     "callbacks",
     "node_groups",

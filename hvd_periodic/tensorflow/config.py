@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from hvd_periodic import algorithms, schedules
-from hvd_periodic.schedules import Every
+from hvd_periodic.schedules import Schedule
 
 _HOMES: tuple[ModuleType, ...] = (algorithms, schedules)
 
@@ -19,8 +19,10 @@ def encode(value: Any) -> Any:
     Those of this package need no further ado; others are left to ``keras.saving.serialize_keras_object``, so that a
     function has to be registered with ``keras.saving.register_keras_serializable``.
     """
-    if isinstance(value, Every):
-        return value.period
+    if isinstance(value, Schedule):
+        value = value.argument
+    if isinstance(value, int):
+        return value
     if any(getattr(home, type(value).__name__, None) is type(value) for home in _HOMES):
         return {"hvd_periodic": type(value).__name__, "arguments": vars(value)}
     return keras.saving.serialize_keras_object(value)

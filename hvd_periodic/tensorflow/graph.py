@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,12 @@ from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.consistency import audit, raise_on_all
 from hvd_periodic.layout import Bucket
 from hvd_periodic.meeting import Purpose, check, integers, records_of
-from hvd_periodic.schedules import next_exchange
+from hvd_periodic.packing import is_real
+from hvd_periodic.planning import Notes, ask
+from hvd_periodic.schedules import Clock
 from hvd_periodic.startup import Moment
-from hvd_periodic.synchronizer import Counters
+from hvd_periodic.synchronizer import Counters, Standpoint, rate_of
+from hvd_periodic.tensorflow.host import Numbers, from_integers, on_host, packed, to_integers, unpacked
 from hvd_periodic.tensorflow.space import in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
 
@@ -28,6 +31,45 @@ NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
 
 _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
+
+_MEMORY = "memory."
+"""Begins the names of variables of what a schedule remembers."""
+
+
+@dataclass(frozen=True)
+class _Exchanging:
+    """What Python decides at an exchange in a graph.
+
+    Attributes:
+        period: local steps that were planned for the round that ends.
+        next_exchange: local steps at which the next exchange is due.
+        sent: integers that this rank has told the others.
+        learning_rate: for the optimizer of the center.
+    """
+
+    period: Any
+    next_exchange: Any
+    sent: Any
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class _Pushing:
+    """What Python decides at an asynchronous exchange in a graph.
+
+    Attributes:
+        missed: pushes of other workers since this one's last.
+        staleness_max: the most of them at one exchange.
+        next_exchange: local steps at which the next exchange is due.
+    """
+
+    missed: Any
+    staleness_max: Any
+    next_exchange: Any
+
+
+def _kinds(decision: type) -> dict[str, tf.DType]:
+    return {field.name: tf.float64 if is_real(field.type) else tf.int64 for field in fields(decision)}
 
 
 class VariableSynchronizer(synchronizer.Synchronizer[Any]):
@@ -39,6 +81,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     Args:
         new_variable: makes the variables of the counters.
         arguments: those of :class:`hvd_periodic.Synchronizer`.
+        learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
 
     Attributes:
         opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
@@ -58,9 +101,13 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     as_read: VariableStore | None = None
     as_left: VariableStore | None = None
 
-    def __init__(self, new_variable: NewVariable, *arguments: Any) -> None:
+    def __init__(
+        self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None
+    ) -> None:
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
+        self.note_variables: dict[str, tf.Variable] = {}
+        self.learning_rate = learning_rate
         super().__init__(*arguments)
         self.replica.refuse_constraints(self.parts[0].center.layout, self.asynchronous is not None)
         self._share: tf.Variable | None = None
@@ -68,6 +115,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             self.hyperparameters.maximum = self._maximum
             if not self.placement.everywhere:
                 self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
+        self._make_notes()
         with tf.init_scope():
             self._center_held = tf.Variable(False, trainable=False) if tf.executing_eagerly() else None
         self._compiled_distance = tf.function(self._distance, autograph=False)
@@ -153,8 +201,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             problem = self._share_problem()
             raise_on_all(self.communicator, self.name, None if problem is None else ValueError(problem))
 
-    def _problem(self, counters: Counters, purpose: Purpose) -> str | None:
-        return self._share_problem() or super()._problem(counters, purpose)
+    def _problem(self, own: Standpoint, purpose: Purpose) -> str | None:
+        return self._share_problem() or super()._problem(own, purpose)
 
     @property
     def counters(self) -> Counters:
@@ -170,6 +218,51 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             else:
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self._counter_variables[field.name] = self._new_variable(field.name, (), dtype, value)
+
+    def _first_exchange(self) -> int:
+        """Return the step of the first exchange; sessions of TensorFlow 1 do not decide it when training begins."""
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                return super()._first_exchange()
+        return ask(self.schedule, Clock(learning_rate=self._learning_rate())).next_exchange
+
+    def _make_notes(self) -> None:
+        """Make the variables of what is kept for the schedule; last, for checkpoints of versions that had none.
+
+        Nothing reports losses in graphs of TensorFlow 1.
+        """
+        with tf.init_scope():
+            eager = tf.executing_eagerly()
+        if eager:
+            self.note_variables["loss_sum"] = self._new_variable("loss_sum", (), tf.float64, 0.0)
+            self.note_variables["losses"] = self._new_variable("losses", (), tf.int64, 0)
+        for name in self.schedule.remembers:
+            self.note_variables[_MEMORY + name] = self._new_variable(f"{_MEMORY}{name}", (), tf.float64, np.nan)
+
+    @property
+    def notes(self) -> Notes:
+        """What this rank keeps for its schedule; outside of graphs."""
+        with tf.init_scope():
+            return _notes_of({name: variable.numpy().item() for name, variable in self.note_variables.items()})
+
+    @notes.setter
+    def notes(self, notes: Notes) -> None:
+        for name, variable in self.note_variables.items():
+            remembered = notes.memory.get(name.removeprefix(_MEMORY), np.nan)
+            variable.assign(remembered if name.startswith(_MEMORY) else getattr(notes, name))
+
+    def report(self, loss: Any) -> None:
+        """Tell schedules the loss of this rank, as in the core; also in a compiled function.
+
+        There a loss of NaN is an error at the next exchange, on all ranks.
+        """
+        if tf.executing_eagerly():
+            super().report(loss)
+            return
+        if loss.shape.rank != 0:
+            raise TypeError(f"The loss that is reported must have no dimensions. Received: a tensor of {loss.shape}")
+        self.note_variables["loss_sum"].assign_add(tf.cast(loss, tf.float64))
+        self.note_variables["losses"].assign_add(1)
 
     @property
     def local_steps(self) -> int:
@@ -341,36 +434,78 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         if self.asynchronous is not None:
             return self._exchange_alone_in_graph(self.asynchronous)
         started = seconds()
-        before = tf.stack([self._counter_variables[name] for name in _INTEGERS])
+        known = self._known()
+        kinds, before = {name: scalar.dtype for name, scalar in known.items()}, packed(known)
         name = self.meeting_name
         with tf.control_dependencies(_take_turn()):
-            announced = on_host(self._announce_in_graph, [before])
+            announced = on_host(lambda integers: self._announce_in_graph(from_integers(integers, kinds)), [before])
         with tf.device("CPU:0"):
             gathered = self.communicator.allgather(announced, name)
-        plan = on_host(self._conclude_in_graph, [before, gathered])
-        checks = [plan]
+        decided = self._memory_kinds() | _kinds(_Exchanging)
+
+        def conclude(integers: list[int], of_all: list[int]) -> list[int]:
+            return to_integers(self._conclude_in_graph(from_integers(integers, kinds), of_all), decided)
+
+        concluded = on_host(conclude, [before, gathered])
+        memory = unpacked(concluded, decided)
+        plan = _Exchanging(**{field.name: memory.pop(field.name) for field in fields(_Exchanging)})
+        checks = [concluded]
         if self.how_to_start is not None:
             advice = self.how_to_start
-            with tf.control_dependencies([plan]):
+            with tf.control_dependencies([concluded]):
                 first = tf.equal(self._counter_variables["rounds"], 0)
             checks.append(tf.cond(first, lambda: self._audit_in_graph(advice), lambda: tf.constant(True)))
         follows = self.hyperparameters.follows_rate
-        self.hyperparameters.follow({"learning_rate": tf.bitcast(plan[3], tf.float64)} if follows else None)
+        self.hyperparameters.follow({"learning_rate": plan.learning_rate} if follows else None)
         with tf.control_dependencies(checks):
             gradients = tf.maximum(self._counter_variables["gradients"], 1)
             exchange: Any = Exchange(
-                self.communicator.size, tf.cast(plan[0], tf.float64), tf.cast(gradients, tf.float64)
+                self.communicator.size, tf.cast(plan.period, tf.float64), tf.cast(gradients, tf.float64)
             )
             sent = sum(part.exchange(self.communicator, exchange, self.name) for part in self.parts)
             self._constrain()
         local_steps = self._counter_variables["local_steps"]
-        self._count(rounds=1, bytes_sent=sent + 8 * plan[2])
+        self._count(rounds=1, bytes_sent=sent + 8 * plan.sent)
         self._counter_variables["last_exchange"].assign(local_steps)
-        self._counter_variables["next_exchange"].assign(plan[1])
+        self._counter_variables["next_exchange"].assign(plan.next_exchange)
         self._counter_variables["gradients"].assign(0)
+        self._note_in_graph(memory)
         with tf.control_dependencies(_operations_so_far()):
             self._count(exchange_seconds=seconds() - started)
+            self._time_in_graph(local_steps)
         return tf.constant(True)
+
+    def _memory_kinds(self) -> dict[str, tf.DType]:
+        return {_MEMORY + name: tf.float64 for name in self.schedule.remembers}
+
+    def _known(self) -> dict[str, tf.Tensor]:
+        """Return what this rank knows by itself, in a graph."""
+        variables = {name: self._counter_variables[name] for name in _INTEGERS} | self.note_variables
+        rate = None if self.learning_rate is None else self.learning_rate()
+        known = {name: variable.read_value() for name, variable in variables.items()}
+        return known | {"learning_rate": tf.cast(np.nan if rate is None else rate, tf.float64)}
+
+    def _standpoint_of(self, known: Numbers) -> Standpoint:
+        """Return the same in Python, while the graph runs."""
+        counters = Counters(**{name: known[name] for name in _INTEGERS})
+        return Standpoint(
+            counters, _notes_of(known), rate_of(known["learning_rate"]), self._step_seconds(counters.local_steps)
+        )
+
+    def _note_in_graph(self, memory: dict[str, tf.Tensor]) -> None:
+        """Forget the losses of the round that ends, and keep what the schedule remembers."""
+        for name, variable in self.note_variables.items():
+            variable.assign(memory[name] if name in memory else tf.zeros((), variable.dtype))
+
+    def _time_in_graph(self, local_steps: Any) -> None:
+        """Measure steps from now on."""
+
+        def begin(steps: tf.Tensor) -> tf.Tensor:
+            self._timed_since = (time.perf_counter(), int(steps))
+            return steps
+
+        with tf.device("CPU:0"):
+            tf.py_function(begin, [local_steps], tf.int64)
 
     def _constrain(self) -> None:
         """Let parameters and center obey constraints, alike on all ranks: what was averaged or moved may not."""
@@ -384,7 +519,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     def _exchange_alone_in_graph(self, worker: Worker) -> Any:
         """Exchange with the center: one call of Python on host memory, between reading the replica and its pull."""
         started, variables = seconds(), self._counter_variables
-        before = tf.stack([variables[name] for name in _INTEGERS])
+        known = self._known()
+        kinds, before = {name: scalar.dtype for name, scalar in known.items()}, packed(known)
+        decided = self._memory_kinds() | _kinds(_Pushing)
         gradients = tf.maximum(variables["gradients"], 1)
         period = variables["next_exchange"] - variables["last_exchange"]
         exchange: Any = Exchange(self.communicator.size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
@@ -392,32 +529,35 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         payloads = [part.payload(bucket, exchange) for part, bucket in buckets]
 
         def run(integers: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
-            counters = self._from_integers(integers.numpy().tolist())
-            planned = counters.next_exchange - counters.last_exchange
-            alone = Exchange(self.communicator.size, planned, max(counters.gradients, 1))
+            own = self._standpoint_of(from_integers(integers.numpy().tolist(), kinds))
+            plan = ask(self.schedule, own.clock)
+            alone = Exchange(self.communicator.size, own.clock.period, max(own.counters.gradients, 1))
             worker.wake()
             pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
             missed = worker.transport.missed
-            following = next_exchange(self.schedule, counters.local_steps)
-            return [np.array([missed, following, max(missed, counters.staleness_max)]), *pulled]
+            pushed = _Pushing(missed, max(missed, own.counters.staleness_max), plan.next_exchange)
+            return [np.array(to_integers(asdict(pushed) | self._remembered(plan.memory), decided)), *pulled]
 
         # What Python reads by itself, a local step in the same graph must have written.
         written = [tf.convert_to_tensor(variable) for variable in self.hyperparameters.followed()]
         with tf.device("CPU:0"), tf.control_dependencies(written):
             results = tf.py_function(run, [before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)])
-        plan = tf.ensure_shape(results[0], [3])
+        memory = unpacked(tf.ensure_shape(results[0], [len(decided)]), decided)
+        pushed = _Pushing(**{field.name: memory.pop(field.name) for field in fields(_Pushing)})
         for (part, bucket), pulled in zip(buckets, results[1:], strict=True):
             center = tf.ensure_shape(pulled, [bucket.size])
             if part is self.parts[0]:
                 self._mirror(bucket, center, exchange)
             part.take(bucket, center, exchange)
-        self._count(rounds=1, bytes_sent=sum(bucket.nbytes for _, bucket in buckets), pushes_missed=plan[0])
+        self._count(rounds=1, bytes_sent=sum(bucket.nbytes for _, bucket in buckets), pushes_missed=pushed.missed)
         variables["last_exchange"].assign(variables["local_steps"])
-        variables["next_exchange"].assign(plan[1])
-        variables["staleness_max"].assign(plan[2])
+        variables["next_exchange"].assign(pushed.next_exchange)
+        variables["staleness_max"].assign(pushed.staleness_max)
         variables["gradients"].assign(0)
+        self._note_in_graph(memory)
         with tf.control_dependencies(_operations_so_far()):
             self._count(exchange_seconds=seconds() - started)
+            self._time_in_graph(variables["local_steps"])
         return tf.constant(True)
 
     def _mirror(self, bucket: Bucket, center: Any, exchange: Exchange) -> None:
@@ -455,39 +595,42 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         with tf.device("CPU:0"):
             return tf.ensure_shape(tf.py_function(check, centers, tf.bool), [])
 
-    def _announce_in_graph(self, before: list[int]) -> list[int]:
-        counters = self._from_integers(before)
-        return integers(self.announce(counters, Purpose.EXCHANGE, self._problem(counters, Purpose.EXCHANGE)))
+    def _announce_in_graph(self, known: Numbers) -> list[int]:
+        own = self._standpoint_of(known)
+        return integers(self.announce(own, Purpose.EXCHANGE, self._problem(own, Purpose.EXCHANGE)))
 
-    def _conclude_in_graph(self, before: list[int], gathered: list[int]) -> list[int]:
-        """Return the period of this exchange, the step of the next, how many integers were sent, and the bits of the
-        learning rate of the center's optimizer, as float64.
-        """
-        counters, records = self._from_integers(before), records_of(gathered)
-        problem = self._problem(counters, Purpose.EXCHANGE)
+    def _conclude_in_graph(self, known: Numbers, gathered: list[int]) -> Numbers:
+        """Return the fields of :class:`_Exchanging`, and what the schedule remembers."""
+        own, records = self._standpoint_of(known), records_of(gathered)
+        problem = self._problem(own, Purpose.EXCHANGE)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
         kind = RuntimeError if self.communicator.changed() is None else ValueError
         check(self.communicator, records, None if problem is None else kind(problem))
-        meeting = self.conclude(records, counters)
+        meeting = self.conclude(records, own)
+        plan = self._plan(meeting)
         settings = meeting.settings or self.hyperparameters.hyperparameters() or {}
-        rate = np.float64(settings.get("learning_rate", 0.0)).view(np.int64)
-        sent = len(gathered) // len(records)
-        return [meeting.period, next_exchange(self.schedule, counters.local_steps), sent, int(rate)]
+        decision = _Exchanging(
+            period=meeting.period,
+            next_exchange=plan.next_exchange,
+            sent=len(gathered) // len(records),
+            learning_rate=settings.get("learning_rate", 0.0),
+        )
+        return asdict(decision) | self._remembered(plan.memory)
 
-    def _from_integers(self, values: list[int]) -> Counters:
-        return Counters(**dict(zip(_INTEGERS, values, strict=True)))
+    def _remembered(self, memory: Mapping[str, float]) -> Numbers:
+        """Return what is remembered under the names of its variables; None for nothing."""
+        return {_MEMORY + name: memory.get(name) for name in self.schedule.remembers}
 
 
-def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
-    """Return what a Python function makes of integer vectors, when the graph runs: for decisions, never for data."""
-
-    def call(*tensors: tf.Tensor) -> tf.Tensor:
-        return tf.constant(function(*(tensor.numpy().tolist() for tensor in tensors)), dtype=tf.int64)
-
-    with tf.device("CPU:0"):
-        result = tf.py_function(call, inputs, tf.int64)
-    result.set_shape([None])
-    return result
+def _notes_of(values: Mapping[str, Any]) -> Notes:
+    """Return notes from the values of their variables, some of which may not be there."""
+    memory = {
+        name.removeprefix(_MEMORY): value
+        for name, value in values.items()
+        if name.startswith(_MEMORY) and value is not None and not np.isnan(value)
+    }
+    losses = values.get("loss_sum", 0.0)
+    return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory)
 
 
 def seconds() -> tf.Tensor:

@@ -559,6 +559,7 @@ class PeriodicOptimizer(ForwardedSettings):
             True,
             None if self._center is None else VariableOuterOptimizer(self._center, named.parameters),
             KerasLearningRate(innermost(self.inner_optimizer)),
+            learning_rate=lambda: native(self.learning_rate),
         )
         self._synchronizer.opening = self._open
         saved = self._synchronizer.saved_center = self._saved_center()
@@ -567,6 +568,7 @@ class PeriodicOptimizer(ForwardedSettings):
         if self._center is not None and not self._asynchronous:
             for i, variable in enumerate(self._center.optimizer.variables):
                 self._saved.variables[f"center_optimizer.{i}"] = variable
+        self._saved.later = set(self._synchronizer.note_variables)
         self._saved.settle()
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:

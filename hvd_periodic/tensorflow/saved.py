@@ -13,10 +13,12 @@ class SavedVariables:
 
     Attributes:
         variables: by name; empty until they are made.
+        later: names of variables that files of earlier versions do not hold.
     """
 
     def __init__(self) -> None:
         self.variables: dict[str, Any] = {}
+        self.later: set[str] = set()
         self._waiting: dict[str, np.ndarray] = {}
 
     def values(self) -> dict[str, np.ndarray]:
@@ -40,7 +42,7 @@ class SavedVariables:
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return
-        different = self.variables.keys() ^ waiting.keys()
+        different = (self.variables.keys() ^ waiting.keys()) - (self.later - waiting.keys())
         different |= {
             name for name in waiting.keys() - different if waiting[name].shape != tuple(self.variables[name].shape)
         }
@@ -49,5 +51,5 @@ class SavedVariables:
                 f"The saved state is of another optimizer or model; they differ in {min(different)!r}. If the "
                 "optimizer was made with `model`, call optimizer.attach(model) after loading"
             )
-        for name, variable in self.variables.items():
-            variable.assign(waiting[name])
+        for name, value in waiting.items():
+            self.variables[name].assign(value)

@@ -115,9 +115,12 @@ class Synchronizer(VariableSynchronizer):
                 None if moved is None else VariableOuterOptimizer(moved, named.parameters),
                 None if optimizer is None else KerasLearningRate(optimizer),
             )
-            self.variables += (
-                [] if moved is None or asynchronous else [variable.value for variable in moved.optimizer.variables]
-            )
+            late = {id(variable) for variable in self.note_variables.values()}
+            notes = [variable for variable in self.variables if id(variable) in late]
+            self.variables = [variable for variable in self.variables if id(variable) not in late]
+            if moved is not None and not asynchronous:
+                self.variables += [variable.value for variable in moved.optimizer.variables]
+            self.variables += notes  # Last, because checkpoints of version 0.1 have none.
 
         build_on_all(communicator, name, build)
         self.start()

@@ -11,7 +11,7 @@ Example::
 """
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
-from hvd_periodic.schedules import Every, PostLocal
+from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
 from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import (
@@ -25,13 +25,20 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 __all__ = [
     "AGN",
     "EASGD",
+    "QSR",
     "AGNOptimizer",
+    "AdaComm",
     "Averaging",
+    "Clock",
+    "Doubling",
     "ElasticAverageOptimizer",
     "Every",
     "ModelAverageOptimizer",
     "PeriodicOptimizer",
+    "Piecewise",
     "PostLocal",
+    "Schedule",
+    "Seconds",
     "Synchronizer",
     "center_state_dict",
     "node_groups",

@@ -125,6 +125,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             )
 
         build_on_all(communicator, name, build)
+        self.learning_rate = _first_rate(optimizer)
         self.average_within(self.averaged)
         self.start()
         self.begun = False
@@ -235,6 +236,11 @@ def communicator_of(process_set: Any) -> Communicator:
     return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
+def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:
+    """Return what reads the learning rate of the first parameter group."""
+    return None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
+
+
 def _check_optimizer(optimizer: object) -> None:
     """Raise a TypeError unless this is None or a torch optimizer."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -249,4 +255,5 @@ def _restore(of_rank: tuple[Any, ...], arguments: tuple[Any, ...]) -> Synchroniz
     outer = None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors)
     arguments = (replica, *arguments, False, True, outer, LearningRates(replica.learning_rates))
     synchronizer.Synchronizer.__init__(restored, *arguments)
+    restored.learning_rate = _first_rate(replica.optimizer)
     return restored

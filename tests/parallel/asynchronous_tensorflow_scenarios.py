@@ -231,7 +231,7 @@ class OwnPeriod:
 
     period = 2
 
-    def __call__(self, step: int) -> int:
+    def __call__(self, clock: hvdp.Clock) -> int:
         return self.period
 
     def __repr__(self) -> str:

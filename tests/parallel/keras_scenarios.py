@@ -487,7 +487,7 @@ class Breakable:
 
     broken = False
 
-    def __call__(self, step: int) -> int:
+    def __call__(self, clock: hvdp.Clock) -> int:
         if self.broken:
             raise KeyError("no such step")
         return 2

@@ -210,8 +210,8 @@ def test_xla_is_refused() -> None:
 
 
 @keras.saving.register_keras_serializable("tests")
-def own_schedule(step: int) -> int:
-    return 1 if step < 3 else 5
+def own_schedule(clock: hvdp.Clock) -> int:
+    return 1 if clock.step < 3 else 5
 
 
 @pytest.mark.parametrize(

@@ -294,9 +294,9 @@ def test_no_optimizer_on_one_rank_is_an_error_on_all() -> None:
 
 def test_a_schedule_that_fails_later_on_one_rank_is_an_error_on_all() -> None:
     def work(communicator: ThreadCommunicator) -> None:
-        def schedule(step: int) -> int:
+        def schedule(clock: hvdp.Clock) -> int:
             if communicator.rank == 1 and failing:
-                raise KeyError(step)
+                raise KeyError(clock.step)
             return 2
 
         failing = False

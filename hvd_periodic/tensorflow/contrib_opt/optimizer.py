@@ -17,7 +17,7 @@ from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.together import Together
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
-from hvd_periodic.schedules import PostLocal, Schedule, as_schedule
+from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.branches import (
     Assigned,
@@ -168,7 +168,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
     @property
     def _switch(self) -> int | None:
         """The local step until which gradients are averaged over all ranks instead; None if there is no such step."""
-        return self._schedule.start if isinstance(self._schedule, PostLocal) and self._schedule.quiet else None
+        return self._schedule.synchronous_until
 
     def _counted(self) -> tf.Variable:
         """Return the variable that counts the local steps of the next minimization, before there is a synchronizer."""
@@ -460,6 +460,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._asynchronous,
             self._use_locking,
             None if moved is None else GraphOuterOptimizer(moved, named.parameters),
+            learning_rate=lambda: learning_rate_of(plain(self._opt)),
         )
         synchronizer.how_to_start = _HOW_TO_START
         if self._asynchronous:
@@ -938,20 +939,30 @@ def _is_pair(pair: Any) -> bool:
     return isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")
 
 
+def _rate_as_given(opt: Any) -> Any:
+    return getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
+
+
+def learning_rate_of(opt: Any) -> float | None:
+    """Return the learning rate of an optimizer of TensorFlow 1; None where it is not a number."""
+    rate = _rate_as_given(opt)
+    return float(rate) if isinstance(rate, Real) else None
+
+
 def _default_rho(moving_rate: float, opt: Any) -> float:
     """Return contrib's ``moving_rate / learning_rate``; warn where it means something else than in contrib's algorithm.
 
     Raises:
         ValueError: the learning rate is not a positive number.
     """
-    rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
-    if not isinstance(rate, Real) or rate <= 0:
+    rate = learning_rate_of(opt)
+    if rate is None or rate <= 0:
         raise ValueError(
             "`rho` has no default, which would be moving_rate / learning_rate, because the learning rate of "
             f"{type(opt).__name__} is not a positive number: pass `rho`, 0.0 for no elastic term. "
-            f"Received: learning rate {rate!r}"
+            f"Received: learning rate {_rate_as_given(opt)!r}"
         )
-    rho = moving_rate / float(rate)
+    rho = moving_rate / rate
     if not isinstance(opt, _DESCENDING):
         # The term adds ρ (x − lc) to a gradient of which an adaptive optimizer keeps little more than the sign.
         warnings.warn(

@@ -1,0 +1,50 @@
+"""Decisions in Python while a graph runs: what goes there and comes back are scalars with names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.packing import bits, number
+
+Numbers = dict[str, Any]
+"""Numbers by name; None for a float that is NaN."""
+
+
+def packed(scalars: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Return scalars of int64 and float64 as one vector of integers; floats as their 64 bits."""
+    reals = {name for name, scalar in scalars.items() if scalar.dtype.base_dtype == tf.float64}
+    return tf.stack([tf.bitcast(s, tf.int64) if name in reals else tf.cast(s, tf.int64) for name, s in scalars.items()])
+
+
+def unpacked(vector: tf.Tensor, kinds: Mapping[str, tf.DType]) -> dict[str, tf.Tensor]:
+    """Return the scalars that a vector of integers holds."""
+    return {
+        name: tf.bitcast(vector[i], kind) if kind == tf.float64 else vector[i]
+        for i, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def from_integers(integers: list[int], kinds: Mapping[str, tf.DType]) -> Numbers:
+    """Return in Python what :func:`packed` has put into a vector."""
+    pairs = zip(kinds.items(), integers, strict=True)
+    return {name: number(value) if kind == tf.float64 else value for (name, kind), value in pairs}
+
+
+def to_integers(numbers: Numbers, kinds: Mapping[str, tf.DType]) -> list[int]:
+    """Return in Python what :func:`unpacked` takes apart."""
+    return [bits(numbers[name]) if kind == tf.float64 else int(numbers[name]) for name, kind in kinds.items()]
+
+
+def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
+    """Return what a Python function makes of integer vectors, when the graph runs: for decisions, never for data."""
+
+    def call(*tensors: tf.Tensor) -> tf.Tensor:
+        return tf.constant(function(*(tensor.numpy().tolist() for tensor in tensors)), dtype=tf.int64)
+
+    with tf.device("CPU:0"):
+        result = tf.py_function(call, inputs, tf.int64)
+    result.set_shape([None])
+    return result
