@@ -1,0 +1,30 @@
+"""Rewrites the golden files by what the code does now.
+
+python -m tests.golden.record               # the trajectories
+python -m tests.golden.record checkpoints   # before them the checkpoints, which later versions have to read
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.golden import files, jobs
+
+
+def main(anew: bool) -> None:
+    """Run all jobs."""
+    found = {}
+    for front_end in jobs.FRONT_ENDS:
+        for size in jobs.SIZES:
+            with tempfile.TemporaryDirectory() as folder:
+                if anew and size == 2:
+                    jobs.run(front_end, size, Path(folder), "save")
+                found[front_end, size] = jobs.run(front_end, size, Path(folder))
+                print(front_end, size, len(found[front_end, size][0]), "cases")
+    files.write(found)
+
+
+if __name__ == "__main__":
+    main("checkpoints" in sys.argv)

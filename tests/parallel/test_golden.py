@@ -1,0 +1,28 @@
+"""Every algorithm, placement and front end goes exactly where an earlier version went; see ``tests/golden``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden import files, jobs
+from tests.golden.course import difference
+
+NEEDED = {"numpy": "numpy", "torch": "horovod.torch", "keras": "horovod.tensorflow", "contrib": "horovod.tensorflow"}
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("size", jobs.SIZES)
+@pytest.mark.parametrize("front_end", jobs.FRONT_ENDS)
+def test_to_the_bit(front_end: str, size: int, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDED[front_end])
+    found, recorded = jobs.run(front_end, size, tmp_path), files.read(front_end, size)
+    differences = []
+    for rank, (lines, others) in enumerate(zip(found, recorded, strict=True)):
+        assert lines.keys() == others.keys(), "Cases have come or gone: python -m tests.golden.record"
+        for case in lines:
+            problem = difference(lines[case], others[case])
+            if problem is not None:
+                differences.append(f"{case}: rank {rank}, {problem}")
+    assert not differences, "\n".join([f"{len(differences)} differ", *differences])
