@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,16 +40,20 @@ class NumpyReplica:
             self.arrays.append(array)
         if not any(array.size for array in self.arrays):
             raise ValueError("`named_parameters` must hold at least one element. Received: no parameters")
-        specs = []
-        for name, array in zip(self.names, self.arrays, strict=True):
-            kind = np.promote_types(array.dtype, np.float32)
-            specs.append(TensorSpec(name, array.shape, kind.name, kind.itemsize))
         self.space: VectorSpace[Array] = VectorSpace()
         self.gradients: list[Array | None] = [None] * len(self.arrays)
-        self.parameters: Store[Array] = PackedStore(
-            Layout(specs, bucket_bytes), self.arrays, lambda bucket: np.empty(bucket.size, bucket.kind)
-        )
+        self._bucket_bytes = bucket_bytes
+        self.parameters: Store[Array] = self.store_of(list(zip(self.names, self.arrays, strict=True)))
         self._signature = [(array.shape, array.dtype) for array in self.arrays]
+
+    def store_of(self, named: Sequence[tuple[str, Array]]) -> Store[Array]:
+        """Return named arrays as a store, which leaves them where they are."""
+        specs = []
+        for name, array in named:
+            kind = np.promote_types(array.dtype, np.float32)
+            specs.append(TensorSpec(name, array.shape, kind.name, kind.itemsize))
+        layout = Layout(specs, self._bucket_bytes)
+        return PackedStore(layout, [a for _, a in named], lambda bucket: np.empty(bucket.size, bucket.kind))
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""

@@ -50,7 +50,7 @@ class CenterOptimizer:
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
             self._followed = plain
-            optimizer = _copy(plain, _OF_LOCAL_STEPS_ONLY, learning_rate=0.0, name=f"center_{plain.name}")
+            optimizer = copied(plain, _OF_LOCAL_STEPS_ONLY, learning_rate=0.0, name=f"center_{plain.name}")
         elif not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`center_optimizer` must be a Keras optimizer. Received: {type(optimizer).__name__}")
         elif optimizer is local or optimizer.built:
@@ -128,7 +128,7 @@ class CenterOptimizer:
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over centers of these: ask a copy."""
-        trial = _copy(self.optimizer, learning_rate=0.0)
+        trial = copied(self.optimizer, learning_rate=0.0)
         made = [(path, tf.Variable(tf.zeros(shape, dtype), trainable=False)) for path, shape, dtype in centers]
         trial.build([_named(path, variable) for path, variable in made])
         return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
@@ -136,7 +136,7 @@ class CenterOptimizer:
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
         """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
         with tf.init_scope():
-            trial = _copy(self.optimizer, learning_rate=0.1)
+            trial = copied(self.optimizer, learning_rate=0.1)
             moved = tf.Variable(x, dtype=tf.float32, trainable=False)
             trial.build([moved])
             for gradient in gradients:
@@ -225,7 +225,7 @@ def _named(path: str, variable: tf.Variable) -> keras.Variable:
         return keras.Variable(variable, dtype=variable.dtype.name, trainable=False, autocast=False, name=name)
 
 
-def _copy(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Any:
+def copied(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Any:
     """Return an unused optimizer of the same class and configuration, except for ``changes``.
 
     Args:

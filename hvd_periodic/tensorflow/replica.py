@@ -84,11 +84,11 @@ class VariableReplica:
         self.gradients: list[Any] = [None] * len(named.parameters)
         self.space: VectorSpace[Any] = TensorSpace()
         self._new_variable = new_variable
-        self.parameters: Store[Any] = self._store(named.parameters)
-        self.buffers: Store[Any] | None = self._store(named.averaged) if named.averaged else None
-        self.integers: Store[Any] | None = self._store(named.counted) if named.counted else None
+        self.parameters: Store[Any] = self.store_of(named.parameters)
+        self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
+        self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
         self.from_root: Store[Any] | None = None
-        self.constants: Store[Any] | None = self._store(named.constants) if named.constants else None
+        self.constants: Store[Any] | None = self.store_of(named.constants) if named.constants else None
 
     def facts(self) -> dict[str, object]:
         """Return shapes and dtypes by role; not paths, which Keras numbers by what else a process has built."""
@@ -206,5 +206,6 @@ class VariableReplica:
             else:
                 variable.assign(tensors[spec.name])
 
-    def _store(self, named: Named) -> Store[Any]:
+    def store_of(self, named: Named) -> Store[Any]:
+        """Return named variables as a store."""
         return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])

@@ -232,6 +232,15 @@ def _copy(template: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torc
     return made
 
 
+def fresh_copy(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.optim.Optimizer:
+    """Return a new optimizer of the same class and settings, of one parameter.
+
+    Raises:
+        TypeError: its class cannot be constructed from parameter groups, defaults and attributes.
+    """
+    return _copy(optimizer, [{"params": [parameter]}])
+
+
 def _arguments(made: type[torch.optim.Optimizer]) -> list[str]:
     """Return the names of the arguments of a constructor; where it hands on ``**others``, also those of its bases."""
     names: list[str] = []

@@ -91,11 +91,11 @@ class TorchReplica:
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
-        self.parameters: Store[torch.Tensor] = self._store(taking_part)
-        self.buffers: Store[torch.Tensor] | None = self._store(averaged) if averaged else None
-        self.integers: Store[torch.Tensor] | None = self._store(counted) if counted else None
-        self.from_root: Store[torch.Tensor] | None = self._store(followed) if followed else None
-        self.constants: Store[torch.Tensor] | None = self._store(constants) if constants else None
+        self.parameters: Store[torch.Tensor] = self.store_of(taking_part)
+        self.buffers: Store[torch.Tensor] | None = self.store_of(averaged) if averaged else None
+        self.integers: Store[torch.Tensor] | None = self.store_of(counted) if counted else None
+        self.from_root: Store[torch.Tensor] | None = self.store_of(followed) if followed else None
+        self.constants: Store[torch.Tensor] | None = self.store_of(constants) if constants else None
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
@@ -242,7 +242,8 @@ class TorchReplica:
         for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True):
             tensor.copy_(tensors[spec.name])
 
-    def _store(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Store[torch.Tensor]:
+    def store_of(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Store[torch.Tensor]:
+        """Return named tensors as a store, which leaves them where they are."""
         specs = []
         tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t for _, t in pairs]
         for (name, _), tensor in zip(pairs, tensors, strict=True):

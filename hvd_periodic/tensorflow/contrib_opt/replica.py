@@ -54,7 +54,8 @@ class GraphReplica(VariableReplica):
         """Say whether there are gradients; what the local rule makes of them is not part of a function."""
         return int(any(gradient is not None for gradient in self.gradients))
 
-    def _store(self, named: Named) -> Store[Any]:
+    def store_of(self, named: Named) -> Store[Any]:
+        """Return named variables as a store that a function can fill and read."""
         self.stores.append(TensorStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named]))
         return self.stores[-1]
 

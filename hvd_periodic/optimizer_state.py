@@ -1,0 +1,81 @@
+"""Exchanges of the local optimizer's state, by the policy that the user has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.local_state.base import LocalState
+from hvd_periodic.local_state.mean import Mean
+from hvd_periodic.placement import Placement
+from hvd_periodic.replica import Replica
+from hvd_periodic.store import Store
+from hvd_periodic.tensor_group import TensorGroup
+
+V = TypeVar("V")
+
+Pairs = Sequence[tuple[str, Any]]
+"""Names of parameters, and what is kept of each."""
+
+
+class OptimizerState(Protocol[V]):
+    """The state of a local optimizer, as a front end knows it."""
+
+    def entries(self) -> Mapping[str, Pairs]:
+        """Return what the optimizer keeps in the shape of parameters, by its own names; step counters left out."""
+
+    def store(self, pairs: Pairs) -> Store[V]:
+        """Return the tensors of an entry as a store."""
+
+    def reset(self) -> None:
+        """Set all entries to what they are before the first step."""
+
+
+When = Callable[[Any, Callable[[], int]], Any]
+"""``when(condition, run)`` returns what ``run`` does if the condition holds, and 0 otherwise; in a graph, a tensor."""
+
+
+class OptimizerStateExchange(Generic[V]):
+    """What a policy makes of the state of a local optimizer.
+
+    Args:
+        policy: which entries are averaged, and when.
+        state: of the local optimizer of this rank.
+        replica: lends working buffers.
+        placement: reduces over ranks.
+    """
+
+    def __init__(self, policy: LocalState, state: OptimizerState[V], replica: Replica[V], placement: Placement) -> None:
+        self._policy, self._state, self._replica, self._placement = policy, state, replica, placement
+
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks have to agree on before an exchange: names, shapes and dtypes by entry."""
+        facts: dict[str, object] = {"optimizer_state": self._policy}
+        for entry, pairs in self._state.entries().items():
+            for name, tensor in pairs:
+                facts[f"{entry} of {name} in the optimizer's state"] = f"{tensor.dtype}{list(tensor.shape)}"
+        return facts
+
+    def problem(self) -> str | None:
+        """Return why this rank cannot do what the policy asks, or None."""
+        try:
+            self._policy.averaged(list(self._state.entries()))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def exchange(self, communicator: Communicator, exchange: Exchange, rounds: Any, prefix: str, when: When) -> Any:
+        """Average what is due after so many exchanges, or begin anew; return the bytes handed to collectives."""
+        entries, sent = self._state.entries(), 0
+        for entry, every in self._policy.averaged(list(entries)).items():
+            group = self._group(entry, entries[entry], every)
+            sent += when(group.due(rounds), lambda group=group: group.exchange(communicator, exchange, prefix))  # type: ignore[misc]
+        if self._policy.resets:
+            self._state.reset()
+        return sent
+
+    def _group(self, entry: str, pairs: Pairs, every: int) -> TensorGroup[V]:
+        store = self._state.store(pairs)
+        return TensorGroup(f"state.{entry}", store, Mean(), self._replica, self._placement, every=every)
