@@ -553,7 +553,7 @@ class PeriodicOptimizer(ForwardedSettings):
             self._prefix,
             self._placement,
             self._asynchronous,
-            learning_rate=lambda: native(self.learning_rate),
+            learning_rate=lambda: native(getattr(self.inner_optimizer, "learning_rate", None)),
         )
         self._synchronizer.opening = self._open
         saved = self._synchronizer.saved_center = self._saved_center()
