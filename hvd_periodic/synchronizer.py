@@ -1225,7 +1225,7 @@ def _number(value: Any, what: str) -> float:
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or tuple(getattr(value, "shape", ())) != ():
         shape = f" of shape {tuple(value.shape)}" if getattr(value, "shape", ()) else f" {value!r}"
         raise TypeError(f"{what} must be a number. Received: {type(value).__name__}{shape}")
-    return float(value)
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 def _fingerprint(settings: dict[str, object]) -> int:

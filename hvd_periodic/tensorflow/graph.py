@@ -259,9 +259,10 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         if tf.executing_eagerly():
             super().report(loss)
             return
-        if loss.shape.rank != 0:
-            raise TypeError(f"The loss that is reported must have no dimensions. Received: a tensor of {loss.shape}")
-        self.note_variables["loss_sum"].assign_add(tf.cast(loss, tf.float64))
+        reported = tf.convert_to_tensor(loss)
+        if reported.shape.rank != 0:
+            raise TypeError(f"The loss that is reported must be a number. Received: a tensor of shape {reported.shape}")
+        self.note_variables["loss_sum"].assign_add(tf.cast(reported, tf.float64))
         self.note_variables["losses"].assign_add(1)
 
     @property

@@ -559,7 +559,7 @@ class PeriodicOptimizer(ForwardedSettings):
             True,
             None if self._center is None else VariableOuterOptimizer(self._center, named.parameters),
             KerasLearningRate(innermost(self.inner_optimizer)),
-            learning_rate=lambda: native(self.learning_rate),
+            learning_rate=lambda: native(getattr(self.inner_optimizer, "learning_rate", None)),
         )
         self._synchronizer.opening = self._open
         saved = self._synchronizer.saved_center = self._saved_center()

@@ -9,6 +9,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -480,6 +481,70 @@ def different_loops() -> Any:
         taken()
         trajectory.append((float(w.numpy()[0]), read_center(optimizer, w)[0]))
     return trajectory
+
+
+SCHEDULES: dict[str, Any] = {
+    "piecewise": hvdp.Piecewise({0: 2, 5: 4}),
+    "doubling": hvdp.Doubling(1, 2, 5),
+    "qsr": hvdp.QSR(2, 0.2),
+    "adacomm": hvdp.AdaComm(4, 1),
+    "seconds": hvdp.Seconds(0.15),
+}
+
+
+class Exchanges(keras.callbacks.Callback):
+    """Collects the steps of exchanges; on rank 0, which is slow, waits before each batch."""
+
+    def __init__(self, waits: bool) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.waits = waits
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.waits:
+            time.sleep(0.03 if hvd.rank() == 0 else 0.005)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        counters = self.model.optimizer.synchronizer.counters
+        if counters.last_exchange == counters.local_steps:
+            self.steps.append(counters.local_steps)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Reporting(keras.Sequential):
+    """A model whose steps report the target as the loss, in the loop that ``fit`` makes."""
+
+    def train_step(self, data: Any) -> Any:
+        self.optimizer.synchronizer.report(data[1][0, 0])
+        return super().train_step(data)
+
+
+def scheduled(schedule: Any, eager: bool = False) -> list[int]:
+    """Exchange steps of 16 in ``fit``, resumed after 7; rates, losses and speeds differ between ranks."""
+    model = Reporting([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([5], [0.1 * (1 + hvd.rank()), 0.01 * (1 + hvd.rank())])
+    optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(rate), model, schedule)
+    model.compile(optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
+    losses = np.array([4.0] * 4 + [1.0] * 4 + [0.25] * 8)[:, None] * 2 * (1 + hvd.rank()) / (1 + hvd.size())
+    callback = Exchanges(isinstance(schedule, hvdp.Seconds))
+
+    def fit(begin: int, end: int) -> None:
+        data = np.zeros((end - begin, 1)), losses[begin:end]
+        model.fit(*data, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
+
+    fit(0, 7)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model.keras")
+        model = keras.saving.load_model(f"{folder}/model.keras")
+    model.optimizer.attach(model)
+    fit(7, 16)
+    return callback.steps
+
+
+@scenario
+def schedules_of_the_clock() -> Any:
+    found = {name: scheduled(schedule) for name, schedule in SCHEDULES.items()}
+    return found | {"adacomm eager": scheduled(SCHEDULES["adacomm"], eager=True)}
 
 
 class Breakable:

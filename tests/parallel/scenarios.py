@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,52 @@ def changes_after_construction() -> Any:
             optimizer.step()
 
     return attempt(train)
+
+
+SCHEDULES: dict[str, Any] = {
+    "piecewise": hvdp.Piecewise({0: 2, 5: 4}),
+    "doubling": hvdp.Doubling(1, 2, 5),
+    "qsr": hvdp.QSR(2, 0.2),
+    "adacomm": hvdp.AdaComm(4, 1),
+    "seconds": hvdp.Seconds(0.15),
+}
+
+
+def scheduled(schedule: Any, saved_at: int | None = None) -> list[int]:
+    """Exchange steps of 16; rates, losses and speeds differ between ranks, and training may be resumed."""
+
+    def build() -> tuple[Any, Any, Any]:
+        parameter, optimizer = scalar(lambda o, m, **k: hvdp.ModelAverageOptimizer(o, m, schedule, **k), 1.0)
+        decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5])
+        for group in optimizer.param_groups:  # The schedule sees what the first step sees, not 1.
+            group["lr"] = 0.1 * (1 + hvd.rank())
+        return parameter, optimizer, decay
+
+    (parameter, optimizer, decay), found = build(), []
+    for step in range(1, 17):
+        if step - 1 == saved_at:
+            saved = pickle.dumps((parameter.detach(), optimizer.state_dict(), decay.state_dict()))
+            parameter, optimizer, decay = build()
+            values, state, place = pickle.loads(saved)
+            parameter.data.copy_(values)
+            optimizer.load_state_dict(state)
+            decay.load_state_dict(place)
+        if isinstance(schedule, hvdp.Seconds):
+            time.sleep(0.03 if hvd.rank() == 0 else 0.005)
+        loss = torch.tensor(4.0 if step <= 4 else 1.0 if step <= 8 else 0.25, requires_grad=True)
+        optimizer.synchronizer.report(loss * 2 * (1 + hvd.rank()) / (1 + hvd.size()))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        decay.step()
+        if optimizer.synchronizer.counters.last_exchange == step:
+            found.append(step)
+    return found
+
+
+@scenario
+def schedules_of_the_clock() -> Any:
+    found = {name: scheduled(schedule) for name, schedule in SCHEDULES.items()}
+    return found | {f"{name} resumed": scheduled(schedule, saved_at=7) for name, schedule in SCHEDULES.items()}
 
 
 @scenario

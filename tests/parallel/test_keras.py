@@ -9,7 +9,7 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
-from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1
+from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1, check_exchanges
 
 pytest.importorskip("horovod.tensorflow")
 
@@ -201,3 +201,8 @@ def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
 
 def test_torch_is_not_loaded(ranks: list[dict[str, Any]]) -> None:
     assert all(column(ranks, "torch_is_not_loaded"))
+
+
+def test_schedules_of_the_clock(ranks: list[dict[str, Any]]) -> None:
+    """In ``fit``, compiled and eager; losses are reported in its steps, and models saved and loaded."""
+    check_exchanges(ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -198,3 +199,29 @@ def test_buffers_that_are_no_statistics(ranks: list[dict[str, Any]]) -> None:
 
 def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "contract") == ["kept"] * len(ranks)
+
+
+EXCHANGES = {
+    "piecewise": [2, 4, 6, 10, 14],
+    "doubling": [1, 2, 4, 6, 10, 14],
+    "qsr": [4, 8],  # (.2/.1)² = 4, then (.2/.01)² = 400
+    "adacomm": [4, 8, 10, 11, 12, 13, 14, 15, 16],  # √(.1/.01 · 1/4) 4 = 6.3 does not fall: 2, then 1
+}
+"""Steps of 16 at which ranks exchange, worked out by hand: the rate is .1, and .01 after 5 steps; losses 4, 1, .25."""
+
+
+def check_exchanges(ranks: list[dict[str, Any]]) -> None:
+    """Assert what ranks report of schedules of the clock, without interruption and resumed after step 7; in Keras always."""
+    reported = column(ranks, "schedules_of_the_clock")
+    assert reported == [reported[0]] * len(ranks), "ranks exchange together"
+    assert {case.partition(" ")[0] for case in reported[0]} == {*EXCHANGES, "seconds"}
+    for case, steps in reported[0].items():
+        if case.startswith("seconds"):
+            assert steps[0] == 1, "to measure"
+            assert all(later - earlier <= 5 for earlier, later in itertools.pairwise(steps[1:])), "0.15 s, of 0.03 each"
+        else:
+            assert steps == EXCHANGES[case.partition(" ")[0]], case
+
+
+def test_schedules_of_the_clock(ranks: list[dict[str, Any]]) -> None:
+    check_exchanges(ranks)
