@@ -92,4 +92,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
 def _defaults(declared: type) -> dict[str, Any]:
     """Return the defaults that the keys of a ``TypedDict`` are annotated with."""
     hints = get_type_hints(declared, include_extras=True)
+    for key, hint in hints.items():
+        if not hasattr(hint, "__metadata__"):
+            raise TypeError(f"`{declared.__name__}.{key}` must be annotated with its default: Annotated[..., default]")
     return {key: hint.__metadata__[0] for key, hint in hints.items()}
