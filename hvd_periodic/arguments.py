@@ -1,8 +1,38 @@
-"""Checks of arguments, with one wording for all."""
+"""Checks of arguments, with one wording for all, and in the words of whoever has typed them."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+
+_spellings: ContextVar[Mapping[str, str]] = ContextVar("spellings", default=MappingProxyType({}))
+
+
+@contextmanager
+def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
+    """Let messages inside a ``with`` block name classes and arguments as a named constructor does.
+
+    Args:
+        spelling: what the user has typed, by the name of the core.
+
+    Example:
+        >>> with spelled({"period": "interval_steps"}):
+        ...     as_typed("period"), as_typed("center")
+        ('interval_steps', 'center')
+    """
+    token = _spellings.set({**_spellings.get(), **spelling})
+    try:
+        yield
+    finally:
+        _spellings.reset(token)
+
+
+def as_typed(name: str) -> str:
+    """Return what the user calls a class or an argument of the core, for a message; see :func:`spelled`."""
+    return _spellings.get().get(name, name)
 
 
 def require_int(value: object, argument: str, minimum: int) -> int:

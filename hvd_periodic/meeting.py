@@ -50,6 +50,7 @@ class Record:
         learning_rate: of the local optimizer; None where it is unknown.
         step_seconds: seconds per iteration since the last exchange; None where there was none.
         loss: mean of what was reported since the last exchange; None where nothing was.
+        optimizer_state: a number that is the same where local optimizers keep the same; 0 where it does not matter.
         foreseen: iterations at the exchange after this one, where the schedule can say so before ranks meet; else 0.
     """
 
@@ -65,6 +66,7 @@ class Record:
     learning_rate: float | None = None
     step_seconds: float | None = None
     loss: float | None = None
+    optimizer_state: int = 0
     foreseen: int = 0
 
     @property

@@ -25,7 +25,9 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.together import Together
 from hvd_periodic.consistency import agree, audit, build_on_all, join, raise_on_all
 from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.local_state import LocalState, LocalStateLike, as_local_state
 from hvd_periodic.meeting import Purpose, Record, check, integers, leading, records_of
+from hvd_periodic.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.planning import Notes, Plan, agreed_clock, ask, forecast, foresee
@@ -162,6 +164,8 @@ class Synchronizer(Generic[V]):
             collide may be lost.
         outer: an optimizer of the framework that moves the center, for algorithms that take one.
         rates: the learning rates of the local optimizer, for algorithms that ask for them.
+        optimizer_state: what becomes of the local optimizer's state at an exchange.
+        local_optimizer: that state, for policies that touch it.
 
     Attributes:
         learning_rate: returns the learning rate of the local optimizer, for schedules; front ends set it where they
@@ -187,6 +191,8 @@ class Synchronizer(Generic[V]):
         use_locking: bool = True,
         outer: OuterOptimizer | None = None,
         rates: LearningRates | None = None,
+        optimizer_state: LocalStateLike = "local",
+        local_optimizer: OptimizerState[V] | None = None,
     ) -> None:
         if asynchronous:
             algorithm = algorithm.one_by_one(communicator.size)
@@ -243,6 +249,7 @@ class Synchronizer(Generic[V]):
             self.asynchronous = Worker(communicator, replica, self.outer, shared, root, sharded, use_locking)
             placements = list(self.asynchronous.placements)
         self.placement = placements[0]
+        self.optimizer_state = self._state_exchange(as_local_state(optimizer_state), local_optimizer, root)
         self._restored: dict[str, Any] | None = None
         self.parts = [
             TensorGroup(part, values, made, replica, where, outer if i == 0 else None, rates if i == 0 else None)
@@ -251,6 +258,23 @@ class Synchronizer(Generic[V]):
         if self.parts[0].total is not None and self.asynchronous is None:
             self.outer.bind(self.parts[0].center, self.parts[0].total, self.parts[0].values.layout)
         self._start_state()
+
+    def _state_exchange(
+        self, policy: LocalState, local_optimizer: OptimizerState[V] | None, root: int
+    ) -> OptimizerStateExchange[V] | None:
+        """Return what exchanges the local optimizer's state, if the policy touches it."""
+        if not policy.touches:
+            return None
+        if self.asynchronous is not None:
+            raise ValueError(f"`optimizer_state` must be 'local' in asynchronous exchange. Received: {policy}")
+        if local_optimizer is None:
+            raise ValueError(f"`optimizer_state` needs the local optimizer: pass `optimizer`. Received: {policy}")
+        replicated = Replicated(self.communicator, root)
+        return OptimizerStateExchange(policy, local_optimizer, self.replica, replicated)
+
+    def _when(self, condition: Any, run: Callable[[], int]) -> Any:
+        """Return what ``run`` does where the condition holds, 0 elsewhere."""
+        return run() if condition else 0
 
     def _start_state(self) -> None:
         """Give the state of the algorithm its first value."""
@@ -982,8 +1006,9 @@ class Synchronizer(Generic[V]):
             try:
                 if self.replicas_are_equal:
                     self.restart_center()
-                for part in [] if self.replicas_are_equal else self.parts:
-                    self._count(bytes_sent=part.exchange(self.communicator, exchange, self.name))
+                if not self.replicas_are_equal:
+                    self._count(bytes_sent=sum(p.exchange(self.communicator, exchange, self.name) for p in self.parts))
+                    self._count(bytes_sent=self._exchange_optimizer_state(exchange, self.counters.rounds))
             except Exception as error:
                 self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"
                 raise
@@ -1000,6 +1025,12 @@ class Synchronizer(Generic[V]):
         self._count(exchange_seconds=time.perf_counter() - started)
         self._time()
         return meeting.training
+
+    def _exchange_optimizer_state(self, exchange: Exchange, rounds: Any) -> Any:
+        """Exchange the local optimizer's state as its policy asks; return the bytes handed to collectives."""
+        if self.optimizer_state is None:
+            return 0
+        return self.optimizer_state.exchange(self.communicator, exchange, rounds, self.name, self._when)
 
     def _exchange_alone(self, worker: Worker) -> None:
         """Exchange with the center, without the other ranks."""
@@ -1111,6 +1142,7 @@ class Synchronizer(Generic[V]):
             learning_rate=own.learning_rate,
             step_seconds=own.step_seconds,
             loss=own.notes.loss,
+            optimizer_state=0 if self.optimizer_state is None else _fingerprint(self.optimizer_state.facts()),
             foreseen=(self._foreseen(own, purpose) or 0) if problem is None else 0,
         )
 
@@ -1123,8 +1155,11 @@ class Synchronizer(Generic[V]):
 
         Raises:
             RuntimeError: on all ranks, if they are at different steps, or the schedule says different things on them.
-            ValueError: on all ranks, if the hyper-parameters of the center optimizer differ.
+            ValueError: on all ranks, if the hyper-parameters of the center optimizer differ; or what local optimizers
+                keep, where it is exchanged.
         """
+        if self.optimizer_state is not None and len({record.optimizer_state for record in records}) > 1:
+            agree(self.communicator, self.name, self.optimizer_state.facts())
         training = [record for record in records if record.training]
         deciding = training or list(records)
         steps = sorted({record.local_steps for record in training})
@@ -1189,7 +1224,8 @@ class Synchronizer(Generic[V]):
                 "without any training leave out finalize()"
             )
         try:
-            return self.communicator.changed() or self._failure or self.replica.changes()
+            state = None if self.optimizer_state is None or purpose == Purpose.START else self.optimizer_state.problem()
+            return self.communicator.changed() or self._failure or self.replica.changes() or state
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

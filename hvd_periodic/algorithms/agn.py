@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.arguments import as_typed
 from hvd_periodic.vector import VectorSpace
 
 V = TypeVar("V")
@@ -47,7 +48,8 @@ class AGN(Algorithm):
 
     def __post_init__(self) -> None:
         if self.op not in ("sum", "average"):
-            raise ValueError(f"`AGNOptimizer(op=...)` must be 'sum' or 'average'. Received: op={self.op!r}")
+            name = as_typed(type(self).__name__)
+            raise ValueError(f"`{name}(op=...)` must be 'sum' or 'average'. Received: op={self.op!r}")
 
     @property
     def uses_gradients(self) -> bool:

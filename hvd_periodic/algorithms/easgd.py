@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
-from hvd_periodic.arguments import require_real
+from hvd_periodic.arguments import as_typed, require_real
 from hvd_periodic.vector import VectorSpace
 
 V = TypeVar("V")
@@ -60,14 +60,19 @@ class EASGD(Algorithm):
     def __post_init__(self) -> None:
         if self.moving_rate is not None and self.beta is not None:
             raise ValueError(
-                "`ElasticAverageOptimizer` takes `moving_rate` or `beta` (moving_rate = beta/n), not both. "
+                f"`{self._name}` takes `moving_rate` or `beta` (moving_rate = beta/n), not both. "
                 f"Received: moving_rate={self.moving_rate!r}, beta={self.beta!r}"
             )
         for name, value in (("moving_rate", self.moving_rate), ("beta", self.beta)):
             if value is not None:
-                rate = require_real(value, f"`ElasticAverageOptimizer({name}=...)`", positive=True)
+                rate = require_real(value, f"`{self._name}({name}=...)`", positive=True)
                 object.__setattr__(self, name, rate)
-        object.__setattr__(self, "rho", require_real(self.rho, "`ElasticAverageOptimizer(rho=...)`", positive=False))
+        object.__setattr__(self, "rho", require_real(self.rho, f"`{self._name}(rho=...)`", positive=False))
+
+    @property
+    def _name(self) -> str:
+        """What the user calls this class."""
+        return as_typed(type(self).__name__)
 
     @property
     def uses_gradients(self) -> bool:
@@ -100,12 +105,12 @@ class EASGD(Algorithm):
         if value > limit:
             interval = f"(0, {'2' if self.beta is None else '2n'}/(n+1)] = (0, {limit:.4g}]"
             raise ValueError(
-                f"`ElasticAverageOptimizer({argument}=...)` must be in {interval} for n={size} workers, otherwise "
+                f"`{self._name}({argument}=...)` must be in {interval} for n={size} workers, otherwise "
                 f"the center diverges. Received: {argument}={value!r}"
             )
         if value > limit / 2:
             warnings.warn(
-                f"`ElasticAverageOptimizer({argument}={value!r})` makes the center overshoot at every exchange; with "
+                f"`{self._name}({argument}={value!r})` makes the center overshoot at every exchange; with "
                 f"n={size} workers it approaches their mean monotonically up to {limit / 2:.4g}",
                 stacklevel=2,
             )
@@ -120,7 +125,7 @@ class EASGD(Algorithm):
         if value is not None and self.rate(Exchange(size, period=1)) > 1:
             limit = "1" if argument == "moving_rate" else f"n = {size}"
             raise ValueError(
-                f"`ElasticAverageOptimizer({argument}=...)` must be in (0, {limit}] in asynchronous exchange. "
+                f"`{self._name}({argument}=...)` must be in (0, {limit}] in asynchronous exchange. "
                 f"Received: {argument}={value!r}"
             )
         return self

@@ -6,9 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeAlias
 
-LocalStateLike: TypeAlias = "str | Mapping[str, int] | LocalState"
-"""The name of a policy; multiples of the exchange period by entry, for averaging; or a policy."""
-
 
 class LocalState(ABC):
     """Says at which exchanges which entries of the state are averaged over ranks or begun anew.
@@ -33,6 +30,10 @@ class LocalState(ABC):
         Raises:
             ValueError: an entry that was asked for is not there.
         """
+
+
+LocalStateLike: TypeAlias = str | Mapping[str, int] | LocalState
+"""The name of a policy; multiples of the exchange period by entry, for averaging; or a policy."""
 
 
 def as_local_state(value: Any, argument: str = "`optimizer_state`") -> LocalState:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Unpack
+
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
-from hvd_periodic.comm import Communicator
 from hvd_periodic.numpy.optimizer import PeriodicOptimizer
+from hvd_periodic.numpy.options import NumpyOptions
 from hvd_periodic.numpy.replica import NamedArrays
 from hvd_periodic.numpy.sgd import ArrayOptimizer
+from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 
 
@@ -21,9 +24,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank whose values all start from.
-        communicator: the ranks that exchange. Default: this process alone.
+        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -39,6 +40,9 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         array([1.5])
     """
 
+    _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
+
+    @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -48,21 +52,15 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
-        *,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        communicator: Communicator | None = None,
+        **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
             named_parameters,
             lambda: EASGD(moving_rate, beta, rho),
             communication_period,
-            argument="communication_period",
             asynchronous=asynchronous,
-            center=center,
-            root_rank=root_rank,
-            communicator=communicator,
+            **options,
         )
 
 
@@ -73,33 +71,28 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         named_parameters: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank whose values all start from.
-        communicator: the ranks that exchange. Default: this process alone.
+        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
     """
 
+    _spelling: ClassVar = {"period": "interval_steps"}
+
+    @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
         named_parameters: NamedArrays,
         interval_steps: int | Schedule = 100,
-        *,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        communicator: Communicator | None = None,
+        **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
             named_parameters,
             Averaging,
             interval_steps,
-            argument="interval_steps",
-            center=center,
-            root_rank=root_rank,
-            communicator=communicator,
+            **options,
         )
 
 
@@ -113,14 +106,15 @@ class AGNOptimizer(PeriodicOptimizer):
         center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank whose values all start from.
-        communicator: the ranks that exchange. Default: this process alone.
+        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
     """
 
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
+
+    @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -129,10 +123,7 @@ class AGNOptimizer(PeriodicOptimizer):
         center_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
-        *,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        communicator: Communicator | None = None,
+        **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
@@ -140,9 +131,6 @@ class AGNOptimizer(PeriodicOptimizer):
             lambda: AGN(op),
             communication_period,
             center_optimizer=center_optimizer,
-            argument="communication_period",
             asynchronous=asynchronous,
-            center=center,
-            root_rank=root_rank,
-            communicator=communicator,
+            **options,
         )

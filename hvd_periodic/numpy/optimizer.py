@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.comm import Communicator, LocalCommunicator
+from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
+from hvd_periodic.numpy.options import NumpyOptions, communicator_of
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
+from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.synchronizer import Synchronizer
 
@@ -30,16 +33,21 @@ class PeriodicOptimizer:
         center_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
             ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank whose values all start from.
-        communicator: the ranks that exchange. Default: this process alone.
-        argument: what the caller calls ``period``, for its error messages.
+        options: center, root_rank, communicator: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.numpy.options.NumpyOptions`.
 
     Attributes:
         optimizer: the local optimizer.
         synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
     """
 
+    _spelling: ClassVar[Mapping[str, str]] = {}
+    """What a named constructor calls classes and arguments of the core."""
+
+    @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -49,12 +57,9 @@ class PeriodicOptimizer:
         *,
         center_optimizer: ArrayOptimizer | None = None,
         asynchronous: bool = False,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        communicator: Communicator | None = None,
-        argument: str = "period",
+        **options: Unpack[NumpyOptions],
     ) -> None:
-        comm = LocalCommunicator() if communicator is None else communicator
+        comm = communicator_of(options)
         name = comm.unique_name()
 
         def build() -> Synchronizer[Array]:
@@ -64,18 +69,20 @@ class PeriodicOptimizer:
             return Synchronizer(
                 replica,
                 made,
-                as_schedule(period, argument),
+                as_schedule(period, as_typed("period")),
                 comm,
-                comm.rank_of(root_rank),
+                comm.rank_of(options["root_rank"]),
                 name,
-                center,
-                asynchronous,
+                asynchronous=asynchronous,
                 outer=None if moving is None else ArrayOuterOptimizer(moving),
                 rates=LearningRates(lambda: [_learning_rate(optimizer)] * len(replica.arrays)),
+                local_optimizer=ArrayOptimizerState(optimizer, replica),
+                **of_exchange(options),
             )
 
         self.optimizer = optimizer
-        self.synchronizer = build_on_all(comm, name, build)
+        with spelled(self._spelling):
+            self.synchronizer = build_on_all(comm, name, build)
         self.synchronizer.learning_rate = lambda: getattr(optimizer, "learning_rate", None)
         self._replica: Any = self.synchronizer.replica
         self.synchronizer.start()

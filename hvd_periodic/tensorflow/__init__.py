@@ -23,13 +23,9 @@ if keras.backend.backend() != "tensorflow":
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
+from hvd_periodic.tensorflow.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.tensorflow.groups import node_groups, rank_groups
-from hvd_periodic.tensorflow.optimizer import (
-    AGNOptimizer,
-    ElasticAverageOptimizer,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 __all__ = [

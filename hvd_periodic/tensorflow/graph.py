@@ -80,7 +80,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     Args:
         new_variable: makes the variables of the counters.
-        arguments: those of :class:`hvd_periodic.Synchronizer`.
+        arguments, options: those of :class:`hvd_periodic.Synchronizer`.
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
 
     Attributes:
@@ -102,13 +102,13 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     as_left: VariableStore | None = None
 
     def __init__(
-        self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None
+        self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None, **options: Any
     ) -> None:
         self._new_variable = new_variable
         self._counter_variables: dict[str, tf.Variable] = {}
         self.note_variables: dict[str, tf.Variable] = {}
         self.learning_rate = learning_rate
-        super().__init__(*arguments)
+        super().__init__(*arguments, **options)
         self.replica.refuse_constraints(self.parts[0].center.layout, self.asynchronous is not None)
         self._share: tf.Variable | None = None
         if self.asynchronous is None:
@@ -464,6 +464,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
                 self.communicator.size, tf.cast(plan.period, tf.float64), tf.cast(gradients, tf.float64)
             )
             sent = sum(part.exchange(self.communicator, exchange, self.name) for part in self.parts)
+            sent += self._exchange_optimizer_state(exchange, self._counter_variables["rounds"].read_value())
             self._constrain()
         local_steps = self._counter_variables["local_steps"]
         self._count(rounds=1, bytes_sent=sent + 8 * plan.sent)
@@ -507,6 +508,12 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
         with tf.device("CPU:0"):
             tf.py_function(begin, [local_steps], tf.int64)
+
+    def _when(self, condition: Any, run: Callable[[], int]) -> Any:
+        """Return what ``run`` does where the condition holds, 0 elsewhere; in a graph, a branch of it."""
+        if tf.executing_eagerly():
+            return super()._when(condition, run)
+        return tf.cond(condition, lambda: tf.constant(run(), tf.int64), lambda: tf.constant(0, tf.int64))
 
     def _constrain(self) -> None:
         """Let parameters and center obey constraints, alike on all ranks: what was averaged or moved may not."""

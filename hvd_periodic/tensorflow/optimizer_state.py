@@ -30,7 +30,8 @@ class KerasOptimizerState:
     """
 
     def __init__(self, optimizer: Any, replica: VariableReplica) -> None:
-        self._optimizer, self._replica = optimizer, replica
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self._optimizer, self._replica = optimizer.inner_optimizer if scales else optimizer, replica
         self._initial: dict[str, float] | None = None
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, tf.Variable]]]:

@@ -1,11 +1,18 @@
-"""Variables by name, and values that wait for them."""
+"""What of the exchanges is saved with a Keras model, and waits there until it can be used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from hvd_periodic.tensor_group import TensorGroup
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+
+_CENTER = "asynchronous_center"
+"""Begins the names under which an asynchronous center is saved."""
 
 
 class SavedVariables:
@@ -53,3 +60,85 @@ class SavedVariables:
             )
         for name, value in waiting.items():
             self.variables[name].assign(value)
+
+
+class SavedExchanges:
+    """The state of exchanges in the file of a model: variables, and an asynchronous center, which is in none.
+
+    Args:
+        asynchronous: whether there is such a center.
+
+    Attributes:
+        variables: the others.
+    """
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.variables = SavedVariables()
+        self._asynchronous = asynchronous
+        self._center: dict[str, np.ndarray] = {}
+
+    def write(self, store: Any, synchronizer: VariableSynchronizer | None) -> None:
+        """Save everything by name.
+
+        Args:
+            store: of Keras, for one optimizer.
+            synchronizer: which knows where the center is; None before training, where it is what was loaded.
+
+        Raises:
+            ValueError: the state of the optimizer of a center that is sharded over ranks.
+        """
+        for name, value in self.variables.values().items():
+            store[name] = value
+        if self._asynchronous:
+            for name, value in (self._center if synchronizer is None else _center_of(synchronizer)).items():
+                store[name] = value
+
+    def read(self, store: Any, reader: str) -> None:
+        """Take over what :meth:`write` wrote, now or when the variables are there.
+
+        As in Keras, there is a warning, and nothing else, where another optimizer wrote it.
+
+        Args:
+            store: of Keras, for one optimizer.
+            reader: the class of that optimizer, for the warning.
+        """
+        names = list(store.keys())
+        if names and "local_steps" not in names:
+            warnings.warn(f"Skipping what was saved by another optimizer than {reader}", stacklevel=3)
+            return
+        values = {name: np.asarray(store[name]) for name in names}
+        self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
+        self.variables.load(values)
+
+    def center(self, parts: Sequence[TensorGroup[Any]]) -> dict[str, Any] | None:
+        """Return what was read of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
+        if not self._center:
+            return None
+        vectors = {
+            part.name: {
+                "center": {
+                    spec.name: self._center[f"{_CENTER}.{part.name}.{i}"]
+                    for i, spec in enumerate(part.values.layout.specs)
+                }
+            }
+            for part in parts
+        }
+        of_optimizer = [name for name in self._center if name.startswith(f"{_CENTER}_optimizer.")]
+        state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
+        return {"vectors": vectors, "center_optimizer": state or None}
+
+
+def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:
+    """Return the asynchronous center, and the state of its optimizer, by the names under which they are saved."""
+    state = synchronizer.state_dict()
+    if isinstance(state["center_optimizer"], dict):
+        raise ValueError(
+            "The state of a center optimizer that is sharded over ranks is not saved with the model: save "
+            "optimizer.synchronizer.state_dict()"
+        )
+    values = {
+        f"{_CENTER}.{part.name}.{i}": state["vectors"][part.name]["center"][spec.name]
+        for part in synchronizer.parts
+        for i, spec in enumerate(part.values.layout.specs)
+    }
+    return values | {f"{_CENTER}_optimizer.{i}": value for i, value in enumerate(state["center_optimizer"] or [])}

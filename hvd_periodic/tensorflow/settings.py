@@ -29,6 +29,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     """
 
     inner_optimizer: keras.optimizers.Optimizer
+    _constructed = False
     _forwards = False  # While Keras constructs or builds the wrapper itself, which has no such settings.
     _center: Any = None
 
@@ -57,6 +58,50 @@ class ForwardedSettings(keras.optimizers.Optimizer):
             self._center.follow(name, value)
         setattr(plain, name, value)
 
+    @property
+    def variables(self) -> list[Any]:
+        """All variables: of the wrapper, of the wrapped optimizer, and of the center optimizer."""
+        center = [] if self._center is None else self._center.optimizer.variables
+        return self._variables + self.inner_optimizer.variables + center
+
+    @property
+    def learning_rate(self) -> Any:
+        """Learning rate of the wrapped optimizer."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """Iterations of the wrapped optimizer; those of exchanges are ``synchronizer.local_steps``."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """1: the wrapped optimizer scales."""
+        return 1.0
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        # A LossScaleOptimizer sets it to None when it is wrapped around this one.
+        if self._constructed:
+            raise ValueError(
+                f"{type(self).__name__} must not be inside a LossScaleOptimizer, under which a rank whose gradients "
+                "overflow would not count the step: the LossScaleOptimizer goes inside, "
+                f"{type(self).__name__}(keras.optimizers.LossScaleOptimizer(optimizer), ...), and model.compile(..., "
+                "auto_scale_loss=False) keeps Keras from adding another"
+            )
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss as the wrapped optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the wrapped optimizer set the final values, such as its moving averages."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
@@ -79,3 +124,10 @@ class ForwardedSettings(keras.optimizers.Optimizer):
             raise ValueError(f"{name} has variables of the shapes {expected}. Received: {received}")
         for variable, weight in zip(variables, weights, strict=True):
             variable.assign(weight)
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return what the optimizers of this package, one in the other, are around."""
+    while isinstance(optimizer, ForwardedSettings):
+        optimizer = optimizer.inner_optimizer
+    return optimizer

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.arguments import as_typed
 from hvd_periodic.consistency import build_on_all
+from hvd_periodic.options import takes
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import check_policy, named_variables
+from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
+from hvd_periodic.tensorflow.options import TensorFlowOptions
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import VariableReplica
 
@@ -49,17 +53,11 @@ class Synchronizer(VariableSynchronizer):
         period: local steps between exchanges, or a schedule.
         optimizer: the local optimizer, for algorithms that ask for its learning rate.
         center_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
-        buffers: ``"average"``: at every exchange real statistics of the model (batch normalization) become their mean
-            over ranks, integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone.
-            Default: ``"average"``, where a model is given.
-        center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
-            ``"sharded"``, one n-th on every rank. In the last two ``center()`` and ``state_dict()`` are collective, and
-            ``variables`` hold this rank's share, for a checkpoint per rank.
-        root_rank: the rank, in Horovod's global numbering, whose values all start from.
-        process_set: the Horovod process set that exchanges, default all ranks; or any
-            :class:`~hvd_periodic.Communicator`.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. The center
             is not among ``variables`` then: save :meth:`state_dict`.
+        options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.tensorflow.options.TensorFlowOptions`. With ``center="root"`` or ``"sharded"``
+            ``variables`` hold this rank's share, for a checkpoint per rank.
 
     Attributes:
         variables: counters, center and the rest of the state, for checkpoints.
@@ -70,6 +68,7 @@ class Synchronizer(VariableSynchronizer):
         RuntimeError: Horovod is not initialized.
     """
 
+    @takes(TensorFlowOptions)
     def __init__(
         self,
         model: keras.Model | Iterable[Any],
@@ -78,42 +77,41 @@ class Synchronizer(VariableSynchronizer):
         *,
         optimizer: keras.optimizers.Optimizer | None = None,
         center_optimizer: keras.optimizers.Optimizer | None = None,
-        buffers: str | None = None,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        process_set: Any = None,
         asynchronous: bool = False,
+        **options: Unpack[TensorFlowOptions],
     ) -> None:
-        communicator = communicator_of(process_set)
+        communicator = communicator_of(options["process_set"])
         name = communicator.unique_name()
         self.variables: list[tf.Variable] = []
 
         def build() -> None:
             owner = model if isinstance(model, keras.Model) else None
-            check_policy(buffers, owner)
-            placement_of(center)
+            check_policy(options["buffers"], owner)
+            placement_of(options["center"])
             if owner is not None and not owner.built:
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(None, center_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
-            named = named_variables(trained, owner, buffers)
+            named = named_variables(trained, owner, options["buffers"])
             replica = VariableReplica(named, self._make_variable)
-            root = communicator.rank_of(root_rank)
+            root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(
                 self._make_variable,
                 replica,
                 made,
-                as_schedule(period, "period"),
+                as_schedule(period, as_typed("period")),
                 communicator,
                 root,
                 name,
-                center,
+                options["center"],
                 asynchronous,
                 True,
                 None if moved is None else VariableOuterOptimizer(moved, named.parameters),
                 None if optimizer is None else KerasLearningRate(optimizer),
+                optimizer_state=options["optimizer_state"],
+                local_optimizer=None if optimizer is None else KerasOptimizerState(optimizer, replica),
             )
             late = {id(variable) for variable in self.note_variables.values()}
             notes = [variable for variable in self.variables if id(variable) in late]

@@ -13,13 +13,9 @@ Example::
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
+from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.torch.groups import node_groups, rank_groups
-from hvd_periodic.torch.optimizer import (
-    AGNOptimizer,
-    ElasticAverageOptimizer,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
+from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from hvd_periodic.torch.distributed import innermost, plain_class
+from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """An optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer."""

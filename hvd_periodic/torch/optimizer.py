@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Unpack
 
 import torch
 
-from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.arguments import spelled
+from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
-from hvd_periodic.torch.distributed import NEVER
+from hvd_periodic.torch.grad_scaler import unscale
+from hvd_periodic.torch.gradient_averaging import GradientAveraging
 from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.neutral import neutrally
+from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -37,8 +40,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         period: local steps between exchanges, or a schedule.
         center_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
         asynchronous: exchange without waiting for other ranks, as in :class:`Synchronizer`.
-        argument: what the caller calls ``period``, for its error messages.
-        buffers, center, root_rank, process_set: as in :class:`Synchronizer`.
+        options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.torch.options.TorchOptions`.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -51,11 +54,14 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     synchronizer: Synchronizer
-    _synchronized = False
+
+    _spelling: ClassVar[Mapping[str, str]] = {}
+    """What a named constructor calls classes and arguments of the core."""
 
     _step_supports_amp_scaling = True
     """GradScaler then calls step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
 
+    @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -65,32 +71,20 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         *,
         center_optimizer: CenterOptimizerLike | None = None,
         asynchronous: bool = False,
-        argument: str = "period",
-        buffers: Buffers = None,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        process_set: Any = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
-        synchronizer = Synchronizer(
-            named_parameters,
-            algorithm,
-            period,
-            optimizer=optimizer,
-            center_optimizer=center_optimizer,
-            asynchronous=asynchronous,
-            argument=argument,
-            buffers=buffers,
-            center=center,
-            root_rank=root_rank,
-            process_set=process_set,
-        )
+        with spelled(self._spelling):
+            synchronizer = Synchronizer(
+                named_parameters,
+                algorithm,
+                period,
+                optimizer=optimizer,
+                center_optimizer=center_optimizer,
+                asynchronous=asynchronous,
+                **options,
+            )
         # The base class would set up parameter groups of its own; unpickling sets up all but those.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
-        self._passes = getattr(optimizer, "backward_passes_per_step", 1)
-        direct = not isinstance(optimizer, PeriodicOptimizer)
-        if direct and hasattr(optimizer, "set_backward_passes_per_step") and synchronizer.synchronous_until is not None:
-            synchronizer.follow = self._stop_averaging
-            self._stop_averaging()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -145,25 +139,25 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             return None
         self.synchronizer.refuse_inside_center("step")
         stale = self.synchronizer.begin() and closure is None
-        if closure is not None and self._averages:
+        averaging = self._averaging
+        if closure is not None and averaging.present:
             raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
-        in_flight = self._averages and not self._synchronized and not self.synchronizer.replicas_differ
-        if in_flight and vars(self).get("found_inf") is not None:
+        if averaging.in_flight and vars(self).get("found_inf") is not None:
             raise RuntimeError(
                 "A GradScaler must not look at gradients while an hvd.DistributedOptimizer averages them: call "
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
                 "scaler.step(optimizer)"
             )
-        loss, updated = None, self._unscale() and not stale
-        if stale and not self._synchronized:
-            self.synchronize()
+        loss, updated = None, unscale(self) and not stale
+        if stale and not averaging.done:
+            averaging.wait()
         if updated and closure is not None:
             loss = self.inner.step(self._prepared(closure))
         elif updated:
-            if not self._synchronized:
-                self.synchronize()
+            if not averaging.done:
+                averaging.wait()
             self.synchronizer.prepare_gradients()
-            loss = self._local_step()
+            loss = averaging.step()
         self._count(updated)
         return loss
 
@@ -193,27 +187,15 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         For clipping, as in Horovod: call this, change the gradients, and then :meth:`step` within
         :meth:`skip_synchronize`.
         """
-        if self._averages and not self.synchronizer.replicas_differ:
-            inner: Any = self.inner
-            inner.synchronize()
+        self._averaging.wait()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Let :meth:`step` take the gradients as they are, inside a ``with`` block."""
-        self._synchronized = True
-        try:
-            yield
-        finally:
-            self._synchronized = False
+        return self._averaging.waited()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does."""
-        if isinstance(self.inner, PeriodicOptimizer) or not self._averages:
-            self.inner.zero_grad(set_to_none=set_to_none)
-        elif self.synchronizer.replicas_differ:
-            torch.optim.Optimizer.zero_grad(self.inner, set_to_none)  # Horovod's asks for a step that averages.
-        else:
-            self.inner.zero_grad()
+        self._averaging.zero_grad(set_to_none)
 
     def finalize(self) -> None:
         """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
@@ -298,29 +280,15 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "synchronizer": self.synchronizer}
 
-    @property
-    def _averages(self) -> bool:
-        return self.synchronizer.averaged is not None
-
-    def _local_step(self) -> Any:
-        if not self._averages:
-            return self.inner.step()
-        inner: Any = self.inner
-        with inner.skip_synchronize():
-            return inner.step()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._averaging = GradientAveraging(self.inner, self.synchronizer)
 
     def _count(self, updated: bool) -> None:
         """Count an iteration; where the update was skipped, also for the optimizers inside, which have not stepped."""
         if not updated and isinstance(self.inner, PeriodicOptimizer):
             self.inner._count(updated)
         self.synchronizer.step(updated)
-
-    def _stop_averaging(self) -> None:
-        """Let a DistributedOptimizer inside leave the gradients alone while the replicas are to differ."""
-        inner: Any = self.inner
-        passes = NEVER if self.synchronizer.replicas_differ else self._passes
-        if inner.backward_passes_per_step != passes:
-            inner.set_backward_passes_per_step(passes)
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, showing the gradients of each evaluation to the algorithm."""
@@ -331,182 +299,3 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             return loss
 
         return evaluate
-
-    @torch.no_grad()
-    def _unscale(self) -> bool:
-        """Divide by the scale that a GradScaler left here; return whether the gradients are finite."""
-        found_inf = vars(self).get("found_inf")
-        if found_inf is None:
-            return True
-        if bool(found_inf):
-            return False
-        scale: torch.Tensor | None = vars(self).get("grad_scale")
-        if scale is not None:
-            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            if any(gradient.dtype == torch.float16 for gradient in gradients):
-                raise ValueError("Attempting to unscale FP16 gradients: GradScaler is for float32 parameters")
-            torch._foreach_mul_(gradients, 1.0 / float(scale))
-        return True
-
-
-class ElasticAverageOptimizer(PeriodicOptimizer):
-    """Elastic averaging: replicas and center pull each other; see :class:`hvd_periodic.EASGD` for the equations.
-
-    Args:
-        optimizer: the local optimizer. With momentum this is EAMSGD; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
-        communication_period: local steps between exchanges (τ), or a schedule.
-        moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
-        beta: α = β/n instead, without division by τ.
-        rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
-            is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
-        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank, in Horovod's numbering, whose values all start from.
-        process_set: the ranks that exchange; default: all.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
-
-    Example:
-        >>> import torch
-        >>> from hvd_periodic import LocalCommunicator
-        >>> model = torch.nn.Linear(2, 1)
-        >>> local = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> optimizer = ElasticAverageOptimizer(local, model, 2, moving_rate=0.25, process_set=LocalCommunicator())
-        >>> for _ in range(4):
-        ...     optimizer.zero_grad()
-        ...     model(torch.ones(1, 2)).sum().backward()
-        ...     _ = optimizer.step()
-        >>> optimizer.synchronizer.rounds
-        2
-
-    References:
-        Zhang, Choromanska, LeCun: Deep Learning with Elastic Averaging SGD. arXiv 1412.6651 (2015).
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
-        communication_period: int | Schedule = 10,
-        moving_rate: float | None = None,
-        beta: float | None = None,
-        rho: float = 0.0,
-        asynchronous: bool = False,
-        *,
-        buffers: Buffers = None,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        process_set: Any = None,
-    ) -> None:
-        super().__init__(
-            optimizer,
-            named_parameters,
-            lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
-            asynchronous=asynchronous,
-            argument="communication_period",
-            buffers=buffers,
-            center=center,
-            root_rank=root_rank,
-            process_set=process_set,
-        )
-
-
-class ModelAverageOptimizer(PeriodicOptimizer):
-    """Model averaging (local SGD): replicas are replaced by their mean; see :class:`hvd_periodic.Averaging`.
-
-    Args:
-        optimizer: the local optimizer; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
-        interval_steps: local steps between exchanges (τ), or a schedule.
-        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank, in Horovod's numbering, whose values all start from.
-        process_set: the ranks that exchange; default: all.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
-
-    References:
-        Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
-        interval_steps: int | Schedule = 100,
-        *,
-        buffers: Buffers = None,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        process_set: Any = None,
-    ) -> None:
-        super().__init__(
-            optimizer,
-            named_parameters,
-            Averaging,
-            interval_steps,
-            argument="interval_steps",
-            buffers=buffers,
-            center=center,
-            root_rank=root_rank,
-            process_set=process_set,
-        )
-
-
-class AGNOptimizer(PeriodicOptimizer):
-    """Accumulated gradient normalization: the center takes one step per period; see :class:`hvd_periodic.AGN`.
-
-    Args:
-        optimizer: the local optimizer; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
-        communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center: an optimizer of the same parameters to be copied, or a function from
-            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own,
-            the arguments and attributes of the original, and follows its hyper-parameters.
-        op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
-            in turn has its gradients applied by the center's optimizer.
-        buffers: as in :class:`Synchronizer`; default: statistics are averaged, others stay local.
-        center: ``"replicated"``, ``"root"`` or ``"sharded"``: where the center lives.
-        root_rank: the rank, in Horovod's numbering, whose values all start from.
-        process_set: the ranks that exchange; default: all.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
-
-    References:
-        Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
-        communication_period: int | Schedule = 10,
-        center_optimizer: CenterOptimizerLike | None = None,
-        op: str = "sum",
-        asynchronous: bool = False,
-        *,
-        buffers: Buffers = None,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        process_set: Any = None,
-    ) -> None:
-        super().__init__(
-            optimizer,
-            named_parameters,
-            lambda: AGN(op),
-            communication_period,
-            center_optimizer=center_optimizer,
-            asynchronous=asynchronous,
-            argument="communication_period",
-            buffers=buffers,
-            center=center,
-            root_rank=root_rank,
-            process_set=process_set,
-        )

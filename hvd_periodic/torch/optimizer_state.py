@@ -9,7 +9,7 @@ import torch
 
 from hvd_periodic.store import Store
 from hvd_periodic.torch.center_optimizer import fresh_copy
-from hvd_periodic.torch.distributed import innermost
+from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
 
 _COUNTERS = ("step",)

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from hvd_periodic.torch.distributed import innermost, plain_class
+from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 
 _LIBRARIES = ("horovod.torch.functions", "torch.distributed.checkpoint.state_dict")
 """They call ``step()`` with gradients of zero: ``hvd.broadcast_optimizer_state``, ``get_optimizer_state_dict``."""

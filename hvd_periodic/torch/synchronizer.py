@@ -7,26 +7,29 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.arguments import as_typed
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.consistency import build_on_all
 from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.startup import Moment
-from hvd_periodic.torch.buffers import Buffers
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
-from hvd_periodic.torch.distributed import averaged_by
+from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import neutral, neutrally
+from hvd_periodic.torch.optimizer_state import TorchOptimizerState
+from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.saved import translated
@@ -56,20 +59,9 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             for the center.
         center_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
-        buffers: what becomes of the model's buffers at an exchange. ``"average"``: real ones become their mean over
-            ranks, integer ones their maximum; ``"maximum"``; ``"broadcast"``: all become those of ``root_rank``;
-            ``"local"``: they are broadcast at the start and then left alone. One of these for all; a dict from patterns
-            of names to them, of which the first that matches counts; or a function (name, tensor) to one of them or
-            None. Default, and for what a dict or function leaves open: ``"average"`` for buffers whose name says that
-            they are statistics (``running_mean``, ``running_var``, ``num_batches_tracked``, ``moving_...``), otherwise
-            ``"local"``.
-        center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
-            ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
-        root_rank: the rank, in Horovod's global numbering, whose values all start from.
-        process_set: the Horovod process set that exchanges, default all ranks; or any
-            :class:`~hvd_periodic.Communicator`.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
-        argument: what the caller calls ``period``, for its error messages.
+        options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.torch.options.TorchOptions`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
@@ -78,11 +70,12 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     """
 
     replica: TorchReplica
-    averaged: HorovodCommunicator | None = None
+    gradient_group: HorovodCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
     follow: Callable[[], None] | None = None
     """Called whenever the counters change."""
 
+    @takes(TorchOptions)
     @neutrally
     def __init__(
         self,
@@ -92,41 +85,38 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         center_optimizer: CenterOptimizerLike | None = None,
-        buffers: Buffers = None,
-        center: str = "replicated",
-        root_rank: int | None = None,
-        process_set: Any = None,
         asynchronous: bool = False,
-        argument: str = "period",
+        **options: Unpack[TorchOptions],
     ) -> None:
-        communicator = communicator_of(process_set)
+        communicator = communicator_of(options["process_set"])
         name = communicator.unique_name()
 
         def build() -> None:
             _check_optimizer(optimizer)
-            placement_of(center)
-            planned = as_schedule(period, argument)
-            self.averaged = averaged_by(optimizer)
-            replica = TorchReplica(NamedTensors.of(model, buffers), optimizer)
+            placement_of(options["center"])
+            planned = as_schedule(period, as_typed("period"))
+            self.gradient_group = gradient_group_of(optimizer)
+            replica = TorchReplica(NamedTensors.of(model, options["buffers"]), optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, center_optimizer)
-            root = communicator.rank_of(root_rank)
+            root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(
                 replica,
                 made,
-                schedule_around(self.averaged, communicator, planned, asynchronous),
+                schedule_around(self.gradient_group, communicator, planned, asynchronous),
                 communicator,
                 root,
                 name,
-                center,
-                asynchronous,
+                asynchronous=asynchronous,
                 outer=None if moving is None else TorchOuterOptimizer(moving, optimizer, replica.tensors),
                 rates=LearningRates(replica.learning_rates),
+                local_optimizer=None if optimizer is None else TorchOptimizerState(optimizer, replica),
+                **of_exchange(options),
             )
 
         build_on_all(communicator, name, build)
         self.learning_rate = _first_rate(optimizer)
-        self.average_within(self.averaged)
+        self.average_within(self.gradient_group)
         self.start()
         self.begun = False
 
@@ -187,7 +177,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.asynchronous is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
-        if self.averaged is not None:
+        if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica = self.replica
         parts = (replica.named, replica.optimizer, replica.bucket_bytes)

@@ -109,14 +109,12 @@ def test_moving_rate_and_beta_exclude_each_other() -> None:
 def test_rates_that_diverge_or_overshoot(n: int, argument: str) -> None:
     """α(n+1) > 2 is refused, above 1 warned of, at 1 accepted; β = n α."""
     unit = (n if argument == "beta" else 1) / (n + 1)
-    pattern = (
-        rf"`ElasticAverageOptimizer\({argument}=\.\.\.\)` must be in \(0, .*/\(n\+1\)\].* n={n} .*Received: {argument}="
-    )
+    pattern = rf"`EASGD\({argument}=\.\.\.\)` must be in \(0, .*/\(n\+1\)\].* n={n} .*Received: {argument}="
     for growth in (2.01, 2.5):
         with pytest.raises(ValueError, match=pattern):
             EASGD(**{argument: growth * unit}).check(n)
     for growth in (1.01, 1.99, 2.0):
-        with pytest.warns(UserWarning, match=rf"`ElasticAverageOptimizer\({argument}=.*overshoot.* n={n} workers"):
+        with pytest.warns(UserWarning, match=rf"`EASGD\({argument}=.*overshoot.* n={n} workers"):
             EASGD(**{argument: growth * unit}).check(n)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

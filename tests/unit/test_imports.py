@@ -19,7 +19,19 @@ PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"vector", "layout", "store", "arguments", "named", "version", "elementwise", "consistency", "meeting", "startup"},
+    {
+        "vector",
+        "layout",
+        "store",
+        "arguments",
+        "options",
+        "named",
+        "version",
+        "elementwise",
+        "consistency",
+        "meeting",
+        "startup",
+    },
     {"outer", "learning_rates"},
     {"algorithms", "schedules", "comm"},
     {"averaged", "replica", "placement"},

@@ -1,4 +1,4 @@
-"""An ``hvd.DistributedOptimizer`` inside: which ranks average their gradients at every step."""
+"""An ``hvd.DistributedOptimizer`` inside: whose gradients it averages, and how."""
 
 from __future__ import annotations
 
@@ -45,7 +45,16 @@ def is_distributed(optimizer: object) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "_allreduce_grads")
 
 
-def taken_apart(optimizer: Any) -> tuple[Any, GradientAverage | None]:
+def refuse_as_subclass(made: type) -> None:
+    """Raise a TypeError where ``hvd.DistributedOptimizer`` makes a subclass, which is how it wraps an optimizer."""
+    if "_allreduce" in vars(made):
+        raise TypeError(
+            "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
+            "hvdp.ElasticAverageOptimizer(hvd.DistributedOptimizer(optimizer, ...), model, ...)"
+        )
+
+
+def split_distributed(optimizer: Any) -> tuple[Any, GradientAverage | None]:
     """Return the optimizer that a DistributedOptimizer was made of, and what it averages; others as they are.
 
     It may be inside of a LossScaleOptimizer.
@@ -54,7 +63,7 @@ def taken_apart(optimizer: Any) -> tuple[Any, GradientAverage | None]:
         ValueError: it has been used before; or as :class:`GradientAverage`.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and is_distributed(optimizer.inner_optimizer):
-        plain, average = taken_apart(optimizer.inner_optimizer)
+        plain, average = split_distributed(optimizer.inner_optimizer)
         settings = {key: value for key, value in optimizer.get_config().items() if key != "inner_optimizer"}
         return keras.optimizers.LossScaleOptimizer(plain, **settings), average
     if not is_distributed(optimizer):

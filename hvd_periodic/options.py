@@ -1,0 +1,105 @@
+"""Options that all constructors of all front ends share: declared here once, and handed on as one value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
+
+from hvd_periodic.local_state import LocalStateLike
+
+P = ParamSpec("P")
+
+
+class ExchangeOptions(TypedDict, total=False):
+    """Options that go to the synchronizer of the core as they are; annotated with their defaults.
+
+    Keys:
+        center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
+            ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
+        optimizer_state: what becomes of the local optimizer's state at an exchange: ``"local"``, every worker keeps its
+            own; ``"reset"``, it begins anew; ``"average"``, it becomes the mean over ranks; or a dict of multiples of
+            the exchange period by entry, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``, at which these are averaged.
+            Step counters are left alone.
+    """
+
+    center: Annotated[str, "replicated"]
+    optimizer_state: Annotated[LocalStateLike, "local"]
+
+
+class Options(ExchangeOptions, total=False):
+    """Options of every constructor; front ends add to them.
+
+    A new one is declared here or in :class:`ExchangeOptions`, and every constructor takes it.
+
+    Keys:
+        root_rank: the rank, in Horovod's global numbering, whose values all start from. Default: the first.
+        process_set: the Horovod process set that exchanges, default all ranks; or any
+            :class:`~hvd_periodic.Communicator`.
+    """
+
+    root_rank: Annotated[int | None, None]
+    process_set: Annotated[Any, None]
+
+
+def of_exchange(options: Options) -> ExchangeOptions:
+    """Return those of complete options that the synchronizer of the core takes."""
+    return cast(ExchangeOptions, {name: value for name, value in options.items() if name in _defaults(ExchangeOptions)})
+
+
+def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Let a constructor that ends in ``**options: Unpack[declared]`` receive all of them, with defaults filled in.
+
+    Its signature lists them one by one, and another keyword is refused by its name.
+
+    Args:
+        declared: a ``TypedDict`` whose keys are annotated with their defaults.
+
+    Example:
+        >>> class Setup:
+        ...     @takes(ExchangeOptions)
+        ...     def __init__(self, size, **options):
+        ...         self.options = options
+        >>> Setup(3).options
+        {'center': 'replicated', 'optimizer_state': 'local'}
+        >>> list(inspect.signature(Setup).parameters)
+        ['size', 'center', 'optimizer_state']
+        >>> Setup(3, centre="root")
+        Traceback (most recent call last):
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, optimizer_state
+    """
+    hints, defaults = get_type_hints(declared), _defaults(declared)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [inspect.Parameter(key, keyword, default=defaults[key], annotation=hints[key]) for key in defaults]
+
+    def decorate(construct: Callable[P, None]) -> Callable[P, None]:
+        plain = inspect.signature(construct)
+        own = [p for p in plain.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        signature = plain.replace(parameters=[*own, *options])
+        known = list(signature.parameters)[1:]
+
+        @wraps(construct)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            unknown = next((name for name in kwargs if name not in known), None)
+            if unknown is not None:
+                raise TypeError(
+                    f"{type(args[0]).__name__}() got an unexpected keyword argument {unknown!r}. "
+                    f"It takes {', '.join(known)}"
+                )
+            complete: Any = defaults | kwargs
+            construct(*args, **complete)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+def _defaults(declared: type) -> dict[str, Any]:
+    """Return the defaults that the keys of a ``TypedDict`` are annotated with."""
+    hints = get_type_hints(declared, include_extras=True)
+    for key, hint in hints.items():
+        if not hasattr(hint, "__metadata__"):
+            raise TypeError(f"`{declared.__name__}.{key}` must be annotated with its default: Annotated[..., default]")
+    return {key: hint.__metadata__[0] for key, hint in hints.items()}

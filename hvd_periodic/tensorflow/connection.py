@@ -1,0 +1,110 @@
+"""The ranks of a Keras optimizer, which no file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
+from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distributed
+
+RANKS = ("process_set", "averaged")
+"""What a configuration says of them: which exchanged, and whose gradients were averaged inside."""
+
+
+class NotYetConnected(LocalCommunicator):
+    """Stands in for the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
+
+
+class Connection:
+    """The ranks that exchange, and those whose gradients are averaged inside.
+
+    A saved configuration only says which they were. A loaded optimizer is told by :meth:`attach`, and connected at its
+    first step.
+
+    Args:
+        process_set: the ranks that exchange, as the user has given them; :class:`NotYetConnected` for a loaded one.
+
+    Attributes:
+        loaded: whether the optimizer was loaded.
+        communicator: the ranks that exchange.
+        name: prefix of the names of their collectives.
+        average: how an ``hvd.DistributedOptimizer`` inside averages gradients, if there is one.
+    """
+
+    def __init__(self, process_set: Any) -> None:
+        self.loaded = isinstance(process_set, NotYetConnected)
+        self.communicator = communicator_of(process_set)
+        self.name = self.communicator.unique_name()
+        self.average: GradientAverage | None = None
+        self._process_set: Any = None if self.loaded else process_set
+        self._saved: Mapping[str, list[int] | None] = dict.fromkeys(RANKS)
+
+    @property
+    def gradient_group(self) -> TensorFlowCommunicator | None:
+        """The ranks whose gradients are averaged, if there are any."""
+        return None if self.average is None else self.average.communicator
+
+    def config(self) -> dict[str, list[int] | None]:
+        """Return which ranks these are, by number, as :meth:`remember` takes it."""
+        given: Any = self._process_set
+        numbered = given is not None and not isinstance(given, Communicator)
+        process_set = list(given.ranks) if numbered else self._saved["process_set"]
+        averaged = self._saved["averaged"] if self.gradient_group is None else self.gradient_group.ranks
+        return {"process_set": process_set, "averaged": averaged}
+
+    def remember(self, config: Mapping[str, Any]) -> None:
+        """Take note of the ranks that a saved optimizer had."""
+        self._saved = {key: config.get(key) for key in self._saved}
+
+    def attach(self, process_set: Any, distributed: Any) -> None:
+        """Take over what is given, see ``PeriodicOptimizer.attach``.
+
+        Raises:
+            TypeError: ``distributed`` is no ``hvd.DistributedOptimizer``.
+        """
+        if process_set is not None:
+            self._process_set = process_set
+        if distributed is not None:
+            if not is_distributed(distributed):
+                raise TypeError(
+                    f"`distributed` must be an hvd.DistributedOptimizer. Received: {type(distributed).__name__}"
+                )
+            self.average = GradientAverage(distributed)
+
+    def connect(self) -> None:
+        """Meet the ranks of a loaded optimizer, under the next unique name."""
+        self.communicator = self.ranks()
+        self.name = self.communicator.unique_name()
+
+    def ranks(self) -> Communicator:
+        """Return the ranks that exchange, also before a loaded optimizer is connected; nothing is communicated."""
+        return communicator_of(self._process_set)
+
+    def any_in_group(self, value: bool) -> bool:
+        """Return whether something is true on any of the ranks that average their gradients with this one."""
+        if self.gradient_group is None:
+            return value
+        return any(self.gradient_group.allgather_object(value, f"{self.name}.group"))
+
+    def refuse_other_ranks(self, gradient_group: TensorFlowCommunicator | None) -> None:
+        """Raise where a loaded optimizer was not told of ranks that it had when it was saved.
+
+        Args:
+            gradient_group: whose gradients are averaged, here or in an optimizer inside.
+
+        Raises:
+            ValueError: it had a process set, or an ``hvd.DistributedOptimizer`` inside.
+        """
+        if self._saved["process_set"] is not None and self._process_set is None:
+            raise ValueError(
+                f"This optimizer was trained on the process set of ranks {self._saved['process_set']}: after loading, "
+                "call optimizer.attach(process_set=...)"
+            )
+        if self._saved["averaged"] is not None and gradient_group is None:
+            raise ValueError(
+                f"This optimizer was around an hvd.DistributedOptimizer over ranks {self._saved['averaged']}: after "
+                "loading, call optimizer.attach(distributed=hvd.DistributedOptimizer(keras.optimizers.SGD(), ...))"
+            )

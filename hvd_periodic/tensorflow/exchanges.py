@@ -1,0 +1,174 @@
+"""The exchanges of a Keras optimizer, from its construction to its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.comm.together import Together
+from hvd_periodic.consistency import build_on_all, raise_on_all
+from hvd_periodic.startup import Moment
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.connection import Connection
+from hvd_periodic.tensorflow.graph import NewVariable, VariableSynchronizer
+from hvd_periodic.tensorflow.model import native
+from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
+from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
+from hvd_periodic.tensorflow.plan import Plan
+from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
+from hvd_periodic.tensorflow.saved import SavedExchanges
+from hvd_periodic.tensorflow.settings import innermost
+
+
+class Exchanges:
+    """Makes the synchronizer of an optimizer once its variables are known, and begins together with all ranks.
+
+    Args:
+        connection: the ranks of the optimizer.
+        plan: what was asked for.
+        new_variable: makes a variable of the optimizer.
+
+    Attributes:
+        saved: what the file of the model holds of them.
+        started: whether the ranks have agreed, and started from the same values.
+        opened: whether the first step has found out who had loaded what.
+    """
+
+    def __init__(self, connection: Connection, plan: Plan, new_variable: NewVariable) -> None:
+        self.connection = connection
+        self.plan = plan
+        self.saved = SavedExchanges(plan.asynchronous)
+        self.started = self.opened = False
+        self._make_variable = new_variable
+        self._synchronizer: VariableSynchronizer | None = None
+
+    @property
+    def constructed(self) -> bool:
+        """Whether there is a synchronizer."""
+        return self._synchronizer is not None
+
+    @property
+    def synchronizer(self) -> VariableSynchronizer:
+        """Counts, asks the schedule and exchanges.
+
+        Raises:
+            RuntimeError: the variables are not known yet.
+        """
+        if self._synchronizer is None:
+            what, then = "is not built yet, so that there is no center", "build(model.trainable_variables) on all ranks"
+            if self.connection.loaded:
+                what, then = "was loaded", "attach()"
+            raise RuntimeError(f"The optimizer {what}: call optimizer.{then}, or train")
+        return self._synchronizer
+
+    def construct(self, named: NamedVariables, opening: Callable[[], object]) -> None:
+        """Make the variables of the exchanges, and give them what was saved.
+
+        Args:
+            named: what is exchanged.
+            opening: what a rank without any step still has to do with the others before it leaves.
+        """
+        plan, options, connection = self.plan, self.plan.options, self.connection
+        replica = VariableReplica(named, self._new_variable)
+        ranks, root = connection.communicator, 0
+        if plan.asynchronous or options["center"] != "replicated":
+            ranks = connection.ranks()  # Which share this rank holds, has to be known before it is loaded.
+            root = ranks.rank_of(options["root_rank"])
+        self._synchronizer = synchronizer = VariableSynchronizer(
+            self._new_variable,
+            replica,
+            plan.algorithm,
+            plan.schedule,
+            ranks,
+            root,
+            connection.name,
+            options["center"],
+            plan.asynchronous,
+            True,
+            None if plan.center is None else VariableOuterOptimizer(plan.center, named.parameters),
+            KerasLearningRate(innermost(plan.optimizer)),
+            optimizer_state=options["optimizer_state"],
+            local_optimizer=KerasOptimizerState(innermost(plan.optimizer), replica),
+            learning_rate=lambda: native(getattr(plan.optimizer, "learning_rate", None)),
+        )
+        synchronizer.opening = opening
+        saved = synchronizer.saved_center = self.saved.center(synchronizer.parts)
+        if saved is not None and synchronizer.asynchronous is not None:
+            synchronizer.asynchronous.show(synchronizer.parts, saved)
+        if plan.center is not None and not plan.asynchronous:
+            for i, variable in enumerate(plan.center.optimizer.variables):
+                self.saved.variables.variables[f"center_optimizer.{i}"] = variable
+        self.saved.variables.later = set(synchronizer.note_variables)
+        self.saved.variables.settle()
+
+    def start(self, construct: Callable[[], object], gradient_group: TensorFlowCommunicator | None) -> None:
+        """Let all ranks agree and start from the root's values, or go on from where they were saved.
+
+        Args:
+            construct: makes the synchronizer, if there is none; its errors reach all ranks.
+            gradient_group: the ranks whose gradients are averaged, here or in an optimizer inside.
+
+        Raises:
+            ValueError: ranks disagree; on all of them.
+        """
+        connection = self.connection
+        if connection.loaded:
+            connection.connect()
+            build_on_all(connection.communicator, connection.name, lambda: None)  # where new ones check arguments
+        ranks = connection.communicator
+
+        def check() -> None:
+            if tf.distribute.has_strategy():
+                raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
+            self.plan.check(connection, gradient_group)
+            construct()
+
+        build_on_all(ranks, connection.name, check)
+        synchronizer = self.synchronizer
+        synchronizer.communicator, synchronizer.name = ranks, connection.name
+        synchronizer.root = ranks.rank_of(self.plan.options["root_rank"])
+        synchronizer.together = Together(ranks)
+        synchronizer.average_within(connection.gradient_group)
+        synchronizer.start()
+        self.started = True
+
+    def open(self, variables: Sequence[Any], before: Sequence[np.ndarray] | None) -> bool:
+        """Take over what was loaded since the optimizer was built, on the root at least; all ranks together.
+
+        Args:
+            variables: of which the first step is; none where ranks leave without any.
+            before: their values when its gradients were made; None where the step is being compiled.
+
+        Returns:
+            Whether this rank, or one that averages gradients with it, has other values than before.
+
+        Raises:
+            ValueError: a step that is being compiled holds what layers derived from other weights; on all ranks.
+        """
+        connection, synchronizer = self.connection, self.synchronizer
+        derived = synchronizer.replica.derived_from()
+        replaced = synchronizer.begin(Moment.BEFORE_UPDATE if variables else Moment.END)
+        changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before or [], strict=False))
+        replaced |= connection.any_in_group(changed)
+        stale = before is None and derived != synchronizer.replica.derived_from()
+        failure = ValueError(
+            "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken over, "
+            "and the step that is being compiled has the old values: call "
+            "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
+        )
+        raise_on_all(connection.communicator, connection.name, failure if stale else None)
+        self.opened = True
+        return replaced
+
+    def write(self, store: Any) -> None:
+        """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
+        self.saved.write(store, self._synchronizer if self.started else None)
+
+    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        """Make a variable of the optimizer that is saved under its name."""
+        variable = self._make_variable(name, shape, dtype, initial_value)
+        self.saved.variables.variables[name] = variable
+        return native(variable)

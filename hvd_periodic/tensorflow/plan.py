@@ -1,0 +1,108 @@
+"""What a Keras optimizer was asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.arguments import as_typed
+from hvd_periodic.averaged import schedule_around
+from hvd_periodic.placement import placement_of
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.connection import RANKS, Connection
+from hvd_periodic.tensorflow.gradient_averaging import split_distributed
+from hvd_periodic.tensorflow.model import check_policy
+from hvd_periodic.tensorflow.options import KerasOptions
+from hvd_periodic.tensorflow.settings import innermost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arguments of a constructor, checked.
+
+    Attributes:
+        optimizer: the optimizer inside; of an ``hvd.DistributedOptimizer``, the one that it was made of.
+        algorithm: what an exchange computes.
+        schedule: when to exchange.
+        center: the optimizer of the center, if the algorithm has one.
+        asynchronous: whether ranks exchange without waiting for each other.
+        options: all others.
+    """
+
+    optimizer: Any
+    algorithm: Algorithm
+    schedule: Schedule
+    center: CenterOptimizer | None
+    asynchronous: bool
+    options: KerasOptions
+
+    @classmethod
+    def of(
+        cls,
+        connection: Connection,
+        optimizer: object,
+        model: object,
+        algorithm: Algorithm | Callable[[], Algorithm],
+        period: int | Schedule,
+        center_optimizer: object,
+        asynchronous: bool,
+        options: KerasOptions,
+    ) -> Plan:
+        """Return the plan, and tell the connection how gradients are averaged inside.
+
+        Of a loaded optimizer, what depends on the ranks is checked at its start.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong type or out of range.
+        """
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}")
+        inside, connection.average = split_distributed(optimizer)
+        check_policy(options["buffers"], model, connection.loaded)
+        placement_of(options["center"])
+        made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+        if not connection.loaded:
+            connection.communicator.rank_of(options["root_rank"])
+            _check_size(made, asynchronous, connection.communicator.size)
+        local = innermost(inside)
+        moving = made.outer_optimizer(local, center_optimizer)
+        center = None if moving is None else CenterOptimizer(local, center_optimizer)
+        schedule = as_schedule(period, as_typed("period"))
+        if not connection.loaded:
+            group = connection.gradient_group or gradient_group_inside(inside)
+            schedule = schedule_around(group, connection.communicator, schedule, asynchronous)
+        return cls(inside, made, schedule, center, asynchronous, options)
+
+    def check(self, connection: Connection, gradient_group: TensorFlowCommunicator | None) -> None:
+        """Raise where the plan does not suit the ranks, which a loaded optimizer only meets at its start.
+
+        Raises:
+            ValueError: too many ranks for the rate; others than when it was saved; gradients averaged over all of them.
+        """
+        _check_size(self.algorithm, self.asynchronous, connection.communicator.size)
+        connection.refuse_other_ranks(gradient_group)
+        schedule_around(gradient_group, connection.communicator, self.schedule, self.asynchronous)
+
+    def config(self) -> dict[str, Any]:
+        """Return as plain values the arguments that all constructors share, except for the ranks."""
+        config = {key: value for key, value in self.options.items() if key not in RANKS}
+        config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer)
+        if self.center is not None and not self.center.copied:
+            config["center_optimizer"] = keras.saving.serialize_keras_object(self.center.optimizer)
+        return config
+
+
+def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
+    """Return the ranks whose gradients are averaged inside of an optimizer, if it is one of this package."""
+    group: TensorFlowCommunicator | None = getattr(optimizer, "gradient_group", None)
+    return group
+
+
+def _check_size(algorithm: Algorithm, asynchronous: bool, size: int) -> None:
+    (algorithm.one_by_one if asynchronous else algorithm.check)(size)
