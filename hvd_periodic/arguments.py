@@ -35,6 +35,11 @@ def as_typed(name: str) -> str:
     return _spellings.get().get(name, name)
 
 
+def outer_name() -> str:
+    """Return what the user calls the optimizer of the center."""
+    return as_typed("outer_optimizer")
+
+
 def require_int(value: object, argument: str, minimum: int) -> int:
     """Return ``value`` as an int of at least ``minimum``; numpy integers are ints, bools are not.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hvd_periodic.arguments import outer_name
 from hvd_periodic.layout import Layout
 
 Steps = Callable[[np.ndarray, list[np.ndarray]], np.ndarray]
@@ -48,5 +49,5 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
     if different:
         raise ValueError(
             f"`center='sharded'` cuts tensors, and {name} computes something else on parts than on the whole{problem}: "
-            "use center='root', or another `center_optimizer`"
+            f"use center='root', or another `{outer_name()}`"
         )

@@ -19,6 +19,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.algorithms.broadcast import Broadcast
 from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.algorithms.statistics import Statistics
+from hvd_periodic.arguments import outer_name
 from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.comm.base import Communicator
@@ -201,7 +202,7 @@ class Synchronizer(Generic[V]):
         if outer is not None and not algorithm.takes_outer_optimizer:
             raise ValueError(f"{type(algorithm).__name__} moves the center by itself and takes no outer optimizer")
         if algorithm.needs_outer_optimizer and outer is None:
-            raise ValueError(f"{type(algorithm).__name__} moves the center by an optimizer: pass `center_optimizer`")
+            raise ValueError(f"{type(algorithm).__name__} moves the center by an optimizer: pass `{outer_name()}`")
         if algorithm.uses_learning_rate and rates is None:
             raise ValueError(f"{type(algorithm).__name__} needs the learning rate of local steps: pass `optimizer`")
         self.outer: OuterOptimizer = NoOuterOptimizer() if outer is None else outer

@@ -112,7 +112,11 @@ class AGNOptimizer(PeriodicOptimizer):
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
     """
 
-    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
+    _spelling: ClassVar = {
+        "AGN": "AGNOptimizer",
+        "period": "communication_period",
+        "outer_optimizer": "center_optimizer",
+    }
 
     @takes(NumpyOptions)
     def __init__(
@@ -130,7 +134,7 @@ class AGNOptimizer(PeriodicOptimizer):
             named_parameters,
             lambda: AGN(op),
             communication_period,
-            center_optimizer=center_optimizer,
+            outer_optimizer=center_optimizer,
             asynchronous=asynchronous,
             **options,
         )

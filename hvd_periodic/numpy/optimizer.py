@@ -30,7 +30,7 @@ class PeriodicOptimizer:
         named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
         algorithm: what an exchange computes.
         period: local steps between exchanges, or a schedule.
-        center_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
+        outer_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
             ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
         options: center, root_rank, communicator: those of :class:`~hvd_periodic.options.Options` and
@@ -55,7 +55,7 @@ class PeriodicOptimizer:
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
-        center_optimizer: ArrayOptimizer | None = None,
+        outer_optimizer: ArrayOptimizer | None = None,
         asynchronous: bool = False,
         **options: Unpack[NumpyOptions],
     ) -> None:
@@ -65,7 +65,7 @@ class PeriodicOptimizer:
         def build() -> Synchronizer[Array]:
             replica = NumpyReplica(named_parameters)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            moving = made.outer_optimizer(optimizer, center_optimizer)
+            moving = made.outer_optimizer(optimizer, outer_optimizer)
             return Synchronizer(
                 replica,
                 made,

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.arguments import outer_name
+
 _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
     "use_ema": False,
     "gradient_accumulation_steps": None,
@@ -52,9 +54,9 @@ class CenterOptimizer:
             self._followed = plain
             optimizer = copied(plain, _OF_LOCAL_STEPS_ONLY, learning_rate=0.0, name=f"center_{plain.name}")
         elif not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise TypeError(f"`center_optimizer` must be a Keras optimizer. Received: {type(optimizer).__name__}")
+            raise TypeError(f"`{outer_name()}` must be a Keras optimizer. Received: {type(optimizer).__name__}")
         elif optimizer is local or optimizer.built:
-            raise ValueError("`center_optimizer` must be an optimizer of its own that has not been used yet")
+            raise ValueError(f"`{outer_name()}` must be an optimizer of its own that has not been used yet")
         self.optimizer: Any = optimizer
         self.cut = False
         self._parameters: list[Any] = []
@@ -95,7 +97,7 @@ class CenterOptimizer:
         if any(np.size(copy.numpy()) for copy in copies):
             raise ValueError(
                 f"{type(self.optimizer).__name__} keeps a copy of the variables in its state, which would not follow a "
-                "center that is broadcast or restored: pass another `center_optimizer`"
+                f"center that is broadcast or restored: pass another `{outer_name()}`"
             )
 
     def follow(self, name: str, value: Any) -> None:
@@ -104,7 +106,7 @@ class CenterOptimizer:
             if self.cut and name in ("clipnorm", "global_clipnorm") and value is not None:
                 raise ValueError(
                     f"`center='sharded'` cuts tensors, and `{name}` needs whole ones: use center='root', or another "
-                    f"`center_optimizer`. Received: {name}={value!r}"
+                    f"`{outer_name()}`. Received: {name}={value!r}"
                 )
             setattr(self.optimizer, name, value)
 
@@ -245,6 +247,6 @@ def copied(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), *
     except Exception as error:
         raise TypeError(
             f"The center needs an optimizer of its own, and {kind.__name__} cannot be copied with a learning rate by "
-            f"its get_config() and from_config() ({type(error).__name__}: {error}): pass `center_optimizer`, an unused "
+            f"its get_config() and from_config() ({type(error).__name__}: {error}): pass `{outer_name()}`, an unused "
             "optimizer of one learning rate whose get_config() holds all arguments of its constructor"
         ) from error

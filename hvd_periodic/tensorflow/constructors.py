@@ -138,7 +138,11 @@ class AGNOptimizer(PeriodicOptimizer):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
-    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
+    _spelling: ClassVar = {
+        "AGN": "AGNOptimizer",
+        "period": "communication_period",
+        "outer_optimizer": "center_optimizer",
+    }
 
     @takes(KerasOptions)
     def __init__(
@@ -156,7 +160,7 @@ class AGNOptimizer(PeriodicOptimizer):
             model,
             lambda: AGN(op),
             communication_period,
-            center_optimizer=center_optimizer,
+            outer_optimizer=center_optimizer,
             asynchronous=asynchronous,
             **options,
         )

@@ -43,7 +43,7 @@ class PeriodicOptimizer(ForwardedSettings):
             that the optimizer is built on, and nothing else.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        center_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
+        outer_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
             ``optimizer``, with its learning rate at the time of the exchange.
         asynchronous: exchange without waiting for other ranks, as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
         options: buffers, center, root_rank, process_set, name: those of :class:`~hvd_periodic.options.Options` and
@@ -68,13 +68,13 @@ class PeriodicOptimizer(ForwardedSettings):
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
-        center_optimizer: keras.optimizers.Optimizer | None = None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
         asynchronous: bool = False,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(learning_rate=0.0, name=options["name"])
         connection = Connection(options["process_set"])
-        arguments = (optimizer, model, algorithm, period, center_optimizer, bool(asynchronous), options)
+        arguments = (optimizer, model, algorithm, period, outer_optimizer, bool(asynchronous), options)
         with spelled(self._spelling):
             ranks, name = connection.communicator, connection.name
             plan = build_on_all(ranks, name, lambda: Plan.of(connection, *arguments))
@@ -276,6 +276,8 @@ class PeriodicOptimizer(ForwardedSettings):
         """Return the optimizer of a loaded model; it communicates from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
+        if "outer_optimizer" not in cls._spelling and "center_optimizer" in own:  # as version 0.1 called it
+            own["outer_optimizer"] = own.pop("center_optimizer")
         made = cls(**own, model=None, process_set=NotYetConnected())
         made._exchanges.connection.remember(config)
         return made
@@ -290,7 +292,8 @@ class PeriodicOptimizer(ForwardedSettings):
 
     def _common_config(self) -> dict[str, Any]:
         """Return what all named constructors have among their arguments."""
-        return self._exchanges.plan.config() | self._exchanges.connection.config() | {"name": self.name}
+        outer = self._spelling.get("outer_optimizer", "outer_optimizer")
+        return self._exchanges.plan.config(outer) | self._exchanges.connection.config() | {"name": self.name}
 
     def _open(self, variables: Sequence[Any] = ()) -> bool:
         """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.

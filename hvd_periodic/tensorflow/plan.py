@@ -11,10 +11,12 @@ import keras
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.averaged import schedule_around
+from hvd_periodic.local_state import LocalState
 from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.config import encode
 from hvd_periodic.tensorflow.connection import RANKS, Connection
 from hvd_periodic.tensorflow.gradient_averaging import split_distributed
 from hvd_periodic.tensorflow.model import check_policy
@@ -50,7 +52,7 @@ class Plan:
         model: object,
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
-        center_optimizer: object,
+        outer_optimizer: object,
         asynchronous: bool,
         options: KerasOptions,
     ) -> Plan:
@@ -71,8 +73,8 @@ class Plan:
             connection.communicator.rank_of(options["root_rank"])
             _check_size(made, asynchronous, connection.communicator.size)
         local = innermost(inside)
-        moving = made.outer_optimizer(local, center_optimizer)
-        center = None if moving is None else CenterOptimizer(local, center_optimizer)
+        moving = made.outer_optimizer(local, outer_optimizer)
+        center = None if moving is None else CenterOptimizer(local, outer_optimizer)
         schedule = as_schedule(period, as_typed("period"))
         if not connection.loaded:
             group = connection.gradient_group or gradient_group_inside(inside)
@@ -89,12 +91,18 @@ class Plan:
         connection.refuse_other_ranks(gradient_group)
         schedule_around(gradient_group, connection.communicator, self.schedule, self.asynchronous)
 
-    def config(self) -> dict[str, Any]:
-        """Return as plain values the arguments that all constructors share, except for the ranks."""
-        config = {key: value for key, value in self.options.items() if key not in RANKS}
+    def config(self, outer_optimizer: str) -> dict[str, Any]:
+        """Return as plain values the arguments that all constructors share, except for the ranks.
+
+        Args:
+            outer_optimizer: what the constructor calls that argument.
+        """
+        config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
+        if isinstance(self.options["optimizer_state"], LocalState):
+            config["optimizer_state"] = encode(self.options["optimizer_state"])
         config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer)
         if self.center is not None and not self.center.copied:
-            config["center_optimizer"] = keras.saving.serialize_keras_object(self.center.optimizer)
+            config[outer_optimizer] = keras.saving.serialize_keras_object(self.center.optimizer)
         return config
 
 

@@ -52,7 +52,7 @@ class Synchronizer(VariableSynchronizer):
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
         optimizer: the local optimizer, for algorithms that ask for its learning rate.
-        center_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
+        outer_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. The center
             is not among ``variables`` then: save :meth:`state_dict`.
         options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
@@ -76,7 +76,7 @@ class Synchronizer(VariableSynchronizer):
         period: int | Schedule,
         *,
         optimizer: keras.optimizers.Optimizer | None = None,
-        center_optimizer: keras.optimizers.Optimizer | None = None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
         asynchronous: bool = False,
         **options: Unpack[TensorFlowOptions],
     ) -> None:
@@ -92,7 +92,7 @@ class Synchronizer(VariableSynchronizer):
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            moving = made.outer_optimizer(None, center_optimizer)
+            moving = made.outer_optimizer(None, outer_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
             named = named_variables(trained, owner, options["buffers"])
             replica = VariableReplica(named, self._make_variable)

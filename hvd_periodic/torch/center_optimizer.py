@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from hvd_periodic.arguments import outer_name
 from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -179,7 +180,7 @@ class CenterOptimizer:
         if unknown:
             raise ValueError(
                 f"{type(self.optimizer).__name__} keeps {unknown[0]!r} now, which it did not when constructed, and "
-                "processes share what it kept then: set hyper-parameters before, or pass another `center_optimizer`"
+                f"processes share what it kept then: set hyper-parameters before, or pass another `{outer_name()}`"
             )
         for n, (place, array) in enumerate(zip(self.keys, tensors, strict=True)):
             present[n] = place in here
@@ -224,7 +225,7 @@ def _copy(template: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torc
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{type(template).__name__} cannot be copied for the center ({error}). Pass "
-            "`center_optimizer=lambda groups: ...` that constructs one"
+            f"`{outer_name()}=lambda groups: ...` that constructs one"
         ) from error
     every_optimizer_has = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
     for key in vars(made).keys() & attributes.keys() - every_optimizer_has.keys():
@@ -287,7 +288,7 @@ def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[int, int, str, torc
                 elif value is not None:
                     raise ValueError(
                         f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}: processes can share "
-                        "tensors only. Pass another `center_optimizer`"
+                        f"tensors only. Pass another `{outer_name()}`"
                     )
     return entries
 
@@ -296,7 +297,7 @@ def _make(source: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     made = source(groups) if callable(source) else source
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
-            "`center_optimizer` must be a torch optimizer to copy, or a function from parameter groups to a torch "
+            f"`{outer_name()}` must be a torch optimizer to copy, or a function from parameter groups to a torch "
             f"optimizer. Received: {type(made).__name__}"
         )
     return made
@@ -306,7 +307,7 @@ def _check_complete(groups: Sequence[dict[str, Any]], centers: Sequence[torch.Te
     held, wanted = {id(p) for group in groups for p in group["params"]}, set(map(id, centers))
     if held != wanted:
         raise ValueError(
-            "`center_optimizer` must hold the parameters of the model, all and no others; a function must use the "
+            f"`{outer_name()}` must hold the parameters of the model, all and no others; a function must use the "
             f"groups it is given. It lacks {len(wanted - held)} of {len(wanted)} and has {len(held - wanted)} others"
         )
 
@@ -316,12 +317,12 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{type(optimizer).__name__} steps with a closure only, and there is no loss of the center to "
-            "evaluate. Pass another `center_optimizer`"
+            f"evaluate. Pass another `{outer_name()}`"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError(
             "SparseAdam takes sparse gradients only, and those of the center are dense. Pass another "
-            "`center_optimizer`, such as lambda groups: torch.optim.Adam(groups)"
+            f"`{outer_name()}`, such as lambda groups: torch.optim.Adam(groups)"
         )
 
 

@@ -130,7 +130,11 @@ class AGNOptimizer(PeriodicOptimizer):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
-    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
+    _spelling: ClassVar = {
+        "AGN": "AGNOptimizer",
+        "period": "communication_period",
+        "outer_optimizer": "center_optimizer",
+    }
 
     @takes(TorchOptions)
     def __init__(
@@ -148,7 +152,7 @@ class AGNOptimizer(PeriodicOptimizer):
             named_parameters,
             lambda: AGN(op),
             communication_period,
-            center_optimizer=center_optimizer,
+            outer_optimizer=center_optimizer,
             asynchronous=asynchronous,
             **options,
         )

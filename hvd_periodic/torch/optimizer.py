@@ -38,7 +38,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             buffers. All parameters of ``optimizer`` that are trainable now take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        center_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
+        outer_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
         asynchronous: exchange without waiting for other ranks, as in :class:`Synchronizer`.
         options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.torch.options.TorchOptions`.
@@ -69,7 +69,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
-        center_optimizer: CenterOptimizerLike | None = None,
+        outer_optimizer: CenterOptimizerLike | None = None,
         asynchronous: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
@@ -79,7 +79,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 algorithm,
                 period,
                 optimizer=optimizer,
-                center_optimizer=center_optimizer,
+                outer_optimizer=outer_optimizer,
                 asynchronous=asynchronous,
                 **options,
             )

@@ -57,7 +57,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         period: local steps between exchanges, or a schedule.
         optimizer: the local optimizer, if the synchronizer should take the parameters that it holds only, and copy it
             for the center.
-        center_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
+        outer_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
         options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
@@ -84,7 +84,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         period: int | Schedule,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        center_optimizer: CenterOptimizerLike | None = None,
+        outer_optimizer: CenterOptimizerLike | None = None,
         asynchronous: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
@@ -98,7 +98,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             self.gradient_group = gradient_group_of(optimizer)
             replica = TorchReplica(NamedTensors.of(model, options["buffers"]), optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            moving = made.outer_optimizer(optimizer, center_optimizer)
+            moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(
                 replica,

@@ -107,7 +107,7 @@ def on_tensorflow(algorithm: Any, schedule: Any, communicator: Communicator) -> 
         algorithm,
         schedule,
         optimizer=keras.optimizers.SGD(RATE),
-        center_optimizer=center,
+        outer_optimizer=center,
         process_set=OnTensors(communicator),
     )
     seen = []

@@ -441,7 +441,7 @@ def resume_of_a_synchronizer(center: str) -> Any:
 
         def make(name: str = name, algorithm: Any = algorithm) -> tuple[Any, Any]:
             w = tf.Variable([0.0, 1.0, 2.0])
-            options = {"center_optimizer": keras.optimizers.Adam(0.1)} if name == "agn" else {}
+            options = {"outer_optimizer": keras.optimizers.Adam(0.1)} if name == "agn" else {}
             return w, hvdp.Synchronizer([w], algorithm, 3, asynchronous=True, center=center, **options)
 
         def train(w: Any, synchronizer: Any, steps: int) -> None:

@@ -329,7 +329,7 @@ def torch_program() -> Program:
             self.optimizer.step()
 
         def center_state_elements(self) -> int:
-            state = self.synchronizer.replica.center_optimizer_state() or {"state": {}}
+            state = self.synchronizer.outer.state() or {"state": {}}
             tensors = [(key, value) for of_one in state["state"].values() for key, value in of_one.items()]
             return sum(value.numel() for key, value in tensors if isinstance(value, torch.Tensor) and key != "step")
 
@@ -504,7 +504,7 @@ def tensorflow_program() -> Program:
             self.apply([tf.constant(gradient) for gradient in shown])
 
         def center_state_elements(self) -> int:
-            state = self.synchronizer.replica.center_optimizer_state() or [0, 0]
+            state = self.synchronizer.outer.state() or [0, 0]
             return sum(np.size(value) for value in state[2:])
 
         def save(self) -> bytes:

@@ -450,7 +450,7 @@ def test_refused_arguments(make: Any, error: type[Exception], message: str) -> N
         (lambda: keras.Sequential([keras.layers.Dense(1)]), {}, ValueError, "The model is not built"),
         (lambda: [], {}, ValueError, "At least one trainable variable"),
         (lambda: [tf.Variable([1])], {}, TypeError, "must be float64, float32, bfloat16 or float16. Received: int32"),
-        (lambda: [parameter()], {"algorithm": hvdp.AGN()}, ValueError, "pass `center_optimizer`"),
+        (lambda: [parameter()], {"algorithm": hvdp.AGN()}, ValueError, "pass `outer_optimizer`"),
         (lambda: [parameter()], {"period": 0}, ValueError, "`period`, unless it is a schedule"),
         (lambda: [parameter()], {"buffers": "average"}, ValueError, "needs the model"),
     ],
@@ -464,7 +464,7 @@ def test_what_a_synchronizer_refuses(model: Any, options: dict[str, Any], error:
 def test_a_synchronizer_counts_gradients_and_misses_them() -> None:
     w = tf.Variable([0.0])
     synchronizer = hvdp.Synchronizer(
-        [w], hvdp.AGN(), 2, center_optimizer=keras.optimizers.SGD(1.0), process_set=LocalCommunicator()
+        [w], hvdp.AGN(), 2, outer_optimizer=keras.optimizers.SGD(1.0), process_set=LocalCommunicator()
     )
     with pytest.raises(RuntimeError, match=r"call prepare_gradients\(\) before each local update"):
         synchronizer.step()

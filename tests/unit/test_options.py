@@ -24,9 +24,9 @@ from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
-SHARED = ["center", "root_rank", "process_set"]
+SHARED = ["center", "optimizer_state", "root_rank", "process_set"]
 OWN = {
-    "PeriodicOptimizer": ["algorithm", "period", "center_optimizer", "asynchronous"],
+    "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
     "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous"],
     "ModelAverageOptimizer": ["interval_steps"],
     "AGNOptimizer": ["communication_period", "center_optimizer", "op", "asynchronous"],
@@ -59,7 +59,7 @@ def test_signatures_list_every_option(framework: str, name: str) -> None:
     assert list(parameters) == [*first, *OWN[name], *SHARED, *more]
     for option in (*SHARED, *more):
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[option].default == ("replicated" if option == "center" else None)
+        assert parameters[option].default == {"center": "replicated", "optimizer_state": "local"}.get(option)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
@@ -106,8 +106,9 @@ def test_a_new_option_is_declared_once() -> None:
             super().__init__(3, **options)
 
     made = Outer(compression="half")
-    assert made.options == {"center": "replicated", "root_rank": None, "process_set": None, "compression": "half"}
-    assert of_exchange(made.options) == {"center": "replicated"}
+    defaults = {"center": "replicated", "optimizer_state": "local"}
+    assert made.options == {**defaults, "root_rank": None, "process_set": None, "compression": "half"}
+    assert of_exchange(made.options) == defaults
     assert list(inspect.signature(Outer).parameters) == [*SHARED, "compression"]
 
 

@@ -32,7 +32,7 @@ def centers(
     def work(communicator: Communicator) -> tuple[Centers, Centers]:
         x, local = np.zeros(1), SGD(RATE)
         optimizer = PeriodicOptimizer(
-            local, {"x": x}, algorithm, PERIOD, center=center, communicator=communicator, center_optimizer=outer
+            local, {"x": x}, algorithm, PERIOD, center=center, communicator=communicator, outer_optimizer=outer
         )
         seen: Centers = []
         handed: Centers = []
@@ -226,7 +226,7 @@ def test_what_cannot_be_asynchronous_says_so(algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("algorithm", [EASGD(), Averaging(), SlowMo(), BMUF()], ids=lambda made: type(made).__name__)
 def test_an_outer_optimizer_that_nobody_would_use(algorithm: Algorithm) -> None:
     with pytest.raises(ValueError, match=r"takes no outer optimizer. Received: SGD"):
-        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, algorithm, 2, center_optimizer=SGD(1.0))
+        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, algorithm, 2, outer_optimizer=SGD(1.0))
 
 
 def test_a_local_optimizer_without_a_rate() -> None:

@@ -155,7 +155,7 @@ def test_variables_for_schedules_come_last() -> None:
         model,
         hvdp.AGN,
         hvdp.AdaComm(4, 1),
-        center_optimizer=keras.optimizers.SGD(0.1, 0.9),
+        outer_optimizer=keras.optimizers.SGD(0.1, 0.9),
         process_set=LocalCommunicator(),
     )
     names = [variable.name.partition(":")[0] for variable in synchronizer.variables]

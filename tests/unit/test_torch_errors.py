@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no center optimizer": (
         lambda: hvdp.Synchronizer(LINEAR, hvdp.AGN(), 2, **LOCAL),
         ValueError,
-        "pass `center_optimizer`",
+        "pass `outer_optimizer`",
     ),
 }
 

@@ -362,7 +362,7 @@ def test_explicit_synchronizer_equals_the_wrapper() -> None:
     common = {"process_set": LocalCommunicator()}
     train(wrapped, hvdp.AGNOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped, 3, **common), batches(), 7)
     optimizer, data = torch.optim.SGD(explicit.parameters(), lr=0.1), batches()
-    synchronizer = hvdp.Synchronizer(explicit, hvdp.AGN(), 3, center_optimizer=optimizer, **common)
+    synchronizer = hvdp.Synchronizer(explicit, hvdp.AGN(), 3, outer_optimizer=optimizer, **common)
     for _ in range(7):
         optimizer.zero_grad()
         loss_of(explicit, next(data)).backward()
