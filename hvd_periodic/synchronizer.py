@@ -28,7 +28,7 @@ from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Schedule, next_exchange
 from hvd_periodic.schedules.post_local import PostLocal
-from hvd_periodic.startup import Moment, Standing, Start, decide
+from hvd_periodic.startup import Moment, Standing, Start, decide, replaces
 from hvd_periodic.store import Store
 from hvd_periodic.version import __version__
 
@@ -310,9 +310,8 @@ class Synchronizer(Generic[V]):
         averaging = self.together.any(self._in_groups) or max(s.local_steps for s in standings.values()) < until
         root = self.communicator.global_ranks[self.root]
         start = decide(standings, root, averaging, asynchronous=self.asynchronous is not None)
-        digests = {standing.replica for standing in standings.values()}
         if start is Start.ANEW:
-            self._begin_anew(different=len(digests) > 1)
+            self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
         elif start is Start.FROM_ROOT:
             self._take_over(self.communicator, self.root, self.name)
         elif self.asynchronous is not None and start is Start.AS_LOADED:
@@ -320,9 +319,7 @@ class Synchronizer(Generic[V]):
         self._restored = None
         self._loaded = False
         self.begun = True
-        if start not in (Start.ANEW, Start.FROM_ROOT):
-            return False
-        return len(digests) > 1 if averaging else standings[self._global_rank].replica != standings[root].replica
+        return replaces(start, standings, self._global_rank, root, averaging)
 
     @property
     def _global_rank(self) -> int:
@@ -545,11 +542,15 @@ class Synchronizer(Generic[V]):
 
     def _give_values(self) -> None:
         """Give all ranks the root's parameters, statistics and constants."""
-        self._send_values(_sender(self.communicator, f"{self.name}.values", self.root))
-        if self.together.group is not None:
-            self._send_values(
-                _sender(self.together.group, f"{self.together.group_name}.values", self.together.group_root)
-            )
+        for send in self._senders("values"):
+            self._send_values(send)
+
+    def _senders(self, what: str) -> list[Callable[[Any], Any]]:
+        """Return what gives all ranks the root's values: first those that exchange with it, then those of groups."""
+        senders, together = [_sender(self.communicator, f"{self.name}.{what}", self.root)], self.together
+        if together.group is not None:
+            senders.append(_sender(together.group, f"{together.group_name}.{what}", together.group_root))
+        return senders
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
         """Give the ranks of a communicator all that one of them has."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ from hvd_periodic.consistency import audit, raise_on_all
 from hvd_periodic.layout import Bucket
 from hvd_periodic.meeting import Purpose, check, integers, records_of
 from hvd_periodic.schedules import next_exchange
-from hvd_periodic.startup import Moment
-from hvd_periodic.synchronizer import Counters
+from hvd_periodic.startup import Moment, Standing, Start, decide, replaces
+from hvd_periodic.synchronizer import Counters, logger
 from hvd_periodic.tensorflow.space import in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
 
@@ -28,6 +30,21 @@ NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
 
 _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a graph has to do before its first step; boolean scalars.
+
+    Attributes:
+        anew: the center becomes what the parameters are.
+        given: all ranks take over the root's values.
+        replaced: this rank gets other parameters by that than it has gradients of.
+    """
+
+    anew: tf.Tensor
+    given: tf.Tensor
+    replaced: tf.Tensor
 
 
 class VariableSynchronizer(synchronizer.Synchronizer[Any]):
@@ -340,10 +357,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         if self.asynchronous is not None:
             return self._exchange_alone_in_graph(self.asynchronous)
         started = seconds()
-        before = tf.stack([self._counter_variables[name] for name in _INTEGERS])
-        name = self.meeting_name
+        before, name = self._integers_in_graph(), self.meeting_name
         with tf.control_dependencies(_take_turn()):
-            announced = on_host(self._announce_in_graph, [before])
+            announced = on_host(partial(self._announce_in_graph, Purpose.EXCHANGE), [before])
         with tf.device("CPU:0"):
             gathered = self.communicator.allgather(announced, name)
         plan = on_host(self._conclude_in_graph, [before, gathered])
@@ -455,19 +471,79 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         with tf.device("CPU:0"):
             return tf.ensure_shape(tf.py_function(check, centers, tf.bool), [])
 
-    def _announce_in_graph(self, before: list[int]) -> list[int]:
+    def begin_in_graph(self, center: tf.Tensor, replica: tf.Tensor) -> Beginning:
+        """Find out on all ranks who has what, as :meth:`begin`, when the graph of a session runs.
+
+        Args:
+            center: a number that is the same where the centers are, which may have been loaded.
+            replica: a number that is the same where the values are that gradients are of.
+
+        Returns:
+            What the graph has to do then. State that was loaded shows by its local steps.
+        """
+        before = self._integers_in_graph()
+        announced = on_host(partial(self._announce_in_graph, Purpose.START), [before])
+        with tf.device("CPU:0"):
+            gathered = self.communicator.allgather(announced, self.meeting_name)
+        met = on_host(partial(self._check_in_graph, Purpose.START), [before, gathered])
+        with tf.control_dependencies([met]):
+            standings = on_host(self._standing_in_graph, [before, tf.stack([center, replica])])
+        with tf.device("CPU:0"):
+            if self.together.group is not None:
+                standings = self.together.group.allgather(standings, f"{self.together.group_name}.start")
+            standings = self.communicator.allgather(standings, f"{self.name}.start")
+        anew, given, replaced = tf.unstack(tf.ensure_shape(on_host(self._decide_in_graph, [standings]), [3]))
+        return Beginning(anew > 0, given > 0, replaced > 0)
+
+    def _standing_in_graph(self, before: list[int], digests: list[int]) -> list[int]:
         counters = self._from_integers(before)
-        return integers(self.announce(counters, Purpose.EXCHANGE, self._problem(counters, Purpose.EXCHANGE)))
+        steps = [counters.local_steps, counters.last_exchange, counters.next_exchange]
+        return [self._global_rank, int(self._in_groups), *steps, *digests]
+
+    def _decide_in_graph(self, gathered: list[int]) -> list[int]:
+        """Return whether training starts anew, whether all take over the root's values, and whether others than its own
+        are new to this rank.
+        """
+        rows, standings = np.reshape(gathered, (-1, 7)).tolist(), {}
+        for rank, _, steps, last, following, center, replica in rows:
+            standings[rank] = Standing(steps > 0, steps, (last, following), "", f"{center:014x}", f"{replica:014x}")
+        root = self.communicator.global_ranks[self.root]
+        start = decide(standings, root)  # The root brings the state of the local optimizer as well.
+        most = max(standing.local_steps for standing in standings.values())
+        averaging = any(row[1] for row in rows) or most < (self.synchronous_until or 0)
+        different = len({standing.replica for standing in standings.values()}) > 1
+        given = start is Start.FROM_ROOT or (start is Start.ANEW and different)
+        replaced = replaces(start, standings, self._global_rank, root, averaging)
+        if given and self._global_rank == root:
+            logger.warning("The ranks have not started alike: all take over what rank %d has", root)
+        return [int(start is Start.ANEW), int(given), int(replaced)]
+
+    def give_in_graph(self, store: VariableStore, name: str) -> None:
+        """Let a store of all ranks take over the root's values; ``name`` is another one for every store."""
+        for send in self._senders(name):
+            self._send_store(store, send)
+
+    def _integers_in_graph(self) -> tf.Tensor:
+        return tf.stack([self._counter_variables[name].read_value() for name in _INTEGERS])
+
+    def _announce_in_graph(self, purpose: Purpose, before: list[int]) -> list[int]:
+        counters = self._from_integers(before)
+        return integers(self.announce(counters, purpose, self._problem(counters, purpose)))
+
+    def _check_in_graph(self, purpose: Purpose, before: list[int], gathered: list[int]) -> list[int]:
+        """Raise on all ranks where one cannot go on, or where they have come for different things."""
+        problem = self._problem(self._from_integers(before), purpose)
+        # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
+        kind = RuntimeError if self.communicator.changed() is None else ValueError
+        check(self.communicator, records_of(gathered), None if problem is None else kind(problem))
+        return []
 
     def _conclude_in_graph(self, before: list[int], gathered: list[int]) -> list[int]:
         """Return the period of this exchange, the step of the next, how many integers were sent, and the bits of the
         learning rate of the center's optimizer, as float64.
         """
+        self._check_in_graph(Purpose.EXCHANGE, before, gathered)
         counters, records = self._from_integers(before), records_of(gathered)
-        problem = self._problem(counters, Purpose.EXCHANGE)
-        # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
-        kind = RuntimeError if self.communicator.changed() is None else ValueError
-        check(self.communicator, records, None if problem is None else kind(problem))
         meeting = self.conclude(records, counters)
         settings = meeting.settings or self.replica.center_hyperparameters() or {}
         rate = np.float64(settings.get("learning_rate", 0.0)).view(np.int64)
@@ -488,6 +564,24 @@ def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.T
         result = tf.py_function(call, inputs, tf.int64)
     result.set_shape([None])
     return result
+
+
+def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
+    """Return a number that is the same where values are, to the bit; when the graph runs.
+
+    Args:
+        tensors: the values.
+        chosen: which of them count.
+    """
+
+    def digest(*values: tf.Tensor) -> tf.Tensor:
+        total = hashlib.sha256()
+        for value, counts in zip(values, [True] * len(values) if chosen is None else chosen(), strict=True):
+            total.update(value.numpy().tobytes() if counts else b"")
+        return tf.constant(int.from_bytes(total.digest()[:7], "big"), tf.int64)
+
+    with tf.device("CPU:0"):
+        return tf.ensure_shape(tf.py_function(digest, list(tensors), tf.int64), [])
 
 
 def seconds() -> tf.Tensor:
