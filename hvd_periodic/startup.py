@@ -97,6 +97,23 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
     return Start.AS_LOADED
 
 
+def replaces(start: Start, standings: Mapping[int, Standing], rank: int, root: int, averaging: bool) -> bool:
+    """Return whether a rank takes over other parameters, so that gradients which it has are of none that it holds.
+
+    Where gradients are averaged over ranks, those of one rank spoil those of all.
+
+    Example:
+        >>> old, other = (Standing(False, 0, (0, 10), "", "", digest) for digest in ("a", "b"))
+        >>> [replaces(Start.ANEW, {0: old, 1: other}, rank, root=0, averaging=False) for rank in (0, 1)]
+        [False, True]
+    """
+    if start not in (Start.ANEW, Start.FROM_ROOT):
+        return False
+    if averaging:
+        return len({standing.replica for standing in standings.values()}) > 1
+    return standings[rank].replica != standings[root].replica
+
+
 def _require_one(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> None:
     if len({text(standing) for standing in standings.values()} - {""}) > 1:
         raise RuntimeError(

@@ -35,7 +35,7 @@ from hvd_periodic.planning import Notes, Plan, agreed_clock, ask, forecast, fore
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.given import as_schedule
-from hvd_periodic.startup import Moment, Standing, Start, decide
+from hvd_periodic.startup import Moment, Standing, Start, decide, replaces
 from hvd_periodic.store import Store
 from hvd_periodic.tensor_group import TensorGroup
 from hvd_periodic.version import __version__
@@ -414,9 +414,8 @@ class Synchronizer(Generic[V]):
         averaging = self.together.any(self._in_groups) or max(s.local_steps for s in standings.values()) < until
         root = self.communicator.global_ranks[self.root]
         start = decide(standings, root, averaging, asynchronous=self.asynchronous is not None)
-        digests = {standing.replica for standing in standings.values()}
         if start is Start.ANEW:
-            self._begin_anew(different=len(digests) > 1)
+            self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
         elif start is Start.FROM_ROOT:
             self._take_over(self.communicator, self.root, self.name)
         elif self.asynchronous is not None and start is Start.AS_LOADED:
@@ -427,9 +426,7 @@ class Synchronizer(Generic[V]):
             self._plan_first_round(records)
         self._timed_since = self._ready_since, self.local_steps  # The first step has begun before its update.
         self.begun = True
-        if start not in (Start.ANEW, Start.FROM_ROOT):
-            return False
-        return len(digests) > 1 if averaging else standings[self._global_rank].replica != standings[root].replica
+        return replaces(start, standings, self._global_rank, root, averaging)
 
     def _plan_first_round(self, records: Sequence[Record]) -> None:
         """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
@@ -721,11 +718,15 @@ class Synchronizer(Generic[V]):
 
     def _give_values(self) -> None:
         """Give all ranks the root's parameters, statistics and constants."""
-        self._send_values(_sender(self.communicator, f"{self.name}.values", self.root))
-        if self.together.group is not None:
-            self._send_values(
-                _sender(self.together.group, f"{self.together.group_name}.values", self.together.group_root)
-            )
+        for send in self._senders("values"):
+            self._send_values(send)
+
+    def _senders(self, what: str) -> list[Callable[[Any], Any]]:
+        """Return what gives all ranks the root's values: first those that exchange with it, then those of groups."""
+        senders, together = [_sender(self.communicator, f"{self.name}.{what}", self.root)], self.together
+        if together.group is not None:
+            senders.append(_sender(together.group, f"{together.group_name}.{what}", together.group_root))
+        return senders
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
         """Give the ranks of a communicator all that one of them has."""

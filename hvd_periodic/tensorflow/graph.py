@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from hvd_periodic.meeting import Purpose, check, integers, records_of
 from hvd_periodic.packing import is_real
 from hvd_periodic.planning import Notes, ask
 from hvd_periodic.schedules import Clock
-from hvd_periodic.startup import Moment
-from hvd_periodic.synchronizer import Counters, Standpoint, rate_of
+from hvd_periodic.startup import Moment, Standing, Start, decide, replaces
+from hvd_periodic.synchronizer import Counters, Standpoint, logger, rate_of
 from hvd_periodic.tensorflow.host import Numbers, from_integers, on_host, packed, to_integers, unpacked
 from hvd_periodic.tensorflow.space import in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
@@ -70,6 +71,21 @@ class _Pushing:
 
 def _kinds(decision: type) -> dict[str, tf.DType]:
     return {field.name: tf.float64 if is_real(field.type) else tf.int64 for field in fields(decision)}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a graph has to do before its first step; boolean scalars.
+
+    Attributes:
+        anew: the center becomes what the parameters are.
+        given: all ranks take over the root's values.
+        replaced: this rank gets other parameters by that than it has gradients of.
+    """
+
+    anew: tf.Tensor
+    given: tf.Tensor
+    replaced: tf.Tensor
 
 
 class VariableSynchronizer(synchronizer.Synchronizer[Any]):
@@ -438,8 +454,12 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         known = self._known()
         kinds, before = {name: scalar.dtype for name, scalar in known.items()}, packed(known)
         name = self.meeting_name
+
+        def announce(mine: list[int]) -> list[int]:
+            return self._announce_in_graph(from_integers(mine, kinds), Purpose.EXCHANGE)
+
         with tf.control_dependencies(_take_turn()):
-            announced = on_host(lambda integers: self._announce_in_graph(from_integers(integers, kinds)), [before])
+            announced = on_host(announce, [before])
         with tf.device("CPU:0"):
             gathered = self.communicator.allgather(announced, name)
         decided = self._memory_kinds() | _kinds(_Exchanging)
@@ -603,17 +623,85 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         with tf.device("CPU:0"):
             return tf.ensure_shape(tf.py_function(check, centers, tf.bool), [])
 
-    def _announce_in_graph(self, known: Numbers) -> list[int]:
+    def begin_in_graph(self, center: tf.Tensor, replica: tf.Tensor) -> Beginning:
+        """Find out on all ranks who has what, as :meth:`begin`, when the graph of a session runs.
+
+        Args:
+            center: a number that is the same where the centers are, which may have been loaded.
+            replica: a number that is the same where the values are that gradients are of.
+
+        Returns:
+            What the graph has to do then. State that was loaded shows by its local steps.
+        """
+        known = self._known()
+        kinds, before = {name: scalar.dtype for name, scalar in known.items()}, packed(known)
+
+        def announce(mine: list[int]) -> list[int]:
+            return self._announce_in_graph(from_integers(mine, kinds), Purpose.START)
+
+        def judge(mine: list[int], of_all: list[int]) -> list[int]:
+            self._check_in_graph(from_integers(mine, kinds), of_all, Purpose.START)
+            return []
+
+        def stand(mine: list[int], digests: list[int]) -> list[int]:
+            return self._standing_in_graph(from_integers(mine, kinds), digests)
+
+        announced = on_host(announce, [before])
+        with tf.device("CPU:0"):
+            gathered = self.communicator.allgather(announced, self.meeting_name)
+        met = on_host(judge, [before, gathered])
+        with tf.control_dependencies([met]):
+            standings = on_host(stand, [before, tf.stack([center, replica])])
+        with tf.device("CPU:0"):
+            if self.together.group is not None:
+                standings = self.together.group.allgather(standings, f"{self.together.group_name}.start")
+            standings = self.communicator.allgather(standings, f"{self.name}.start")
+        anew, given, replaced = tf.unstack(tf.ensure_shape(on_host(self._decide_in_graph, [standings]), [3]))
+        return Beginning(anew > 0, given > 0, replaced > 0)
+
+    def _standing_in_graph(self, known: Numbers, digests: list[int]) -> list[int]:
+        counters = self._standpoint_of(known).counters
+        steps = [counters.local_steps, counters.last_exchange, counters.next_exchange]
+        return [self._global_rank, int(self._in_groups), *steps, *digests]
+
+    def _decide_in_graph(self, gathered: list[int]) -> list[int]:
+        """Return whether training starts anew, whether all take over the root's values, and whether others than its own
+        are new to this rank.
+        """
+        rows, standings = np.reshape(gathered, (-1, 7)).tolist(), {}
+        for rank, _, steps, last, following, center, replica in rows:
+            standings[rank] = Standing(steps > 0, steps, (last, following), "", f"{center:014x}", f"{replica:014x}")
+        root = self.communicator.global_ranks[self.root]
+        start = decide(standings, root)  # The root brings the state of the local optimizer as well.
+        most = max(standing.local_steps for standing in standings.values())
+        averaging = any(row[1] for row in rows) or most < (self.synchronous_until or 0)
+        different = len({standing.replica for standing in standings.values()}) > 1
+        given = start is Start.FROM_ROOT or (start is Start.ANEW and different)
+        replaced = replaces(start, standings, self._global_rank, root, averaging)
+        if given and self._global_rank == root:
+            logger.warning("The ranks have not started alike: all take over what rank %d has", root)
+        return [int(start is Start.ANEW), int(given), int(replaced)]
+
+    def give_in_graph(self, store: VariableStore, name: str) -> None:
+        """Let a store of all ranks take over the root's values; ``name`` is another one for every store."""
+        for send in self._senders(name):
+            self._send_store(store, send)
+
+    def _announce_in_graph(self, known: Numbers, purpose: Purpose) -> list[int]:
         own = self._standpoint_of(known)
-        return integers(self.announce(own, Purpose.EXCHANGE, self._problem(own, Purpose.EXCHANGE)))
+        return integers(self.announce(own, purpose, self._problem(own, purpose)))
+
+    def _check_in_graph(self, known: Numbers, gathered: list[int], purpose: Purpose) -> None:
+        """Raise on all ranks where one cannot go on, or where they have come for different things."""
+        problem = self._problem(self._standpoint_of(known), purpose)
+        # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
+        kind = RuntimeError if self.communicator.changed() is None else ValueError
+        check(self.communicator, records_of(gathered), None if problem is None else kind(problem))
 
     def _conclude_in_graph(self, known: Numbers, gathered: list[int]) -> Numbers:
         """Return the fields of :class:`_Exchanging`, and what the schedule remembers."""
+        self._check_in_graph(known, gathered, Purpose.EXCHANGE)
         own, records = self._standpoint_of(known), records_of(gathered)
-        problem = self._problem(own, Purpose.EXCHANGE)
-        # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
-        kind = RuntimeError if self.communicator.changed() is None else ValueError
-        check(self.communicator, records, None if problem is None else kind(problem))
         meeting = self.conclude(records, own)
         plan = self._plan(meeting)
         settings = meeting.settings or self.hyperparameters.hyperparameters() or {}
@@ -639,6 +727,24 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
     }
     losses = values.get("loss_sum", 0.0)
     return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory)
+
+
+def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:
+    """Return a number that is the same where values are, to the bit; when the graph runs.
+
+    Args:
+        tensors: the values.
+        chosen: which of them count.
+    """
+
+    def digest(*values: tf.Tensor) -> tf.Tensor:
+        total = hashlib.sha256()
+        for value, counts in zip(values, [True] * len(values) if chosen is None else chosen(), strict=True):
+            total.update(value.numpy().tobytes() if counts else b"")
+        return tf.constant(int.from_bytes(total.digest()[:7], "big"), tf.int64)
+
+    with tf.device("CPU:0"):
+        return tf.ensure_shape(tf.py_function(digest, list(tensors), tf.int64), [])
 
 
 def seconds() -> tf.Tensor:

@@ -231,9 +231,11 @@ def refused() -> Any:
 
     def never_started() -> None:
         with tf.Graph().as_default(), tf.Session() as session:
-            w = tf.get_variable("w", initializer=np.array(oracle.START) + hvd.rank(), dtype=tf.float64)
-            step = OPTIMIZERS["easgd"](local(), hvd.size(), None).minimize(loss_of(w))
-            session.run(tf.global_variables_initializer())
+            getter = GETTERS["easgd"]("")
+            with tf.variable_scope("", custom_getter=getter):
+                w = tf.get_variable("w", initializer=np.array(oracle.START) + hvd.rank(), dtype=tf.float64)
+            step = OPTIMIZERS["easgd"](local(), hvd.size(), getter).minimize(loss_of(w))
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
             session.run(step)
             session.run(step)
 

@@ -178,12 +178,14 @@ def test_what_contribs_own_test_of_agn_expects(ranks: list[dict[str, Any]]) -> N
 def test_an_initializer_that_was_built_too_early_is_named(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "initializers_built_too_early"):
         for case, ((early, late), warned) in report.items():
+            assert warned == []
+            assert late == "", f"{case}: a second initializer helps"
+            if " False " in case:
+                assert early == "", f"{case}: without a getter the first one initializes all"
+                continue
             assert "An initializer initializes what exists when it is built: move the lines" in early, case
             assert early.startswith("InvalidArgumentError"), case
             assert "below minimize() or apply_gradients()" in early, case
-            assert late == "", f"{case}: a second initializer helps"
-            assert len(warned) == (1 if " False " in case else 0), case
-            assert all("'init' was built before minimize()" in text for text in warned)
 
 
 def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:

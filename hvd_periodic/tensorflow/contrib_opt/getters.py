@@ -18,6 +18,7 @@ GRAD_VARIABLE_NAME = "grad_variable"
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 _OF_OPTIMIZERS = "hvd_periodic_of_optimizers"
+_REPLICAS = "hvd_periodic_replicas"
 
 
 class CustomGetter:
@@ -97,6 +98,11 @@ class CustomGetter:
         of_optimizers = {variable.ref() for variable in graph.get_collection(_OF_OPTIMIZERS)}
         return [v for v in graph.get_collection(_COLLECTIONS.GLOBAL_VARIABLES) if v.ref() not in of_optimizers]
 
+    def is_anothers(self, variable: Any) -> bool:
+        """Return whether a variable is the replica of another optimizer, as far as is known now."""
+        replicas = variable.graph.get_collection(_REPLICAS)
+        return variable.ref() not in self.centers and any(variable is replica for replica in replicas)
+
     def made(self) -> list[tf.Variable]:
         """Return what accompanies local replicas."""
         return [*self.centers.values(), *self.companions.values()]
@@ -108,6 +114,7 @@ class CustomGetter:
         """
         if local.ref() in self.centers:
             return
+        tf.compat.v1.add_to_collection(_REPLICAS, local)
         dtype = accumulation_dtype(local.dtype.base_dtype)
 
         def start() -> tf.Tensor:
@@ -176,6 +183,13 @@ def belongs_to_optimizer(*variables: Any) -> None:
     """Remember that variables are an optimizer's, and no statistics of a model."""
     for variable in variables:
         tf.compat.v1.add_to_collection(_OF_OPTIMIZERS, variable)
+
+
+def can_be_sent(variable: Any) -> bool:
+    """Return whether a variable holds numbers, and equally many on all ranks."""
+    dtype = variable.dtype.base_dtype
+    numbers = dtype.is_floating or dtype.is_integer or dtype.is_bool
+    return bool(numbers and variable.shape.is_fully_defined())
 
 
 def _can_be_averaged(variable: Any) -> bool:

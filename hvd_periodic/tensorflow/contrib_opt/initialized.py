@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,22 +35,17 @@ def read_after(check: tf.Operation, variables: Iterable[Any]) -> None:
             variable.value().op._add_control_input(check)
 
 
-def warn_of_early_initializer(variables: Iterable[Any], cls: str) -> None:
-    """Warn if all of these variables, which an optimizer has found, have an initializer in common already.
+def initialize_with(variables: Iterable[Any], made: Iterable[Any]) -> None:
+    """Let the initializers of all of these variables, which were built before others were made, initialize those too.
 
-    The session may run another, as a ``MonitoredTrainingSession`` does; a broadcast that reads variables of which this
-    one knows nothing would fail without a word of the cause.
+    Scripts build theirs before ``minimize()`` where the optimizer makes nothing there, as gradient descent in Horovod's
+    benchmark. An operation can wait for more until a session has run it; afterwards this changes nothing.
     """
-    wanted = {variable.initializer for variable in variables}
+    wanted, more = ({variable.initializer for variable in of} for of in (variables, made))
     for operation in tf.compat.v1.get_default_graph().get_operations():
-        if wanted and operation.type == "NoOp" and wanted <= _grouped(operation):
-            warnings.warn(
-                f"The initializer {operation.name!r} was built before minimize() or apply_gradients() of `{cls}`, and "
-                f"does not initialize the variables that are created there. If it is what the session runs, "
-                f"{_WHAT_TO_MOVE}",
-                stacklevel=2,
-            )
-            return
+        grouped = _grouped(operation) if wanted and operation.type == "NoOp" else set()
+        if wanted <= grouped and grouped:
+            operation._add_control_inputs(more - grouped)
 
 
 def _grouped(operation: Any) -> set[Any]:

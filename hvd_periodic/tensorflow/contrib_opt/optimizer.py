@@ -19,6 +19,7 @@ from hvd_periodic.consistency import build_on_all
 from hvd_periodic.layout import Layout
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.beginning import FirstStep, Start
 from hvd_periodic.tensorflow.contrib_opt.branches import (
     Assigned,
     Branches,
@@ -38,9 +39,9 @@ from hvd_periodic.tensorflow.contrib_opt.getters import (
 )
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialized import (
+    initialize_with,
     read_after,
     require_initialized,
-    warn_of_early_initializer,
 )
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
@@ -65,10 +66,11 @@ _DESCENDING = (
 )
 """Optimizers whose step is the learning rate times gradients; all others of TensorFlow 1 rescale them."""
 
-_HOW_TO_START = (
-    "Has a session begun without the hook of make_session_run_hook() and without get_init_op(); or, where no custom "
-    "getter is used, without hvd.broadcast_global_variables(0), built after minimize()?"
-)
+_HOW_TO_START = {
+    True: "Have sessions of some ranks alone been initialized or restored again after the first step?",
+    False: "Has a session begun without the hook of make_session_run_hook() and without get_init_op()?",
+}
+"""What may have gone wrong where centers differ at the first exchange: without a custom getter, and with one."""
 
 
 class _GraphOptimizer(tf.compat.v1.train.Optimizer):
@@ -143,6 +145,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._getter = getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._local_steps: tf.Variable | None = None
         self._initialized: list[tf.Operation] = []
+        self._counters: list[tf.Variable] = []
         self._read_after: set[Any] = set()
         self._positions: list[tf.Variable] = []
         self._buffers = buffers
@@ -179,35 +182,31 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             if self._switch is not None:
                 self._positions.append(self._local_steps)
             self._initialized.append(require_initialized(self._local_steps, type(self).__name__))
+            self._first = FirstStep(self._local_steps)
         return self._local_steps
 
-    def _centers_started(self, variables: Sequence[Any]) -> tf.Operation:
-        """Let centers start where the replicas are, at the first step of a script that knows no getter.
-
-        It may have restored its own variables alone, as for fine-tuning.
-        """
-        counted, getter = self._counted(), self._getter
-
-        def start() -> Assigned:
-            assigned: Assigned = []
-            for variable in variables:
-                center = getter.centers[variable.ref()]
-                value = tf.cast(value_of(variable), center.dtype.base_dtype)
-                assigned.append(center.assign(value))
-                if variable.ref() in getter.companions:
-                    assigned.append(getter.companions[variable.ref()].assign(self._first_companion(value)))
-            return assigned
-
-        initialized = self._initialized[-1:]
-        with tf.device(None), tf.control_dependencies(None), tf.control_dependencies(initialized), control_flow_v1():
-            first = tf.equal(counted.read_value(), 0)
-            return tf.group(tf.cond(first, branch(start), lambda: tf.constant(False)))
+    def _start_centers(self, variables: Sequence[Any]) -> Assigned:
+        """Let centers start where the replicas are; a script may have restored these alone, as for fine-tuning."""
+        assigned: Assigned = []
+        for variable in variables:
+            center = self._getter.centers[variable.ref()]
+            value = tf.cast(value_of(variable), center.dtype.base_dtype)
+            assigned.append(center.assign(value))
+            if variable.ref() in self._getter.companions:
+                assigned.append(self._getter.companions[variable.ref()].assign(self._first_companion(value)))
+        return assigned
 
     def _begun(self) -> tf.Tensor | None:
         """Return whether the local steps after a synchronous phase have begun; None if there is no such phase."""
         if self._switch is None:
             return None
-        return self._counted() >= self._switch
+        counted = self._counted()
+        if not self._adopts:
+            return counted >= self._switch
+        with tf.control_dependencies(self._initialized[-1:]):  # The root alone may have restored its steps.
+            name = f"{self._name}.{counted.op.name}"
+            steps = self._first.steps_of_all(lambda own: self._communicator.broadcast(own, name, _ROOT))
+        return steps >= self._switch
 
     def _averaged_until(self, begun: tf.Tensor, pairs: Pairs) -> Pairs:
         """Return pairs whose gradients the DistributedOptimizer inside averages as long as no local step has begun."""
@@ -244,7 +243,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
         communicator = self._communicator
         prefix = communicator.unique_name()
 
-        def construct() -> tuple[Pairs, list[tf.Operation], VariableSynchronizer]:
+        def construct() -> tuple[Pairs, VariableSynchronizer]:
             if self._initializations:
                 raise RuntimeError(
                     "apply_gradients() after get_init_op(): the init op would miss variables that are created here. "
@@ -252,33 +251,58 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 )
             pairs = self._checked(grads_and_vars)
             self._require_global_step(global_step)
-            if self._adopts:
-                warn_of_early_initializer(self._getter.found(), type(self).__name__)
-            variables = [v for g, v in pairs if g is not None]
-            started = [self._centers_started(variables)] if self._adopts else []
-            return pairs, started, self._synchronizer(variables, prefix)
+            return pairs, self._synchronizer([v for g, v in pairs if g is not None], prefix)
 
-        pairs, started, synchronizer = build_on_all(communicator, prefix, construct)
+        found = self._getter.found()
+        pairs, synchronizer = build_on_all(communicator, prefix, construct)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         self._together = synchronizer.together
         self._global_step = global_step
         with tf.device(None), self._getter.paused():
-            with tf.control_dependencies([self._initialized[-1], *started]):
-                applied = self._opt.apply_gradients(pairs)
-            belongs_to_optimizer(*self._opt.variables())
-            if not self._adopts:
-                self._keep_slots_local()
-            if isinstance(self._center_optimizer, CenterOptimizer):
-                self._center_optimizer.create([self._getter.centers[v.ref()] for g, v in pairs if g is not None])
-                belongs_to_optimizer(*self._center_optimizer.variables())
+            self._create_slots_of(pairs)
             made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
             read_after(self._initialized[-1], [v for v in made if v.ref() not in self._read_after])
             self._read_after |= {v.ref() for v in made}
+            if self._adopts:
+                initialize_with(found, [*made, *self._counters])
+            with tf.control_dependencies(self._initialized[-1:]):
+                waited, updated = self._update(synchronizer, pairs)
             with tf.compat.v1.name_scope(name or self._name):
-                with tf.control_dependencies([self._initialized[-1], *started]):
-                    waited = [applied, *self._accumulate(synchronizer, pairs)]
-                return self._count_and_exchange(synchronizer, waited, global_step)
+                return self._count_and_exchange(synchronizer, waited, updated, global_step)
+
+    def _create_slots_of(self, pairs: Pairs) -> None:
+        """Create what the wrapped optimizer, and that of the center, need: before conditionals do."""
+        trained = [variable for gradient, variable in pairs if gradient is not None]
+        with tf.init_scope():
+            plain(self._opt)._create_slots(trained)
+        belongs_to_optimizer(*self._opt.variables())
+        if not self._adopts:
+            self._keep_slots_local()
+        if isinstance(self._center_optimizer, CenterOptimizer):
+            self._center_optimizer.create([self._getter.centers[variable.ref()] for variable in trained])
+            belongs_to_optimizer(*self._center_optimizer.variables())
+
+    def _update(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> tuple[list[Any], Any]:
+        """Return what has to have happened before a local step is counted, and whether that is one with an update.
+
+        Without a hook that starts all ranks alike, the first step does: one whose gradients are of other values than it
+        then has leaves out the update.
+        """
+
+        def update() -> Assigned:
+            return [self._opt.apply_gradients(pairs), *self._accumulate(synchronizer, pairs)]
+
+        if not self._adopts:
+            return update(), True
+        present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        own = [*self.variables(), *self._getter.made(), *self._counters]
+        with tf.control_dependencies([gradient for gradient, _ in present]), control_flow_v1():
+            start = Start(synchronizer, self._getter, own, self._first)
+            replaced = start.replaced(lambda: self._start_centers([variable for _, variable in present]))
+            with tf.control_dependencies([replaced]):
+                done = tf.cond(replaced, lambda: tf.constant(False), branch(update))
+        return [done], tf.logical_not(replaced)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return a slot of the wrapped optimizer."""
@@ -462,7 +486,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             None if moved is None else GraphOuterOptimizer(moved, named.parameters),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
         )
-        synchronizer.how_to_start = _HOW_TO_START
+        synchronizer.how_to_start = _HOW_TO_START[self._adopts]
         if self._asynchronous:
             centers = [self._getter.centers[reference] for reference in references]
             self._shared.append(_SharedCenter(synchronizer, centers, [v for _, v in named.averaged]))
@@ -491,6 +515,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
                 use_resource=True,
             )
         belongs_to_optimizer(made)
+        self._counters.append(made)
         return made
 
     def _keep_slots_local(self) -> None:
@@ -504,9 +529,9 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             graph.add_to_collection(_COLLECTIONS.LOCAL_VARIABLES, variable)
 
     def _count_and_exchange(
-        self, synchronizer: VariableSynchronizer, waited: Sequence[Any], global_step: Any
+        self, synchronizer: VariableSynchronizer, waited: Sequence[Any], updated: Any, global_step: Any
     ) -> tf.Operation:
-        """Count a local step after ``waited``; exchange if it is the period's last."""
+        """Count a local step after ``waited``, and whether it ``updated``; exchange if it is the period's last."""
         replica: GraphReplica = synchronizer.replica
         mirrors: Sequence[Any] = [store for store in (synchronizer.as_read, synchronizer.as_left) if store is not None]
         branches = Branches([*replica.stores, *mirrors])
@@ -533,7 +558,7 @@ class _GraphOptimizer(tf.compat.v1.train.Optimizer):
             with tf.control_dependencies(waited):
                 waited = [global_step.assign_add(tf.ones([], global_step.dtype.base_dtype))]
         with tf.control_dependencies(waited):
-            due = tf.function(synchronizer.count, autograph=False)()
+            due = tf.function(synchronizer.count, autograph=False)(updated)
         with control_flow_v1():
             followed = [due]
             if synchronizer.synchronous_until is not None:
@@ -596,8 +621,8 @@ class ElasticAverageOptimizer(_InitializedByTask):
         opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
         ea_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
-            trainable variables are the replicas, and what else there is, is among the global variables, which
-            ``hvd.broadcast_global_variables(0)`` starts alike.
+            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
+            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
         communication_period: local steps between exchanges (τ), or a schedule.
         moving_rate: α in (0, 2/(n+1)]; default 0.9/(τ n), that of ``tf.contrib.opt``.
         rho: strength ρ ≥ 0 of the elastic term, which :meth:`compute_gradients` and ``minimize`` add; in
@@ -697,12 +722,14 @@ class ElasticAverageOptimizer(_InitializedByTask):
         )
         if not self._algorithm.uses_gradients:
             return pairs
-        begun = self._begun()
-        started = [self._centers_started([v for g, v in pairs if g is not None])] if self._adopts else []
-        with tf.control_dependencies(started):
+        # Without a getter the first step ever sets the centers, to what the replicas are.
+        since = max(self._switch or 0, int(self._adopts))
+        if not since:
+            return [(self._elastic(g, variable), variable) for g, variable in pairs]
+        counted = self._counted()
+        with tf.control_dependencies(self._initialized[-1:]):
+            begun = counted.read_value() >= since
             elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
-        if begun is None:
-            return elastic
         return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
 
     def _before_exchange(self, references: Sequence[Any]) -> Assigned:
@@ -734,8 +761,8 @@ class ModelAverageOptimizer(_GraphOptimizer):
         num_worker: number of ranks, ``hvd.size()``.
         is_chief: accepted; all ranks update their own copy of the center.
         ma_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
-            trainable variables are the replicas, and what else there is, is among the global variables, which
-            ``hvd.broadcast_global_variables(0)`` starts alike.
+            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
+            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
         interval_steps: local steps between exchanges (τ), or a schedule.
         use_locking: accepted; in a synchronous exchange nothing is written concurrently.
         name: of the optimizer.
@@ -803,8 +830,8 @@ class AGNOptimizer(_InitializedByTask):
         optimizer: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
         num_worker: number of ranks, ``hvd.size()``.
         custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
-            trainable variables are the replicas, and what else there is, is among the global variables, which
-            ``hvd.broadcast_global_variables(0)`` starts alike.
+            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
+            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
         communication_period: local steps between exchanges (τ), or a schedule.
         use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
