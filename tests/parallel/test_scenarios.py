@@ -211,7 +211,7 @@ EXCHANGES = {
 
 
 def check_exchanges(ranks: list[dict[str, Any]]) -> None:
-    """Assert what ranks report of schedules of the clock, without interruption and resumed after step 7; in Keras always."""
+    """Assert what ranks report of schedules of the clock, without interruption or resumed after step 7."""
     reported = column(ranks, "schedules_of_the_clock")
     assert reported == [reported[0]] * len(ranks), "ranks exchange together"
     assert {case.partition(" ")[0] for case in reported[0]} == {*EXCHANGES, "seconds"}

@@ -19,9 +19,21 @@ PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"vector", "layout", "store", "arguments", "named", "version", "elementwise", "consistency", "meeting", "startup"},
+    {
+        "vector",
+        "layout",
+        "store",
+        "arguments",
+        "named",
+        "version",
+        "elementwise",
+        "consistency",
+        "packing",
+        "meeting",
+        "startup",
+    },
     {"algorithms", "schedules", "comm"},
-    {"averaged", "replica", "placement"},
+    {"averaged", "planning", "replica", "placement"},
     {"part"},
     {"asynchronous"},
     {"synchronizer"},
