@@ -21,7 +21,9 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(map(str, job)))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     launcher, size, mode = request.param
-    return run_scenarios(launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode)
+    return run_scenarios(
+        launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode, framework="tensorflow"
+    )
 
 
 OF_CONTRIB = {("easgd_contrib", 2): [[1, 0], [1.55, 1.8], [2.55, 1.8], [3.15625, 4.185]]}

@@ -32,7 +32,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     launcher, groups = request.param
     ranks = sum(map(len, groups))
     folder = tmp_path_factory.mktemp("job")
-    return groups, run_scenarios(launcher, ranks, "distributed_scenarios", folder, 120, str(groups))
+    return groups, run_scenarios(launcher, ranks, "distributed_scenarios", folder, 120, str(groups), framework="torch")
 
 
 def test_members(job: tuple[list[list[int]], Reports]) -> None:
@@ -166,7 +166,7 @@ def test_refused(job: tuple[list[list[int]], Reports]) -> None:
 def test_one_group_per_host(tmp_path: Path) -> None:
     """All ranks of this job are on one host."""
     for rank, (groups, local, cross) in enumerate(
-        column(run_scenarios("mpirun", 2, "distributed_scenarios", tmp_path, 60, "nodes"), "members")
+        column(run_scenarios("mpirun", 2, "distributed_scenarios", tmp_path, 60, "nodes", framework="torch"), "members")
     ):
         assert groups == [[0, 1]]
         assert local == [0, 1]

@@ -25,7 +25,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     launcher, version, groups = request.param
     ranks, folder = sum(map(len, groups)), tmp_path_factory.mktemp("job")
     arguments = (version, str(groups))
-    return groups, run_scenarios(launcher, ranks, "distributed_contrib_scenarios", folder, 180, *arguments)
+    return groups, run_scenarios(
+        launcher, ranks, "distributed_contrib_scenarios", folder, 180, *arguments, framework="tensorflow"
+    )
 
 
 def close(values: Any) -> Any:

@@ -25,7 +25,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """The groups of a job, and what each of its ranks reports; all tests of a job share it."""
     launcher, groups = request.param
     ranks, folder = sum(map(len, groups)), tmp_path_factory.mktemp("job")
-    return groups, run_scenarios(launcher, ranks, "distributed_tensorflow_scenarios", folder, 280, str(groups))
+    return groups, run_scenarios(
+        launcher, ranks, "distributed_tensorflow_scenarios", folder, 280, str(groups), framework="tensorflow"
+    )
 
 
 def close(values: Any) -> Any:

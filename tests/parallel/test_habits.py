@@ -23,7 +23,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    return run_scenarios(launcher, size, "habits_scenarios", tmp_path_factory.mktemp("job"), timeout_seconds=120)
+    return run_scenarios(launcher, size, "habits_scenarios", tmp_path_factory.mktemp("job"), 120, framework="torch")
 
 
 def test_weights_loaded_after_construction_are_what_all_start_from(ranks: Reports) -> None:

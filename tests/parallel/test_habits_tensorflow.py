@@ -20,7 +20,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios("mpirun", request.param, "habits_tensorflow_scenarios", folder, timeout_seconds=150)
+    return run_scenarios("mpirun", request.param, "habits_tensorflow_scenarios", folder, 150, framework="tensorflow")
 
 
 def test_weights_of_a_compiled_model_loaded_on_the_root(ranks: Reports) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     launcher, size = request.param
-    return run_scenarios(launcher, size, "keras_scenarios", tmp_path_factory.mktemp("job"), 240)
+    return run_scenarios(launcher, size, "keras_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow")
 
 
 @pytest.mark.parametrize("loop", ["eager", "function"])

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_scenarios("mpirun", request.param, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240)
+    return run_scenarios(
+        "mpirun", request.param, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow"
+    )
 
 
 def test_placements_in_every_loop(ranks: list[dict[str, Any]]) -> None:

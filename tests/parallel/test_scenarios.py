@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), timeout_seconds=150)
+    return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), 150, framework="torch")
 
 
 EXPECTED = {
