@@ -6,8 +6,10 @@ Jobs whose framework is named share its imports: their ranks are forked from pro
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +38,9 @@ MODULES = {
 }
 """What the ranks of a framework share; nothing of it may start a thread, or MPI."""
 
+OF_EXAMPLES = ("matplotlib.pyplot", "rich", "sklearn.datasets", "sklearn.model_selection", "tqdm")
+"""What examples import besides, where it is installed."""
+
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
 LAUNCHERS = {
     "python": [],
@@ -63,10 +68,13 @@ def environment() -> dict[str, str]:
 @cache
 def _servers(framework: str) -> tuple[str, list[subprocess.Popen[str]]]:
     """Start the processes that become ranks; they end with this one."""
-    prefix = f"{tempfile.mkdtemp(prefix='hvd_periodic')}/{framework}"
+    folder = tempfile.mkdtemp(prefix="hvd_periodic")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    prefix = f"{folder}/{framework}"
+    modules = [*MODULES[framework], *(name for name in OF_EXAMPLES if find_spec(name.partition(".")[0]) is not None)]
     processes = [
         subprocess.Popen(
-            [sys.executable, WARM, "server", f"{prefix}{number}", *MODULES[framework]],
+            [sys.executable, WARM, "server", f"{prefix}{number}", *modules],
             env=environment(),
             cwd=ROOT,
             stdin=subprocess.PIPE,

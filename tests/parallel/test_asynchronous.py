@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import NoHostsError, two_hosts
 
 for needed in ("horovod.torch", "mpi4py"):
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-JOBS = [("python", 1), ("mpirun", 2), ("mpirun", 3), ("mpirun", 4)]
+JOBS = [("python", 1), thorough(("mpirun", 2)), ("mpirun", 3), thorough(("mpirun", 4))]
 RATE = 0.25
 
 Reports = list[dict[str, Any]]

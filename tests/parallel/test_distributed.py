@@ -10,15 +10,16 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(150)
 
 JOBS = [
-    ("mpirun", [[0, 1], [2, 3]]),
+    thorough(("mpirun", [[0, 1], [2, 3]])),
     ("mpirun", [[0, 3], [1, 2]]),
-    ("mpirun", [[0, 1], [2, 3], [4, 5]]),
+    thorough(("mpirun", [[0, 1], [2, 3], [4, 5]])),
     ("mpirun", [[0, 2, 4], [1, 3]]),
     ("horovodrun --gloo", [[0, 1], [2]]),
 ]

@@ -10,12 +10,13 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(300)
 
-JOBS = [("mpirun", [[0, 3], [1, 2]]), ("horovodrun --gloo", [[0, 1], [2]])]
+JOBS = [thorough(("mpirun", [[0, 3], [1, 2]])), ("horovodrun --gloo", [[0, 1], [2]])]
 
 Reports = list[dict[str, Any]]
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, start
+from tests.parallel.tiers import thorough
 
 FOLDER = ROOT / "examples" / "existing"
 SMALL = ["--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1", "--num-iters", "2"]
@@ -53,7 +55,7 @@ def apply(name: str, folder: Path) -> Path:
     copy = Path(shutil.copy(FOLDER / f"{name}.py", folder))
     words = ["patch", "-p1"] if shutil.which("patch") else ["git", "apply"]
     with (FOLDER / f"{name}.diff").open() as file:
-        subprocess.run(words, cwd=folder, stdin=file, check=True, capture_output=True, timeout=30)
+        subprocess.run(words, cwd=folder, stdin=file, check=True, capture_output=True, timeout=PATIENCE * 30)
     return copy
 
 
@@ -79,7 +81,7 @@ def check_output(name: str, output: str) -> None:
     assert value > (0 if name.endswith("synthetic") else 0.9), output
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [name if name.endswith("synthetic") else thorough(name) for name in JOBS])
 def test_before_and_after_the_change(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]
     for module in job.modules:

@@ -9,12 +9,13 @@ import pytest
 
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(150)
 
-JOBS = [("mpirun", 2), ("mpirun", 3), ("horovodrun --gloo", 2)]
+JOBS = [thorough(("mpirun", 2)), ("mpirun", 3), ("horovodrun --gloo", 2)]
 
 Reports = list[dict[str, Any]]
 

@@ -10,10 +10,11 @@ from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
 from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [("python", 1), ("mpirun", 2), ("mpirun", 3), ("horovodrun --gloo", 2)]
+JOBS = [("python", 1), thorough(("mpirun", 2)), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,12 +11,18 @@ from hvd_periodic.layout import chunk
 from tests.parallel.launch import run_scenarios
 from tests.parallel.placement_scenarios import CASES, FROM_ROOT_1, SOME_CASES
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("torch", 2), ("torch", 3), ("tensorflow", 2), ("tensorflow", 3, "trajectories", "statistics")]
+JOBS = [
+    thorough(("torch", 2)),
+    ("torch", 3),
+    ("tensorflow", 2),
+    thorough(("tensorflow", 3, "trajectories", "statistics")),
+]
 """Framework, ranks, and what they run; default: everything."""
 
 STATE = {"agn_momentum": 1, "agn_adam": 2}

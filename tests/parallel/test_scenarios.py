@@ -9,16 +9,17 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 JOBS = [
     ("python", 1),
-    ("mpirun", 1),
-    ("mpirun", 2),
+    thorough(("mpirun", 1)),
+    thorough(("mpirun", 2)),
     ("mpirun", 3),
     ("horovodrun --gloo", 2),
-    ("horovodrun --gloo", 3),
+    thorough(("horovodrun --gloo", 3)),
     ("horovodrun --mpi", 2),
 ]
 

@@ -10,6 +10,7 @@ order in their sets, differ, as between processes that start by themselves.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -127,6 +128,8 @@ def main(role: str, path: str, arguments: Sequence[str]) -> None:
 
     for module in arguments:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # What is there now stays: the ranks need not look at it again.
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise SystemExit(f"A process with several threads cannot be forked: one of {arguments} starts some")
     become(serve(path))
