@@ -142,13 +142,13 @@ def _run(words: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=PATIENCE * timeout_seconds)
     except subprocess.TimeoutExpired:
-        _kill_session(process.pid)
+        kill_session(process.pid)
         output, _ = process.communicate()
         raise AssertionError(f"No end within {PATIENCE * timeout_seconds} s: {' '.join(words)}\n{output}") from None
     return process.returncode, output
 
 
-def _kill_session(leader: int) -> None:
+def kill_session(leader: int) -> None:
     """End a process and all that it has started, also where Open MPI has put it into process groups of its own."""
     for entry in Path("/proc").iterdir():
         with suppress(ValueError, ProcessLookupError):

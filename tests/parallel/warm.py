@@ -121,7 +121,8 @@ def main(role: str, path: str, arguments: Sequence[str]) -> None:
     if role == "client":
         code = os.waitstatus_to_exitcode(client(path, list(arguments)))
         if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
+            with suppress(OSError):  # SIGKILL has no handler.
+                signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         sys.exit(code)
     import importlib
