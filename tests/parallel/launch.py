@@ -86,7 +86,7 @@ def _servers(framework: str) -> tuple[str, list[subprocess.Popen[str]]]:
     ]
     for process in processes:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n", f"{process.args}: the reason is above"
+        assert process.stdout.readline() == "ready\n", f"Imports of {framework}: the reason is above"
     return prefix, processes
 
 

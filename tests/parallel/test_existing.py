@@ -59,11 +59,13 @@ def apply(name: str, folder: Path) -> Path:
     return copy
 
 
-def run(script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Counter[str]]:
+def run(
+    script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, framework: str | None = None
+) -> tuple[str, Counter[str]]:
     """Run a script on two ranks; return what it printed and how often each tensor was reduced over ranks."""
     timeline = folder / "timeline.json"
     monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
-    output = start(job.launcher, 2, [str(script), *job.flags], 180)
+    output = start(job.launcher, 2, [str(script), *job.flags], 180, framework)
     names: dict[int, str] = {}
     reduced: Counter[str] = Counter()
     for event in json.loads(timeline.read_text()):
@@ -86,7 +88,8 @@ def test_before_and_after_the_change(name: str, tmp_path: Path, monkeypatch: pyt
     job = JOBS[name]
     for module in job.modules:
         pytest.importorskip(module)
-    output, before = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch)
+    framework = "torch" if name.startswith("torch") else "tensorflow"
+    output, before = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch, framework)
     check_output(name, output)
     output, after = run(apply(name, tmp_path), job, tmp_path, monkeypatch)
     check_output(name, output)

@@ -97,7 +97,7 @@ def test_a_job_that_is_stopped_goes_on(script: str, cluster: dict[str, str], tmp
     assert end_of(cluster, job) == ("COMPLETED", "0"), log.read_text()
     for text in ("was told to stop after", "goes on after"):
         assert re.findall(rf"Rank \d {text} epoch (\d+)", log.read_text()) == [str(EPOCH)] * 2
-    start("mpirun", 2, [EXAMPLE, *common, "--output", str(tmp_path / "alone")], 120)
+    start("mpirun", 2, [EXAMPLE, *common, "--output", str(tmp_path / "alone")], 120, "torch")
     stopped, alone = (json.loads((tmp_path / name / "easgd.json").read_text()) for name in ("stopped", "alone"))
     for key in ("losses", "distances", "exchange_steps", "worker_accuracy", "center_accuracy"):
         assert stopped[key] == alone[key], key

@@ -59,8 +59,8 @@ def serve(path: str) -> Command:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         print("ready", flush=True)
         while True:
-            ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:
+            ready, _, _ = select.select([listener.fileno(), 0], [], [])
+            if 0 in ready:
                 os._exit(0)
             connection, _ = listener.accept()
             if os.fork() == 0:
@@ -85,12 +85,13 @@ def _supervise(child: int, connection: socket.socket, streams: list[int]) -> Non
     for stream in (0, 1, 2, *streams):
         os.close(stream)
     descriptor = os.pidfd_open(child)
-    ready, _, _ = select.select([descriptor, connection], [], [])
+    ready, _, _ = select.select([descriptor, connection.fileno()], [], [])
     if descriptor not in ready:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # The child may not have a session yet.
             os.killpg(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if descriptor in ready:
+    with suppress(BrokenPipeError):
         connection.sendall(status.to_bytes(_LENGTH, "big"))
     os._exit(0)
 
