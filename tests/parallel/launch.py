@@ -80,7 +80,7 @@ def _servers(framework: str) -> tuple[str, list[subprocess.Popen[str]]]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
         for number in range(SERVERS)
     ]

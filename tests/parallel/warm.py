@@ -73,7 +73,8 @@ def serve(path: str) -> Command:
         child = os.fork()
         if child != 0:
             _supervise(child, connection, streams)
-    os.setsid()
+    # Not a session: Linux schedules sessions apart (autogroups), and a rank that yields would not let others run.
+    os.setpgrp()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -87,7 +88,7 @@ def _supervise(child: int, connection: socket.socket, streams: list[int]) -> Non
     descriptor = os.pidfd_open(child)
     ready, _, _ = select.select([descriptor, connection.fileno()], [], [])
     if descriptor not in ready:
-        with suppress(ProcessLookupError):  # The child may not have a session yet.
+        with suppress(ProcessLookupError):  # The child may not have a group yet.
             os.killpg(child, signal.SIGKILL)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
