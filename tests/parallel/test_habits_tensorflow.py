@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 Reports = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[thorough(2), 3], ids=lambda size: f"mpirun {size}")
+@pytest.fixture(scope="module", params=[2, thorough(3)], ids=lambda size: f"mpirun {size}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     folder = tmp_path_factory.mktemp("job")
