@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Sets everything up, runs the whole test suite, then builds a wheel and runs the unit tests against it.
+# Sets everything up, runs the tests, then builds a wheel and checks that it is what was tested.
 #
-#   bash run_scripts/test.sh [--use-current-env] [ARGUMENT...]
+#   bash run_scripts/test.sh [--use-current-env] [--all] [ARGUMENT...]
 #
-# Further arguments go to pytest in the first of the two runs. --use-current-env: see setup.sh --help.
+# Runs tests of every kind, in less than 15 minutes on two cores; with --all, also those that repeat them with other numbers
+# (marked as thorough), in less than 40. Further arguments go to pytest. --use-current-env: see setup.sh --help.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -23,14 +24,15 @@ copy_tree() {
   fi
 }
 
-# Builds a wheel from a copy of the tree, and runs the unit tests on it, away from the tree.
+# Builds a wheel from a copy of the tree: it has to hold the files that were tested, and to be imported away from the tree.
 test_wheel() {
   local work=$1
-  say '== the unit tests again, against a wheel built from the tree'
+  say '== a wheel built from the tree: its files, and its imports'
   copy_tree "$work/tree"
   with_build_tools python3 -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
     --wheel-dir "$work/wheel" "$work/tree"
   python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$work/site" "$work"/wheel/*.whl
+  diff -r --exclude=__pycache__ "$work/tree/hvd_periodic" "$work/site/hvd_periodic" || die 'the wheel has other files'
   mkdir "$work/run"
   cp -r "$work/tree/tests" "$work/tree/setup.cfg" "$work/run"
   cd "$work/run"
@@ -41,11 +43,16 @@ import hvd_periodic
 if not pathlib.Path(hvd_periodic.__file__).is_relative_to(sys.argv[1]):
     raise SystemExit(f"hvd_periodic comes from {hvd_periodic.__file__}, not from the wheel")
 EOF
-  python3 -m pytest tests/unit
+  python3 -m pytest tests/unit/test_imports.py
 }
 
 main() {
   take_options "${BASH_SOURCE[0]}" "$@"
+  local tier=(-m 'not thorough')
+  if [[ ${ARGUMENTS[0]:-} == --all ]]; then
+    tier=()
+    ARGUMENTS=("${ARGUMENTS[@]:1}")
+  fi
   bash "$SCRIPTS/setup.sh"
   activate
   set_state
@@ -54,7 +61,8 @@ main() {
   export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 
   cd "$PROJECT_ROOT"
-  python3 -m pytest "${ARGUMENTS[@]}"
+  # Two at a time, each file by one: what leaves a core idle has company. Unit tests, which are short, come last.
+  python3 -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${tier[@]}" "${ARGUMENTS[@]}"
 
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT

@@ -38,7 +38,7 @@ MODES: dict[str, tuple[str, str]] = {
 }
 """What the environment variable says, and where the center lives."""
 
-SECONDS = 340
+SECONDS = 900
 """After so many a rank says where it stands, and ends."""
 
 NEVER = 2**40

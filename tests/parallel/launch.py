@@ -1,20 +1,45 @@
-"""Starts real jobs from plain pytest, with a hard timeout, and collects what every rank reports."""
+"""Starts real jobs from plain pytest, with a hard timeout, and collects what every rank reports.
+
+Jobs whose framework is named share its imports: their ranks are forked from processes that have imported it, see
+``warm.py``. The others start Python anew.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import PATIENCE
+from tests.parallel.warm import SERVERS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+
+WARM = str(Path(__file__).with_name("warm.py"))
+
+MODULES = {
+    "torch": ("horovod.torch", "hvd_periodic.torch", "torch._dynamo", "tests.oracle", "tests.helpers"),
+    "tensorflow": (
+        *("horovod.tensorflow", "hvd_periodic.tensorflow", "hvd_periodic.tensorflow.contrib_opt"),
+        *("keras", "tensorflow.compat.v1", "horovod.runner.launch", "tests.oracle", "tests.helpers"),
+    ),
+}
+"""What the ranks of a framework share; nothing of it may start a thread, or MPI."""
+
+OF_EXAMPLES = ("matplotlib.pyplot", "rich", "sklearn.datasets", "sklearn.model_selection", "tqdm")
+"""What examples import besides, where it is installed."""
 
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
 LAUNCHERS = {
@@ -40,15 +65,58 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(launcher: str, ranks: int, command: Sequence[str], timeout_seconds: float) -> str:
+@cache
+def _servers(framework: str) -> tuple[str, list[subprocess.Popen[str]]]:
+    """Start the processes that become ranks; they end with this one."""
+    folder = tempfile.mkdtemp(prefix="hvd_periodic")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    prefix = f"{folder}/{framework}"
+    modules = [*MODULES[framework], *(name for name in OF_EXAMPLES if find_spec(name.partition(".")[0]) is not None)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WARM, "server", f"{prefix}{number}", *modules],
+            env=environment(),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        for number in range(SERVERS)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", f"Imports of {framework}: the reason is above"
+    return prefix, processes
+
+
+def python(framework: str | None) -> list[str]:
+    """Return the words before a Python command: a new interpreter, or one that has imported a framework."""
+    return [sys.executable] if framework is None else [sys.executable, "-S", WARM, "client", _servers(framework)[0]]
+
+
+def _words(launcher: str) -> list[str]:
+    """Return how a launcher is started; horovodrun, which imports all frameworks, from one that has."""
+    words = LAUNCHERS[launcher]
+    if words[:1] != ["horovodrun"] or find_spec("tensorflow") is None:
+        return words
+    return [*python("tensorflow"), "-m", "horovod.runner.launch", *words[1:]]
+
+
+def start(
+    launcher: str, ranks: int, command: Sequence[str], timeout_seconds: float, framework: str | None = None
+) -> str:
     """Run a Python command on some ranks and return what they printed.
+
+    Args:
+        framework: what the ranks share the imports of; ``None``: they start anew.
 
     Raises:
         AssertionError: the job failed or ran out of time; with its output. Nothing of it is left running.
     """
-    words = LAUNCHERS[launcher]
+    words = _words(launcher)
     numbers = ["-np", str(ranks)] if words else []
-    code, output = _run([*words, *numbers, sys.executable, *command], timeout_seconds)
+    code, output = _run([*words, *numbers, *python(framework), *command], timeout_seconds)
     assert code == 0, f"Exit {code}: {launcher} {ranks} {command}\n{output}"
     return output
 
@@ -74,15 +142,39 @@ def _run(words: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=PATIENCE * timeout_seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_session(process.pid)
         output, _ = process.communicate()
         raise AssertionError(f"No end within {PATIENCE * timeout_seconds} s: {' '.join(words)}\n{output}") from None
     return process.returncode, output
 
 
+def kill_session(leader: int) -> None:
+    """End a process and all that it has started, also where Open MPI has put it into process groups of its own."""
+    for entry in Path("/proc").iterdir():
+        with suppress(ValueError, ProcessLookupError):
+            if os.getsid(int(entry.name)) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
 def run_scenarios(
-    launcher: str, ranks: int, program: str, folder: Path, timeout_seconds: float, *arguments: str
+    launcher: str,
+    ranks: int,
+    program: str,
+    folder: Path,
+    timeout_seconds: float,
+    *arguments: str,
+    framework: str | None = None,
 ) -> list[Any]:
-    """Run a program of this folder, which writes ``<rank>.json``; return the contents in rank order."""
-    start(launcher, ranks, ["-m", f"tests.parallel.{program}", str(folder), *arguments], timeout_seconds)
+    """Run a program of this folder, which writes ``<rank>.json``; return the contents in rank order.
+
+    Raises:
+        AssertionError: as ``start``; with the scenario that each rank was in.
+    """
+    try:
+        command = ["-m", f"tests.parallel.{program}", str(folder), *arguments]
+        start(launcher, ranks, command, timeout_seconds, framework)
+    except AssertionError as error:
+        places = {rank: folder / f"{rank}.now" for rank in range(ranks)}
+        under_way = [f"rank {rank}: {file.read_text()}" for rank, file in places.items() if file.exists()]
+        raise AssertionError(f"{error}\nUnder way: {', '.join(under_way) or 'no scenario'}") from None
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

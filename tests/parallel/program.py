@@ -28,7 +28,9 @@ class Scenarios:
     def run(self, folder: Path, rank: int, **results: Any) -> None:
         """Run all; write what this rank saw."""
         for name, function in self._functions.items():
+            (folder / f"{rank}.now").write_text(name)
             results[name] = function()
+        (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SECONDS = 30
+SECONDS = 120
 
 _CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

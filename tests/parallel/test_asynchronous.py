@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import NoHostsError, two_hosts
 
 for needed in ("horovod.torch", "mpi4py"):
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-JOBS = [("python", 1), ("mpirun", 2), ("mpirun", 3), ("mpirun", 4)]
+JOBS = [("python", 1), thorough(("mpirun", 2)), ("mpirun", 3), thorough(("mpirun", 4))]
 RATE = 0.25
 
 Reports = list[dict[str, Any]]
@@ -31,7 +32,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    return run_scenarios(launcher, size, PROGRAM, tmp_path_factory.mktemp("job"), 120, "transports")
+    return run_scenarios(launcher, size, PROGRAM, tmp_path_factory.mktemp("job"), 120, "transports", framework="torch")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reports]:
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Reports]:
     """What the ranks of a job report, and those of another that loads what the first has saved."""
     folder = tmp_path_factory.mktemp("saved")
-    first, second = (run_scenarios("mpirun", 2, PROGRAM, folder, 120, group) for group in ("saving", "loading"))
+    first, second = (
+        run_scenarios("mpirun", 2, PROGRAM, folder, 120, group, framework="torch") for group in ("saving", "loading")
+    )
     return first, second
 
 
@@ -308,7 +311,9 @@ def test_restart_from_before_the_first_step(restarted: tuple[Reports, Reports], 
 
 
 def test_gloo_is_refused(tmp_path: Path) -> None:
-    for report in column(run_scenarios("horovodrun --gloo", 2, PROGRAM, tmp_path, 60, "gloo"), "without_mpi"):
+    for report in column(
+        run_scenarios("horovodrun --gloo", 2, PROGRAM, tmp_path, 60, "gloo", framework="torch"), "without_mpi"
+    ):
         for mode in MODES:
             assert report[mode].startswith("RuntimeError: Asynchronous exchange needs MPI")
             assert "start it by mpirun" in report[mode]
@@ -326,7 +331,7 @@ def test_failure_ends_the_job(mode: str, way: str, tmp_path: Path) -> None:
     """The others would train, or wait, for ever."""
     command = ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode]
     with pytest.raises(AssertionError, match=r"\AExit [1-9]") as failure:
-        start("mpirun", 2, command, 60)
+        start("mpirun", 2, command, 60, framework="torch")
     assert "ArithmeticError: something in training" in str(failure.value)
     assert "fails in asynchronous training, and ends the job" in str(failure.value)
 
@@ -340,5 +345,5 @@ def test_failure_ends_the_job(mode: str, way: str, tmp_path: Path) -> None:
     ],
 )
 def test_finalize_may_be_forgotten(mode: str, way: str, tmp_path: Path) -> None:
-    output = start("mpirun", 2, ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode], 60)
+    output = start("mpirun", 2, ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode], 60, framework="torch")
     assert "Rank 0 ends without finalize(), and waits for the others" in output

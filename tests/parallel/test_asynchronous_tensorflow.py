@@ -26,13 +26,23 @@ DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.95
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"mpirun {size}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios("mpirun", request.param, "asynchronous_tensorflow_scenarios", folder, 200, "mpi")
+    return run_scenarios(
+        "mpirun", request.param, "asynchronous_tensorflow_scenarios", folder, 200, "mpi", framework="tensorflow"
+    )
 
 
 @pytest.fixture(scope="module", params=GRAPHS, ids=lambda job: f"mpirun {job[0]} {job[1]}")
 def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     size, mode = request.param
-    return run_scenarios("mpirun", size, "asynchronous_contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode)
+    return run_scenarios(
+        "mpirun",
+        size,
+        "asynchronous_contrib_scenarios",
+        tmp_path_factory.mktemp("job"),
+        200,
+        mode,
+        framework="tensorflow",
+    )
 
 
 def by_mode(ranks: list[dict[str, Any]], scenario: str) -> list[tuple[str, list[Any]]]:
@@ -289,7 +299,9 @@ def test_refusals(ranks: list[dict[str, Any]]) -> None:
 
 def test_gloo_has_no_asynchronous_exchange(tmp_path: Any) -> None:
     """Every front end says so on all ranks, and what to do."""
-    found = run_scenarios("horovodrun --gloo", 2, "asynchronous_tensorflow_scenarios", tmp_path, 100, "gloo")
+    found = run_scenarios(
+        "horovodrun --gloo", 2, "asynchronous_tensorflow_scenarios", tmp_path, 100, "gloo", framework="tensorflow"
+    )
     for report in column(found, "without_mpi"):
         assert report.pop("synchronous") == ""
         assert len(report) == 9

@@ -10,10 +10,11 @@ from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
 from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [("python", 1, "v2"), ("horovodrun --gloo", 2, "v1"), ("mpirun", 3, "v2")]
+JOBS = [("python", 1, "v2"), ("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2"))]
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(map(str, job)))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     launcher, size, mode = request.param
-    return run_scenarios(launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode)
+    return run_scenarios(
+        launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode, framework="tensorflow"
+    )
 
 
 OF_CONTRIB = {("easgd_contrib", 2): [[1, 0], [1.55, 1.8], [2.55, 1.8], [3.15625, 4.185]]}

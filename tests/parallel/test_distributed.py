@@ -10,15 +10,16 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(150)
 
 JOBS = [
-    ("mpirun", [[0, 1], [2, 3]]),
+    thorough(("mpirun", [[0, 1], [2, 3]])),
     ("mpirun", [[0, 3], [1, 2]]),
-    ("mpirun", [[0, 1], [2, 3], [4, 5]]),
+    thorough(("mpirun", [[0, 1], [2, 3], [4, 5]])),
     ("mpirun", [[0, 2, 4], [1, 3]]),
     ("horovodrun --gloo", [[0, 1], [2]]),
 ]
@@ -32,7 +33,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     launcher, groups = request.param
     ranks = sum(map(len, groups))
     folder = tmp_path_factory.mktemp("job")
-    return groups, run_scenarios(launcher, ranks, "distributed_scenarios", folder, 120, str(groups))
+    return groups, run_scenarios(launcher, ranks, "distributed_scenarios", folder, 120, str(groups), framework="torch")
 
 
 def test_members(job: tuple[list[list[int]], Reports]) -> None:
@@ -166,7 +167,7 @@ def test_refused(job: tuple[list[list[int]], Reports]) -> None:
 def test_one_group_per_host(tmp_path: Path) -> None:
     """All ranks of this job are on one host."""
     for rank, (groups, local, cross) in enumerate(
-        column(run_scenarios("mpirun", 2, "distributed_scenarios", tmp_path, 60, "nodes"), "members")
+        column(run_scenarios("mpirun", 2, "distributed_scenarios", tmp_path, 60, "nodes", framework="torch"), "members")
     ):
         assert groups == [[0, 1]]
         assert local == [0, 1]

@@ -9,12 +9,13 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(200)
 
-JOBS = [("mpirun", "v1", [[0, 3], [1, 2]]), ("horovodrun --gloo", "v2", [[0, 1], [2]])]
+JOBS = [thorough(("mpirun", "v1", [[0, 3], [1, 2]])), ("horovodrun --gloo", "v2", [[0, 1], [2]])]
 
 Reports = list[dict[str, Any]]
 
@@ -25,7 +26,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     launcher, version, groups = request.param
     ranks, folder = sum(map(len, groups)), tmp_path_factory.mktemp("job")
     arguments = (version, str(groups))
-    return groups, run_scenarios(launcher, ranks, "distributed_contrib_scenarios", folder, 180, *arguments)
+    return groups, run_scenarios(
+        launcher, ranks, "distributed_contrib_scenarios", folder, 180, *arguments, framework="tensorflow"
+    )
 
 
 def close(values: Any) -> Any:

@@ -10,12 +10,13 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(300)
 
-JOBS = [("mpirun", [[0, 3], [1, 2]]), ("horovodrun --gloo", [[0, 1], [2]])]
+JOBS = [thorough(("mpirun", [[0, 3], [1, 2]])), ("horovodrun --gloo", [[0, 1], [2]])]
 
 Reports = list[dict[str, Any]]
 
@@ -25,7 +26,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """The groups of a job, and what each of its ranks reports; all tests of a job share it."""
     launcher, groups = request.param
     ranks, folder = sum(map(len, groups)), tmp_path_factory.mktemp("job")
-    return groups, run_scenarios(launcher, ranks, "distributed_tensorflow_scenarios", folder, 280, str(groups))
+    return groups, run_scenarios(
+        launcher, ranks, "distributed_tensorflow_scenarios", folder, 280, str(groups), framework="tensorflow"
+    )
 
 
 def close(values: Any) -> Any:

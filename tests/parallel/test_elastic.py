@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.launch import run_elastic
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras"])
-@pytest.mark.parametrize("change", ["kill", "add"])
+@pytest.mark.parametrize(
+    ("change", "framework"),
+    [("kill", "torch"), thorough("kill", "keras"), thorough("add", "torch"), ("add", "keras")],
+)
 def test_a_job_whose_ranks_change_ends(framework: str, change: str, tmp_path: Path) -> None:
     script = tmp_path / "hosts.sh"
     condition = "true" if change == "kill" else f"[ -e {tmp_path}/more ]"

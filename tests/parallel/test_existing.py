@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, start
+from tests.parallel.tiers import thorough
 
 FOLDER = ROOT / "examples" / "existing"
 SMALL = ["--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1", "--num-iters", "2"]
@@ -53,15 +55,17 @@ def apply(name: str, folder: Path) -> Path:
     copy = Path(shutil.copy(FOLDER / f"{name}.py", folder))
     words = ["patch", "-p1"] if shutil.which("patch") else ["git", "apply"]
     with (FOLDER / f"{name}.diff").open() as file:
-        subprocess.run(words, cwd=folder, stdin=file, check=True, capture_output=True, timeout=30)
+        subprocess.run(words, cwd=folder, stdin=file, check=True, capture_output=True, timeout=PATIENCE * 30)
     return copy
 
 
-def run(script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Counter[str]]:
+def run(
+    script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, framework: str | None = None
+) -> tuple[str, Counter[str]]:
     """Run a script on two ranks; return what it printed and how often each tensor was reduced over ranks."""
     timeline = folder / "timeline.json"
     monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
-    output = start(job.launcher, 2, [str(script), *job.flags], 180)
+    output = start(job.launcher, 2, [str(script), *job.flags], 180, framework)
     names: dict[int, str] = {}
     reduced: Counter[str] = Counter()
     for event in json.loads(timeline.read_text()):
@@ -79,12 +83,13 @@ def check_output(name: str, output: str) -> None:
     assert value > (0 if name.endswith("synthetic") else 0.9), output
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [name if name.endswith("synthetic") else thorough(name) for name in JOBS])
 def test_before_and_after_the_change(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]
     for module in job.modules:
         pytest.importorskip(module)
-    output, before = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch)
+    framework = "torch" if name.startswith("torch") else "tensorflow"
+    output, before = run(FOLDER / f"{name}.py", job, tmp_path, monkeypatch, framework)
     check_output(name, output)
     output, after = run(apply(name, tmp_path), job, tmp_path, monkeypatch)
     check_output(name, output)

@@ -9,12 +9,13 @@ import pytest
 
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(150)
 
-JOBS = [("mpirun", 2), ("mpirun", 3), ("horovodrun --gloo", 2)]
+JOBS = [thorough(("mpirun", 2)), ("mpirun", 3), ("horovodrun --gloo", 2)]
 
 Reports = list[dict[str, Any]]
 
@@ -23,7 +24,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    return run_scenarios(launcher, size, "habits_scenarios", tmp_path_factory.mktemp("job"), timeout_seconds=120)
+    return run_scenarios(launcher, size, "habits_scenarios", tmp_path_factory.mktemp("job"), 120, framework="torch")
 
 
 def test_weights_loaded_after_construction_are_what_all_start_from(ranks: Reports) -> None:

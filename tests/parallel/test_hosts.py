@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.launch import BIN, ROOT, environment
+from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import NETWORK, NoHostsError, two_hosts
 
 pytest.importorskip("horovod.torch")
@@ -110,7 +112,9 @@ def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in environment().items() if not key.startswith(FAMILIES)}
     venv = {"HVD_PERIODIC_VENV": sys.prefix} if (Path(sys.prefix) / "bin" / "python3").exists() else {}
     env = clean | venv | variables
-    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=360, check=False)
+    return subprocess.run(
+        words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=PATIENCE * 120, check=False
+    )
 
 
 def script(name: str, *arguments: str) -> list[str]:
@@ -130,9 +134,9 @@ def require(name: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "slots", "as_file"),
     [
-        ("mpirun", [2, 2], False),
+        thorough("mpirun", [2, 2], False),
         ("mpirun", [2, 1], True),
-        ("mpich", [2, 2], False),
+        thorough("mpich", [2, 2], False),
         ("mpich", [2, 1], True),
         ("horovodrun --gloo", [1, 1], False),
         ("horovodrun --mpi", [1, 1], True),

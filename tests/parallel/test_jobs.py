@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, start
+from tests.parallel.tiers import thorough
 
 for module in ("horovod.torch", "sklearn", "matplotlib", "rich", "tqdm"):
     pytest.importorskip(module)
@@ -25,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two workers train with every algorithm."""
     folder = tmp_path_factory.mktemp("results")
     for algorithm in ("allreduce", "easgd", "average", "agn"):
-        start("mpirun", 2, [EXAMPLE, "--algorithm", algorithm, "--output", str(folder), "--no-progress"], 90)
+        start("mpirun", 2, [EXAMPLE, "--algorithm", algorithm, "--output", str(folder), "--no-progress"], 90, "torch")
     return folder
 
 
@@ -47,13 +49,15 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
         assert picture.startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("loop", "algorithm"), [("fit", "easgd"), ("fit", "allreduce"), ("tape", "average")])
+@pytest.mark.parametrize(
+    ("loop", "algorithm"), [("fit", "easgd"), thorough("fit", "allreduce"), thorough("tape", "average")]
+)
 def test_accuracies_in_tensorflow_agree_with_those_in_torch(
     loop: str, algorithm: str, results: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("horovod.tensorflow")
     command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop]
-    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120)
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "tensorflow")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.02)
     for key in ("steps", "exchanges", "exchange_steps", "workers", "period"):
@@ -65,13 +69,18 @@ def test_accuracies_in_tensorflow_agree_with_those_in_torch(
 
 @pytest.mark.parametrize(
     ("loop", "algorithm", "center"),
-    [("fit", "easgd", "root"), ("fit", "agn", "root"), ("tape", "average", "root"), ("tape", "easgd", "sharded")],
+    [
+        thorough("fit", "easgd", "root"),
+        ("fit", "agn", "root"),
+        thorough("tape", "average", "root"),
+        ("tape", "easgd", "sharded"),
+    ],
 )
 def test_compiled_steps_with_the_center_elsewhere(loop: str, algorithm: str, center: str, tmp_path: Path) -> None:
     """Ranks that do not use the result of a collective take part in it all the same."""
     pytest.importorskip("horovod.tensorflow")
     command = ["examples/tensorflow_digits.py", "--algorithm", algorithm, "--loop", loop, "--center", center]
-    start("mpirun", 2, [*command, "--epochs", "4", "--output", str(tmp_path), "--no-progress"], 120)
+    start("mpirun", 2, [*command, "--epochs", "4", "--output", str(tmp_path), "--no-progress"], 120, "tensorflow")
     run = json.loads((tmp_path / f"{algorithm}.json").read_text())
     assert run["exchanges"] == 9
     assert run["center_accuracy"] >= 0.85
@@ -83,7 +92,7 @@ def test_asynchronous_workers_learn(
 ) -> None:
     monkeypatch.setenv("HVD_PERIODIC_TRANSPORT", transport)
     command = [EXAMPLE, "--algorithm", algorithm, "--asynchronous", "--period", "10", "--moving-rate", "0.3"]
-    start("mpirun", 3, [*command, "--output", str(tmp_path), "--no-progress"], 120)
+    start("mpirun", 3, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
     run = json.loads((tmp_path / f"{algorithm}.json").read_text())
     assert run["center_accuracy"] >= 0.95
     assert run["exchanges"] == run["steps"] // 10 == len(run["exchange_steps"])
@@ -93,7 +102,7 @@ def test_asynchronous_workers_learn(
 @pytest.mark.parametrize(("algorithm", "center"), [("easgd", "sharded"), ("agn", "root")])
 def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, results: Path, tmp_path: Path) -> None:
     command = [EXAMPLE, "--algorithm", algorithm, "--center", center]
-    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120)
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")
     run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
     for key in ("losses", "distances", "worker_accuracy", "center_accuracy"):
         assert run[key] == other[key], key
@@ -102,10 +111,10 @@ def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, res
 def test_a_run_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     command = [EXAMPLE, "--algorithm", "agn", "--no-progress", "--output", str(tmp_path)]
     saved = ["--checkpoints", str(tmp_path / "saved")]
-    start("mpirun", 2, [*command, "--epochs", "2", *saved], 60)
-    start("mpirun", 2, [*command, "--epochs", "4", *saved], 60)
+    start("mpirun", 2, [*command, "--epochs", "2", *saved], 60, "torch")
+    start("mpirun", 2, [*command, "--epochs", "4", *saved], 60, "torch")
     resumed = json.loads((tmp_path / "agn.json").read_text())
-    start("mpirun", 2, [*command, "--epochs", "4"], 60)
+    start("mpirun", 2, [*command, "--epochs", "4"], 60, "torch")
     run = json.loads((tmp_path / "agn.json").read_text())
     for key in ("losses", "distances", "exchange_steps", "center_accuracy"):
         assert resumed[key] == run[key], key
@@ -142,7 +151,9 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = ["bash", str(ROOT / "run_scripts" / name), *arguments]
     venv = Path(sys.prefix)
     env = environment() | ({"HVD_PERIODIC_VENV": str(venv)} if (venv / "bin" / "python3").exists() else {})
-    return subprocess.run(words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=270, check=False)
+    return subprocess.run(
+        words, env=env, cwd=os.sep, capture_output=True, text=True, timeout=PATIENCE * 90, check=False
+    )
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("local_mpirun.sh", 3), ("local_horovodrun.sh", 2)])

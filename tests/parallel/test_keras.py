@@ -10,10 +10,11 @@ from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
 from tests.parallel.test_scenarios import EXPECTED, EXPECTED_OF_RANK_1, check_exchanges
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [("python", 1), ("mpirun", 2), ("mpirun", 3), ("horovodrun --gloo", 2)]
+JOBS = [("python", 1), thorough(("mpirun", 2)), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     launcher, size = request.param
-    return run_scenarios(launcher, size, "keras_scenarios", tmp_path_factory.mktemp("job"), 240)
+    return run_scenarios(launcher, size, "keras_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow")
 
 
 @pytest.mark.parametrize("loop", ["eager", "function"])

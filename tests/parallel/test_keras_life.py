@@ -9,15 +9,18 @@ import pytest
 from tests.parallel.keras_life_scenarios import ALGORITHMS, PLACES
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, thorough(3)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_scenarios("mpirun", request.param, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240)
+    return run_scenarios(
+        "mpirun", request.param, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow"
+    )
 
 
 def test_placements_in_every_loop(ranks: list[dict[str, Any]]) -> None:

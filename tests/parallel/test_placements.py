@@ -11,12 +11,18 @@ from hvd_periodic.layout import chunk
 from tests.parallel.launch import run_scenarios
 from tests.parallel.placement_scenarios import CASES, FROM_ROOT_1, SOME_CASES
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("torch", 2), ("torch", 3), ("tensorflow", 2), ("tensorflow", 3, "trajectories", "statistics")]
+JOBS = [
+    thorough(("torch", 2)),
+    ("torch", 3),
+    ("tensorflow", 2),
+    thorough(("tensorflow", 3, "trajectories", "statistics")),
+]
 """Framework, ranks, and what they run; default: everything."""
 
 STATE = {"agn_momentum": 1, "agn_adam": 2}
@@ -31,7 +37,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     framework, size, *scenarios = request.param
     pytest.importorskip(f"horovod.{framework}")
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios("mpirun", size, "placement_scenarios", folder, 200, framework, *scenarios)
+    return run_scenarios("mpirun", size, "placement_scenarios", folder, 200, framework, *scenarios, framework=framework)
 
 
 def reported(ranks: Reports, scenario: str) -> list[Any]:

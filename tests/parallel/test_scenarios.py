@@ -10,16 +10,17 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
 JOBS = [
     ("python", 1),
-    ("mpirun", 1),
-    ("mpirun", 2),
+    thorough(("mpirun", 1)),
+    thorough(("mpirun", 2)),
     ("mpirun", 3),
     ("horovodrun --gloo", 2),
-    ("horovodrun --gloo", 3),
+    thorough(("horovodrun --gloo", 3)),
     ("horovodrun --mpi", 2),
 ]
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.timeout(180)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), timeout_seconds=150)
+    return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), 150, framework="torch")
 
 
 EXPECTED = {

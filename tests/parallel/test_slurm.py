@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, start
 from tests.parallel.slurm import NoSlurmError, slurm
 from tests.parallel.waiting_digits import EPOCH
@@ -20,7 +21,7 @@ pytest.importorskip("horovod.torch")
 pytestmark = pytest.mark.timeout(300)
 
 EXAMPLE = "examples/torch_digits.py"
-SECONDS = 120
+SECONDS = PATIENCE * 100
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 def run(cluster: dict[str, str], *words: str) -> str:
-    finished = subprocess.run(words, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    finished = subprocess.run(
+        words, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 60, check=False
+    )
     assert finished.returncode == 0, f"{words}: {finished.stdout}{finished.stderr}"
     return finished.stdout
 
@@ -43,7 +46,7 @@ def require_pmix(cluster: dict[str, str], script: str) -> None:
     if script != "slurm_srun":
         return
     words = ["srun", "--mpi=pmix", "-n", "1", "true"]
-    tried = subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=60, check=False)
+    tried = subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=PATIENCE * 60, check=False)
     if tried.returncode != 0:
         pytest.skip(f"This Slurm has no PMIx: {tried.stderr.splitlines()[:1]}; libpmix2 and libpmix-dev may be missing")
 
@@ -94,7 +97,7 @@ def test_a_job_that_is_stopped_goes_on(script: str, cluster: dict[str, str], tmp
     assert end_of(cluster, job) == ("COMPLETED", "0"), log.read_text()
     for text in ("was told to stop after", "goes on after"):
         assert re.findall(rf"Rank \d {text} epoch (\d+)", log.read_text()) == [str(EPOCH)] * 2
-    start("mpirun", 2, [EXAMPLE, *common, "--output", str(tmp_path / "alone")], 120)
+    start("mpirun", 2, [EXAMPLE, *common, "--output", str(tmp_path / "alone")], 120, "torch")
     stopped, alone = (json.loads((tmp_path / name / "easgd.json").read_text()) for name in ("stopped", "alone"))
     for key in ("losses", "distances", "exchange_steps", "worker_accuracy", "center_accuracy"):
         assert stopped[key] == alone[key], key
@@ -126,7 +129,9 @@ hvdp.ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 def test_ranks_that_slurm_starts_without_pmi_fail(cluster: dict[str, str]) -> None:
     """Each would train alone, without a word. Open MPI itself says so."""
     words = ["srun", "--mpi=none", "-n", "2", "python3", "-c", PROGRAM]
-    finished = subprocess.run(words, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    finished = subprocess.run(
+        words, env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 60, check=False
+    )
     assert finished.returncode != 0
     assert "srun" in finished.stderr
 
@@ -136,6 +141,8 @@ def test_one_of_several_processes_that_takes_itself_for_all_is_told(variable: st
     """Where MPI does not notice; this needs no Slurm."""
     told = {**environment(), variable: "2"}
     words = ["python3", "-c", PROGRAM]
-    finished = subprocess.run(words, env=told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    finished = subprocess.run(
+        words, env=told, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 60, check=False
+    )
     assert finished.returncode != 0
     assert f"has started 2 processes ({variable}), and Horovod knows of one" in finished.stderr

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.conftest import PATIENCE
+
 NETWORK = "10.9.0"
 
 _ENTER = """#!/bin/sh
@@ -85,6 +87,6 @@ def _ip(*words: str) -> None:
 
 
 def _run(*words: str) -> None:
-    finished = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    finished = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE * 20, check=False)
     if finished.returncode != 0:
         raise NoHostsError(f"{' '.join(words)}: {finished.stderr.strip()}")

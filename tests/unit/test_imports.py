@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hvd_periodic
+from tests.conftest import PATIENCE
 
 PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -156,7 +157,12 @@ def test_the_core_loads_no_framework(module: str) -> None:
     program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 60,
+        check=True,
     )
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert "hvd_periodic" in loaded

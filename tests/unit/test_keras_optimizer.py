@@ -18,6 +18,7 @@ tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from tests.conftest import PATIENCE  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -255,7 +256,12 @@ print("steps", model.optimizer.synchronizer.local_steps)
 """
     environment = os.environ | {"PYTHONPATH": str(Path(hvdp.__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
@@ -485,7 +491,7 @@ def test_another_backend_is_refused() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE * 60,
         check=False,
     )
     assert done.returncode == 1

@@ -1,0 +1,16 @@
+"""Which tests run when: all by ``test.sh --all``, which CI runs; by ``test.sh`` those that are not marked as thorough.
+
+What is not marked has every kind of test: front ends, launchers, one rank, two and three, groups, hosts. Marked is what
+repeats it with other numbers. A whole test or file is marked by ``@pytest.mark.thorough`` or ``pytestmark``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def thorough(*values: Any) -> Any:
+    """Return the parameters of a test, or of a fixture, that only ``test.sh --all`` runs."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
