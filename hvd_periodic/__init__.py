@@ -4,7 +4,7 @@ This package holds the framework-free core and its numpy front end; it imports n
 Horovod. The front ends for frameworks are ``hvd_periodic.torch`` and ``hvd_periodic.tensorflow``.
 """
 
-from hvd_periodic.algorithms import AGN, EASGD, Algorithm, Averaging
+from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm import Communicator, LocalCommunicator
 from hvd_periodic.numpy import (
     SGD,
@@ -19,6 +19,7 @@ from hvd_periodic.version import __version__
 
 __all__ = [
     "AGN",
+    "BMUF",
     "EASGD",
     "QSR",
     "SGD",
@@ -29,6 +30,7 @@ __all__ = [
     "Clock",
     "Communicator",
     "Counters",
+    "DiLoCo",
     "Doubling",
     "ElasticAverageOptimizer",
     "Every",
@@ -39,6 +41,7 @@ __all__ = [
     "PostLocal",
     "Schedule",
     "Seconds",
+    "SlowMo",
     "Synchronizer",
     "__version__",
 ]

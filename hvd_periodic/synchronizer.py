@@ -250,7 +250,8 @@ class Synchronizer(Generic[V]):
             self.asynchronous = Worker(communicator, replica, self.outer, shared, root, sharded, use_locking)
             placements = list(self.asynchronous.placements)
         self.placement = placements[0]
-        self.optimizer_state = self._state_exchange(as_local_state(optimizer_state), local_optimizer, root)
+        self._policy = as_local_state(optimizer_state)
+        self.optimizer_state = self._state_exchange(self._policy, local_optimizer, root)
         self._restored: dict[str, Any] | None = None
         self.parts = [
             TensorGroup(part, values, made, replica, where, outer if i == 0 else None, rates if i == 0 else None)
@@ -988,6 +989,7 @@ class Synchronizer(Generic[V]):
             "asynchronous": self.asynchronous is not None,
             **({} if self.asynchronous is None else self.asynchronous.facts()),
             "center optimizer": self.outer.name,
+            "optimizer_state": self._policy,
             **self.replica.facts(),
             **self.hyperparameters.settings(),
         }

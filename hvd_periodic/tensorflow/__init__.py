@@ -20,7 +20,7 @@ if keras.backend.backend() != "tensorflow":
         f"before keras is imported. Received: KERAS_BACKEND={keras.backend.backend()}"
     )
 
-from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
 from hvd_periodic.tensorflow.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
@@ -30,12 +30,14 @@ from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 __all__ = [
     "AGN",
+    "BMUF",
     "EASGD",
     "QSR",
     "AGNOptimizer",
     "AdaComm",
     "Averaging",
     "Clock",
+    "DiLoCo",
     "Doubling",
     "ElasticAverageOptimizer",
     "Every",
@@ -45,6 +47,7 @@ __all__ = [
     "PostLocal",
     "Schedule",
     "Seconds",
+    "SlowMo",
     "Synchronizer",
     "callbacks",
     "node_groups",

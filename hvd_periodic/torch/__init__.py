@@ -10,7 +10,7 @@ Example::
     optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
 """
 
-from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
 from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
@@ -20,12 +20,14 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 
 __all__ = [
     "AGN",
+    "BMUF",
     "EASGD",
     "QSR",
     "AGNOptimizer",
     "AdaComm",
     "Averaging",
     "Clock",
+    "DiLoCo",
     "Doubling",
     "ElasticAverageOptimizer",
     "Every",
@@ -35,6 +37,7 @@ __all__ = [
     "PostLocal",
     "Schedule",
     "Seconds",
+    "SlowMo",
     "Synchronizer",
     "center_state_dict",
     "node_groups",
