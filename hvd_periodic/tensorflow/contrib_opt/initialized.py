@@ -43,8 +43,7 @@ def initialize_with(variables: Iterable[Any], made: Iterable[Any]) -> None:
     """
     wanted, more = ({variable.initializer for variable in of} for of in (variables, made))
     for operation in tf.compat.v1.get_default_graph().get_operations():
-        grouped = _grouped(operation) if wanted and operation.type == "NoOp" else set()
-        if wanted <= grouped and grouped:
+        if wanted and operation.type == "NoOp" and wanted <= (grouped := _grouped(operation)):
             operation._add_control_inputs(more - grouped)
 
 
