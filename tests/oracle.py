@@ -200,11 +200,40 @@ def averages_of_averages(groups: Sequence[Sequence[int]]) -> list[list[Vector]]:
 
 def contrib_results(n: int) -> dict[str, Result]:
     """Return what the optimizers of TensorFlow 1 graphs have to arrive at, by name."""
-    return parallel_results(n) | {"easgd_contrib": easgd(n, periodic(2), lambda tau: 0.9 / tau / n, MOMENTUM)}
+    return named_results(n) | {"easgd_contrib": easgd(n, periodic(2), lambda tau: 0.9 / tau / n, MOMENTUM)}
+
+
+def outer(n: int, exchanges: set[int], kind: str, momentum: float) -> Result:
+    """DiLoCo (Douillard 2023; λ .7, μ .9), SlowMo (Wang 2019; α 1, β .5), BMUF (Chen, Huo 2016; ζ 1, η 1 − 1/n)."""
+    workers, c, handed, m = Workers(n, momentum), list(START), list(START), [0.0] * len(START)
+    eta = 1 - 1 / n
+    for step in range(1, STEPS + 1):
+        for i in range(n):
+            workers.descend(i, gradient(i, workers.x[i]))
+        if step in exchanges:
+            for k in range(len(START)):
+                g = handed[k] - sum(x[k] for x in workers.x) / n
+                if kind == "diloco":
+                    m[k] = 0.9 * m[k] + g
+                    c[k] = handed[k] = c[k] - 0.7 * (g + 0.9 * m[k])
+                elif kind == "slowmo":
+                    m[k] = 0.5 * m[k] + g / RATE
+                    c[k] = handed[k] = c[k] - RATE * m[k]
+                else:
+                    m[k] = eta * m[k] - g
+                    c[k] += m[k]
+                    handed[k] = c[k] + eta * m[k]
+            workers.x = [list(handed) for _ in range(n)]
+    return workers.x, c
 
 
 def parallel_results(n: int) -> dict[str, Result]:
     """Return what the optimizers of the scenario programs have to arrive at, by name."""
+    return named_results(n) | {kind: outer(n, periodic(2), kind, MOMENTUM) for kind in ("diloco", "slowmo", "bmuf")}
+
+
+def named_results(n: int) -> dict[str, Result]:
+    """Return what the three named optimizers have to arrive at, by name."""
     every_2, every_4 = periodic(2), periodic(4)
     return {
         "easgd": easgd(n, every_2, lambda _: 0.25, MOMENTUM),

@@ -37,6 +37,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "post_local": lambda o, m=None, **k: hvdp.ModelAverageOptimizer(o, m, hvdp.PostLocal(2, 3), **k),
     "agn": lambda o, m=None, **k: hvdp.AGNOptimizer(o, m, 4, **k),
     "agn_average": lambda o, m=None, **k: hvdp.AGNOptimizer(o, m, 4, op="average", **k),
+    "diloco": lambda o, m=None, **k: hvdp.PeriodicOptimizer(o, m, hvdp.DiLoCo(), 2, **k),
+    "slowmo": lambda o, m=None, **k: hvdp.PeriodicOptimizer(o, m, hvdp.SlowMo(), 2, **k),
+    "bmuf": lambda o, m=None, **k: hvdp.PeriodicOptimizer(o, m, hvdp.BMUF(), 2, **k),
 }
 
 MOMENTUM = 0.5

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from hvd_periodic.algorithms import BMUF, DiLoCo, SlowMo
 from tests.helpers import Array, random_arrays
 from tests.parallel.program import Scenarios, attempt
 
@@ -37,9 +38,10 @@ PLACES: dict[str, dict[str, Any]] = {
     "sharded, root 1": {"center": "sharded", "root_rank": 1},
 }
 
-CASES = ("easgd", "easgd_rho", "average", "agn_sgd", "agn_momentum", "agn_adam")
+CASES = ("easgd", "easgd_rho", "average", "agn_sgd", "agn_momentum", "agn_adam", "diloco", "slowmo", "bmuf")
 FROM_ROOT_1 = ("easgd_rho", "agn_momentum")
-SOME_CASES = ("easgd_rho", "average", "agn_adam")
+SOME_CASES = ("easgd_rho", "average", "agn_adam", "slowmo")
+OUTER = {"diloco": DiLoCo(0.5, 0.5), "slowmo": SlowMo(), "bmuf": BMUF(0.5)}
 
 Seen = list[list[Array]]
 Comparison = tuple[bool, float]
@@ -292,7 +294,7 @@ def torch_program() -> Program:
         """A replica with small buckets where nothing is said."""
 
         def __init__(self, *arguments: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
-            super().__init__(*arguments[:3], bucket_bytes)
+            super().__init__(*arguments[:2], bucket_bytes)
 
     def wrap(case: str, place: str, parameters: list[Any], model: Any) -> Any:
         kind, _, moved = case.partition("_")
@@ -305,6 +307,8 @@ def torch_program() -> Program:
                 inner = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
                 return hvdp.AGNOptimizer(inner, model, 2, center_optimizer=adam, **PLACES[place])
             inner = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
+            if kind in OUTER:
+                return hvdp.PeriodicOptimizer(inner, model, OUTER[kind], 2, **PLACES[place])
             if kind == "average":
                 return hvdp.ModelAverageOptimizer(inner, model, 2, **PLACES[place])
             rho = 0.5 if moved == "rho" else 0.0
@@ -455,7 +459,7 @@ def tensorflow_program() -> Program:
     import tensorflow as tf
 
     import hvd_periodic.tensorflow as hvdp
-    from hvd_periodic.tensorflow import optimizer as module
+    from hvd_periodic.tensorflow import exchanges as module
     from tests.parallel.keras_scenarios import LOOPS, batches, bits, train_step
 
     class SmallBuckets(module.VariableReplica):
@@ -476,6 +480,8 @@ def tensorflow_program() -> Program:
             adam = keras.optimizers.Adam(0.05) if moved == "adam" else None
             return hvdp.AGNOptimizer(inner, model, 2, center_optimizer=adam, **options)
         inner = keras.optimizers.SGD(0.1, momentum=0.5)
+        if kind in OUTER:
+            return hvdp.PeriodicOptimizer(inner, model, OUTER[kind], 2, **options)
         if kind == "average":
             return hvdp.ModelAverageOptimizer(inner, model, 2, **options)
         rho = 0.5 if moved == "rho" else 0.0

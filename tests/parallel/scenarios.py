@@ -39,6 +39,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "post_local": lambda o, m, **k: hvdp.ModelAverageOptimizer(o, m, PostLocal(2, 3), **k),
     "agn": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, **k),
     "agn_average": lambda o, m, **k: hvdp.AGNOptimizer(o, m, 4, op="average", **k),
+    "diloco": lambda o, m, **k: hvdp.PeriodicOptimizer(o, m, hvdp.DiLoCo(), 2, **k),
+    "slowmo": lambda o, m, **k: hvdp.PeriodicOptimizer(o, m, hvdp.SlowMo(), 2, **k),
+    "bmuf": lambda o, m, **k: hvdp.PeriodicOptimizer(o, m, hvdp.BMUF(), 2, **k),
 }
 
 
@@ -134,7 +137,7 @@ def small_buckets_equal_one() -> Any:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvdp.ElasticAverageOptimizer(inner, model, 2, moving_rate=0.3)
         synchronizer = optimizer.synchronizer
-        replica = TorchReplica(NamedTensors.of(model, None), inner, None, bucket_bytes)
+        replica = TorchReplica(NamedTensors.of(model, None), inner, bucket_bytes)
         super(hvdp.Synchronizer, synchronizer).__init__(
             replica, synchronizer.algorithm, synchronizer.schedule, synchronizer.communicator
         )

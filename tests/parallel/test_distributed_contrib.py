@@ -40,7 +40,7 @@ def test_scripts_without_a_getter(job: tuple[list[list[int]], Reports]) -> None:
     """The script's own broadcast starts all; checkpoints of all variables bring everything back."""
     reports = job[1]
     n = len(reports)
-    expected = oracle.parallel_results(n)
+    expected = oracle.named_results(n)
     for name in ("easgd", "easgd_rho", "average", "agn"):
         replicas, center = expected[name]
         for rank, (x, c, restored, mean, names, local) in enumerate(column(reports, "without_getter", name)):
