@@ -12,6 +12,7 @@ from hvd_periodic.torch.center_optimizer import fresh_copy
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
 
+
 class TorchOptimizerState:
     """What a torch optimizer keeps of every parameter that is exchanged, in its shape.
 

@@ -545,6 +545,24 @@ def scheduled(schedule: Any, eager: bool = False) -> list[int]:
 
 
 @scenario
+def states_of_local_optimizers() -> Any:
+    """Adam's moments after every step, averaged at every exchange or every second one; and begun anew."""
+    results = {}
+    for case, policy in (("periods", {"momentum": 1, "velocity": 2}), ("average", "average"), ("reset", "reset")):
+        for loop, compiled in LOOPS.items():
+            w, inner = scalar(1.0), keras.optimizers.Adam(0.1)
+            optimizer = OPTIMIZERS["average"](inner, optimizer_state=policy)
+            optimizer.build([w])
+            step = compiled(constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank()))
+            seen = []
+            for _ in range(8):
+                step()
+                seen.append([inner._momentums[0].numpy().tolist(), inner._velocities[0].numpy().tolist()])
+            results[f"{case}, {loop}"] = seen
+    return results
+
+
+@scenario
 def schedules_of_the_clock() -> Any:
     found = {name: scheduled(schedule) for name, schedule in SCHEDULES.items()}
     return found | {"adacomm eager": scheduled(SCHEDULES["adacomm"], eager=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import oracle
@@ -207,3 +208,24 @@ def test_torch_is_not_loaded(ranks: list[dict[str, Any]]) -> None:
 def test_schedules_of_the_clock(ranks: list[dict[str, Any]]) -> None:
     """In ``fit``, compiled and eager; losses are reported in its steps, and models saved and loaded."""
     check_exchanges(ranks)
+
+
+def test_states_of_local_optimizers(ranks: list[dict[str, Any]]) -> None:
+    """Exchanges are at even steps: which moments ranks have in common then, and which are zero."""
+    size = len(ranks)
+    for case in ranks[0]["states_of_local_optimizers"]:
+        trajectories = column(ranks, "states_of_local_optimizers", case)
+        policy = case.partition(",")[0]
+        for step in range(8):
+            first, second = (
+                len({str(trajectory[step][moment]) for trajectory in trajectories}) == 1 for moment in range(2)
+            )
+            exchange = (step + 1) // 2 if step % 2 else 0
+            due = {"periods": (exchange > 0, exchange > 0 and exchange % 2 == 0)}.get(policy, (exchange > 0,) * 2)
+            assert size == 1 or (first, second) == due, f"{case}, step {step}"
+            zero = not np.any([trajectory[step] for trajectory in trajectories])
+            assert zero == (policy == "reset" and exchange > 0), f"{case}, step {step}"
+    if size > 1:
+        local = [[0.1 * (1 + 2 * rank) * (1 + 0.9)] for rank in range(size)]
+        for trajectory in column(ranks, "states_of_local_optimizers", "average, function"):
+            assert np.abs(trajectory[1][0]) == pytest.approx(np.mean(local, axis=0))
