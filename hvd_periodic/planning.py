@@ -72,6 +72,28 @@ def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
     )
 
 
+def united_clock(clock: Clock, of_all: Sequence[Clock]) -> Clock:
+    """Return one clock for several sets of ranks whose members average gradients with each other, so exchange together.
+
+    Args:
+        clock: of this set of ranks.
+        of_all: the clocks of all ranks, in an order that all know.
+
+    Example:
+        >>> united_clock(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
+        Clock(step=0, round=0, learning_rate=None, step_seconds=0.5, loss=2.0, period=0, memory={})
+    """
+    rates = [other.learning_rate for other in of_all if other.learning_rate is not None]
+    seconds = [other.step_seconds for other in of_all if other.step_seconds is not None]
+    losses = [other.loss for other in of_all if other.loss is not None]
+    return replace(
+        clock,
+        learning_rate=rates[0] if rates else None,
+        step_seconds=max(seconds, default=None),
+        loss=sum(losses) / len(losses) if losses else None,
+    )
+
+
 def ask(schedule: Schedule, clock: Clock) -> Plan:
     """Return what a schedule answers.
 

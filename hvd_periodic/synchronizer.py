@@ -31,7 +31,7 @@ from hvd_periodic.meeting import Purpose, Record, check, integers, leading, reco
 from hvd_periodic.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
-from hvd_periodic.planning import Notes, Plan, agreed_clock, ask, forecast, foresee
+from hvd_periodic.planning import Notes, Plan, agreed_clock, ask, forecast, foresee, united_clock
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.given import as_schedule
@@ -1097,21 +1097,22 @@ class Synchronizer(Generic[V]):
         return Plan(meeting.step + max(meeting.period, 1), meeting.clock.memory)
 
     def _asked(self, clock: Clock, compare: bool) -> Plan:
-        """Return what the schedule says; where ranks have to, they compare.
+        """Return what the schedule says; where ranks have to, they compare, those of all groups that train together.
 
         Raises:
             RuntimeError: it failed, or says different things on different ranks; on all of them, where they compare.
         """
+        if compare and self.together.group is not None:
+            clock = united_clock(clock, self.together.allgather_object(clock, "clock"))
         plan, failure = None, None
         try:
             plan = ask(self.schedule, clock)
         except RuntimeError as error:
             failure = error
-        name = f"{self.name}.plan"
         planned = 0 if plan is None else plan.next_exchange
-        answers = self.communicator.allgather_object(planned, name) if compare else [planned]
+        answers = self.together.allgather_object(planned, "plan") if compare else [planned]
         if compare and 0 in answers:
-            raise_on_all(self.communicator, name, failure)
+            raise_on_all(self.together, "plan", failure)
         if plan is None:
             raise RuntimeError("The schedule failed") if failure is None else failure
         if len(set(answers)) > 1:

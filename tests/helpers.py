@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,11 @@ Array = np.ndarray[Any, Any]
 
 TIMEOUT_SECONDS = 30.0
 """How long a rank waits for the others in one collective before the test fails instead of hanging."""
+
+
+def readable(value: object) -> str:
+    """Return the name of a test's parameter: the same in every process, without the addresses of objects."""
+    return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def run_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:

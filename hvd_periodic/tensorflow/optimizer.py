@@ -265,7 +265,7 @@ class PeriodicOptimizer(ForwardedSettings):
         return self.iterations
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor as plain values; without model and process set, see :meth:`attach`."""
+        """Return the arguments of the constructor as plain values; not model and process set, see :meth:`attach`."""
         own = {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
         return self._common_config() | own | {"asynchronous": self._exchanges.plan.asynchronous}
 

@@ -12,10 +12,6 @@ from hvd_periodic.torch.center_optimizer import fresh_copy
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
 
-_COUNTERS = ("step",)
-"""Entries that count; of a parameter without dimensions they have its shape."""
-
-
 class TorchOptimizerState:
     """What a torch optimizer keeps of every parameter that is exchanged, in its shape.
 
@@ -30,11 +26,18 @@ class TorchOptimizerState:
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
         """Return it by the optimizer's keys, such as ``exp_avg``."""
+        kept = [
+            (name, parameter, key, value)
+            for name, parameter in zip(self._replica.names, self._replica.tensors, strict=True)
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        # Of a parameter without dimensions, also what counts has its shape.
+        counters = {"step"} | {key for _, parameter, key, value in kept if value.dim() == 0 < parameter.dim()}
         entries: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for name, parameter in zip(self._replica.names, self._replica.tensors, strict=True):
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _COUNTERS:
-                    entries.setdefault(key, []).append((name, value))
+        for name, parameter, key, value in kept:
+            if value.shape == parameter.shape and key not in counters:
+                entries.setdefault(key, []).append((name, value))
         return {key: entries[key] for key in sorted(entries)}
 
     def store(self, pairs: Sequence[tuple[str, Any]]) -> Store[torch.Tensor]:

@@ -80,6 +80,26 @@ def hierarchical() -> Any:
 
 
 @scenario
+def schedules() -> Any:
+    """Exchange steps where losses and speeds differ inside of groups, whose ranks have to exchange at the same step."""
+    results: dict[str, Any] = {}
+    for schedule in (hvdp.AdaComm(4, 1), hvdp.Seconds(0.2)):
+        w = parameter()
+        inner = distributed(w, GROUPS[0].local)
+        optimizer = hvdp.ModelAverageOptimizer(inner, [("w", w)], schedule, process_set=GROUPS[0].cross)
+        found = []
+        for step in range(1, 13):
+            time.sleep(0.01 * hvd.rank())
+            optimizer.synchronizer.report(4.0 if step <= 4 else 0.5 + 0.5 * hvd.rank())
+            train(w, optimizer, 1)
+            if optimizer.synchronizer.counters.last_exchange == step:
+                found.append(step)
+        optimizer.synchronizer.audit()
+        results[type(schedule).__name__] = found
+    return results
+
+
+@scenario
 def variants() -> Any:
     """Clipping after synchronize(), compression, two backward passes per step: x, next to the plain form."""
     results: dict[str, Any] = {}

@@ -67,6 +67,14 @@ def test_two_levels_agree_with_the_oracle(job: tuple[list[list[int]], Reports]) 
             assert of_group == [of_group[0]] * len(group), "the members of a group stay equal to the bit"
 
 
+def test_groups_agree_on_when_to_exchange(job: tuple[list[list[int]], Reports]) -> None:
+    """Mean losses of all ranks: 4, then (n + 1)/4; √((n + 1)/16) 4 is 2 on three ranks, and up to 3 on more."""
+    found = column(job[1], "schedules")
+    assert found == [found[0]] * len(found)
+    assert found[0]["AdaComm"] == ([4, 8, 10, 11, 12] if len(found) == 3 else [4, 8, 11, 12])
+    assert found[0]["Seconds"][0] == 1
+
+
 def test_what_a_distributed_optimizer_offers_keeps_working(job: tuple[list[list[int]], Reports]) -> None:
     """Clipping between synchronize() and step(), compression, several backward passes per step."""
     for report in column(job[1], "variants"):

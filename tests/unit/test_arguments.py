@@ -26,7 +26,7 @@ from hvd_periodic import (
 )
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.named import unique_pairs
-from tests.helpers import run_ranks
+from tests.helpers import readable, run_ranks
 
 PERIODS: dict[str, Callable[[Any], object]] = {
     "ElasticAverageOptimizer:communication_period": lambda p: ElasticAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, p),
@@ -134,7 +134,7 @@ def test_the_number_of_workers_is_that_of_the_communicator() -> None:
     elastic(moving_rate=0.45)
 
 
-@pytest.mark.parametrize("value", [Fraction(1, 4), Decimal("0.25"), np.float32(0.25), np.array(0.25)], ids=repr)
+@pytest.mark.parametrize("value", [Fraction(1, 4), Decimal("0.25"), np.float32(0.25), np.array(0.25)], ids=readable)
 def test_a_rate_that_is_accepted_works(value: Any) -> None:
     """What is not refused at construction must not fail at the first exchange."""
     x = np.zeros(1)
@@ -156,7 +156,7 @@ def test_op(op: Any) -> None:
         AGN(op)
 
 
-@pytest.mark.parametrize("named", [{}, [], iter(()), {"empty": np.zeros((0, 3))}], ids=repr)
+@pytest.mark.parametrize("named", [{}, [], iter(()), {"empty": np.zeros((0, 3))}], ids=readable)
 def test_no_parameters(named: Any) -> None:
     with pytest.raises(ValueError, match=r"`named_parameters` must hold at least one element\. Received: no"):
         ModelAverageOptimizer(SGD(1.0), named)

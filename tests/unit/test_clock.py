@@ -25,7 +25,7 @@ from hvd_periodic import (
     Piecewise,
     Seconds,
 )
-from tests.helpers import errors, run_ranks
+from tests.helpers import errors, readable, run_ranks
 
 N = 3
 
@@ -158,7 +158,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=readable)
 @pytest.mark.parametrize("on_root_only", [False, True])
 @pytest.mark.parametrize("saved_at", [0, 7, 8, 12])
 def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int, on_root_only: bool) -> None:

@@ -26,6 +26,7 @@ from hvd_periodic import (
 )
 from hvd_periodic.planning import ask, forecast
 from hvd_periodic.schedules import as_schedule, next_exchange
+from tests.helpers import readable
 
 
 def observed(period: Any, until: int) -> list[int]:
@@ -64,7 +65,7 @@ def observed(period: Any, until: int) -> list[int]:
         (4, [4, 8, 12]),
         (np.int64(4), [4, 8, 12]),
     ],
-    ids=str,
+    ids=readable,
 )
 def test_exchanges_take_place_when_the_schedule_says(schedule: Any, expected: list[int]) -> None:
     assert observed(schedule, 12) == expected
@@ -92,7 +93,7 @@ def test_exchanges_take_place_when_the_schedule_says(schedule: Any, expected: li
         (Seconds(3.0), Clock(step_seconds=4.0), 1),
         (Seconds(3.0), Clock(step_seconds=0.0), 3_000_000),
     ],
-    ids=str,
+    ids=readable,
 )
 def test_periods_from_what_ranks_find_out(schedule: Schedule, clock: Clock, expected: int) -> None:
     assert schedule(clock) == expected
@@ -152,7 +153,7 @@ def test_adacomm_exchanges_less_where_the_rate_is_low() -> None:
             r"needs a learning rate above 0\. Received: 0\.0",
         ),
     ],
-    ids=str,
+    ids=readable,
 )
 def test_clocks_that_a_schedule_cannot_go_by(schedule: Schedule, clock: Clock, message: str) -> None:
     with pytest.raises(RuntimeError, match=rf"The schedule failed: ValueError: {type(schedule).__name__}\(.*{message}"):
@@ -228,7 +229,7 @@ def test_a_schedule_must_return_a_positive_int(returned: Any) -> None:
         next_exchange(as_schedule(lambda clock: returned, "period"), Clock(step=5))
 
 
-@pytest.mark.parametrize("schedule", [Every(3), PostLocal(2, 5), Piecewise({0: 3}), QSR(), Seconds(2.0)], ids=str)
+@pytest.mark.parametrize("schedule", [Every(3), PostLocal(2, 5), Piecewise({0: 3}), QSR(), Seconds(2.0)], ids=readable)
 def test_schedules_are_values(schedule: Schedule) -> None:
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     assert hash(pickle.loads(pickle.dumps(schedule))) == hash(schedule)
