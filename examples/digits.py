@@ -1,8 +1,7 @@
-"""What the digits examples share, whatever the framework: flags, data, the record of a run, tables and plots."""
+"""What the digits examples share, whatever the framework: data, the record of a run, tables and plots."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,48 +17,15 @@ from sklearn.model_selection import train_test_split
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-ALGORITHMS = ("allreduce", "easgd", "average", "agn")
 TITLES = {
     "allreduce": "allreduce at every step",
     "easgd": "elastic averaging",
     "average": "model averaging",
     "agn": "accumulated gradient normalization",
+    "diloco": "DiLoCo",
+    "slowmo": "SlowMo",
+    "bmuf": "blockwise model-update filtering",
 }
-
-
-def parse_arguments(
-    description: str, loops: tuple[str, ...] = (), placements: tuple[str, ...] = (), checkpoints: bool = False
-) -> argparse.Namespace:
-    """Return the flags; they are the same for every framework, but for the choices that it has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="easgd", help="how the workers exchange")
-    parser.add_argument("--period", type=int, default=10, help="local steps between exchanges")
-    parser.add_argument("--moving-rate", type=float, help="easgd: moving rate; default: the largest without overshoot")
-    parser.add_argument("--beta", type=float, help="easgd: moving rate times the number of workers, instead")
-    parser.add_argument("--rho", type=float, default=0.0, help="easgd: elastic term in the local loss")
-    parser.add_argument("--op", choices=("sum", "average"), default="sum", help="agn: over the workers' gradients")
-    parser.add_argument("--asynchronous", action="store_true", help="easgd, agn: exchange without waiting for others")
-    parser.add_argument("--epochs", type=int, default=30, help="passes over the shard of each worker")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per step and worker")
-    parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD")
-    parser.add_argument("--momentum", type=float, default=0.9, help="of SGD")
-    parser.add_argument("--seed", type=int, default=1, help="of the weights and of the order of the images")
-    parser.add_argument("--output", type=Path, default=Path("results"), help="folder for the record and the plot")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="train nothing; show the runs in FOLDER")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    if loops:
-        parser.add_argument("--loop", choices=loops, default=loops[0], help="who writes the training loop")
-    if placements:
-        parser.add_argument("--center", choices=placements, default=placements[0], help="where the center lives")
-    if checkpoints:
-        text = "save here after every epoch and go on from there; SIGUSR1 stops with exit code 75"
-        parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=text)
-    args = parser.parse_args()
-    if args.asynchronous and args.algorithm not in ("easgd", "agn"):
-        parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")
-    if checkpoints and args.checkpoints and args.asynchronous:
-        parser.error("--checkpoints are taken by all workers at the same epoch, and --asynchronous ones are not there")
-    return args
 
 
 @dataclass
@@ -107,6 +73,10 @@ class Run:
     exchange_steps: list[int] = field(default_factory=list)
     staleness: float | None = None
     """Of asynchronous exchange: pushes of other workers per exchange of this one."""
+    schedule: str = "every"
+    optimizer_state: str = "local"
+    course: list[tuple[int, float]] = field(default_factory=list)
+    """After every epoch: exchanges so far, and the accuracy of the center."""
 
     def save(self, folder: Path) -> None:
         """Write ``<algorithm>.json`` and ``<algorithm>.png``."""
@@ -124,7 +94,11 @@ def show(runs: list[Run]) -> None:
     for rank in range(max(run.workers for run in runs)):
         accuracies = [run.worker_accuracy[rank : rank + 1] for run in runs]
         table.add_row(f"accuracy of worker {rank}", *(f"{a[0]:.4f}" if a else "" for a in accuracies))
-    table.add_row("accuracy of the center", *(f"[bold]{run.center_accuracy:.4f}" for run in runs), end_section=True)
+    table.add_row("accuracy of the center", *(f"[bold]{run.center_accuracy:.4f}" for run in runs))
+    if len(runs) > 1:
+        equal = _equal_exchanges(runs)
+        table.add_row(f"after {equal} exchanges", *(_number(_accuracy_after(equal, run), "", 4) for run in runs))
+    table.add_section()
     table.add_row("local steps", *(str(run.steps) for run in runs))
     table.add_row("exchanges", *(str(run.exchanges) for run in runs))
     if any(run.staleness is not None for run in runs):
@@ -141,17 +115,23 @@ def compare(folder: Path) -> None:
     Raises:
         SystemExit: the folder holds no run.
     """
-    files = [folder / f"{algorithm}.json" for algorithm in ALGORITHMS]
+    files = [folder / f"{algorithm}.json" for algorithm in TITLES]
     runs = [Run(**json.loads(file.read_text())) for file in files if file.exists()]
     if not runs:
         raise SystemExit(f"No runs in {folder}: train first, with --output {folder}")
     show(runs)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    equal = _equal_exchanges(runs)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for run in runs:
         label = f"{_title(run)}: {run.center_accuracy:.3f}, {run.exchanges} exchanges"
-        axes.plot(_steps(run), _smooth(np.mean(run.losses, axis=0)), label=label)
-    axes.set(xlabel="local step", ylabel="training loss, mean of workers", yscale="log")
-    axes.legend(title="test accuracy of the center")
+        left.plot(_steps(run), _smooth(np.mean(run.losses, axis=0)), linewidth=1, label=label)
+        course = [(count, 1 - accuracy) for count, accuracy in run.course if count <= equal]
+        right.plot(*zip(*course, strict=True), marker=".", linewidth=1, label=run.algorithm) if course else None
+    left.set(xlabel="local step", ylabel="training loss, mean of workers", yscale="log")
+    right.set(xlabel=f"exchanges, up to the {equal} of all", ylabel="test error of the center", yscale="log")
+    figure.legend(
+        *left.get_legend_handles_labels(), title="test accuracy of the center", loc="outside lower center", ncols=2
+    )
     figure.savefig(folder / "comparison.png", dpi=150)
     print(f"Plots: {', '.join(str(folder / f'{run.algorithm}.png') for run in runs)}, {folder / 'comparison.png'}")
 
@@ -188,11 +168,24 @@ def _plot(run: Run, file: Path) -> None:
 
 
 def _title(run: Run) -> str:
-    return TITLES[run.algorithm] + (", asynchronous" if run.staleness is not None else "")
+    schedule = "" if run.schedule == "every" else f", {run.schedule}"
+    return TITLES[run.algorithm] + schedule + (", asynchronous" if run.staleness is not None else "")
 
 
-def _number(value: float | None, otherwise: str) -> str:
-    return otherwise if value is None else f"{value:.2f}"
+def _equal_exchanges(runs: list[Run]) -> int:
+    """Return the number of exchanges that every run has seen."""
+    return min(run.exchanges for run in runs)
+
+
+def _accuracy_after(exchanges: int, run: Run) -> float | None:
+    """Return the accuracy of the center after the last epoch that had at most so many exchanges."""
+    if run.exchanges == exchanges:
+        return run.center_accuracy
+    return next((accuracy for count, accuracy in reversed(run.course) if count <= exchanges), None)
+
+
+def _number(value: float | None, otherwise: str, digits: int = 2) -> str:
+    return otherwise if value is None else f"{value:.{digits}f}"
 
 
 def _steps(run: Run) -> NDArray[np.int64]:

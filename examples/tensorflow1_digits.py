@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import digits
+import flags
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -62,7 +63,7 @@ def build_model(images: Any, training: Any) -> Any:
     return tf.matmul(hidden, weights) + tf.get_variable("bias", 10, initializer=tf.zeros_initializer())
 
 
-def make_optimizer(args: digits.argparse.Namespace, getter: Any) -> Any:
+def make_optimizer(args: flags.argparse.Namespace, getter: Any) -> Any:
     """Return the optimizer for an algorithm."""
     local = tf.train.MomentumOptimizer(args.learning_rate, args.momentum)
     if args.algorithm == "easgd":
@@ -93,7 +94,7 @@ class BroadcastAtStart(tf.train.SessionRunHook):
         session.run(self.operation)
 
 
-def make_hook(args: digits.argparse.Namespace, optimizer: Any) -> Any:
+def make_hook(args: flags.argparse.Namespace, optimizer: Any) -> Any:
     """Return the hook that makes all workers start alike."""
     if args.algorithm == "allreduce":
         return BroadcastAtStart()
@@ -120,7 +121,7 @@ def evaluate(checkpoint: str, data: digits.Digits) -> float:
         return float((session.run(logits).argmax(axis=1) == data.labels).mean())
 
 
-def train(args: digits.argparse.Namespace) -> digits.Run:
+def train(args: flags.argparse.Namespace) -> digits.Run:
     """Train this worker's replica; return the record of all workers."""
     hvd.init()
     tf.set_random_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
@@ -207,7 +208,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = digits.parse_arguments(__doc__.splitlines()[0])
+    args = flags.parse(__doc__.splitlines()[0], ("allreduce", *GETTERS))
     if args.compare:
         digits.compare(args.compare)
         return

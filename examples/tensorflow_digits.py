@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import digits
+import flags
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -60,35 +61,31 @@ class EveryStep(keras.optimizers.SGD):
         super().apply([total / hvd.size() for total in totals], trainable_variables)
 
 
-def make_optimizer(args: digits.argparse.Namespace, model: keras.Model) -> keras.optimizers.Optimizer:
-    """Return the optimizer for an algorithm."""
-    options = {"learning_rate": args.learning_rate, "momentum": args.momentum}
+def make_optimizer(args: flags.argparse.Namespace, model: keras.Model, steps: int) -> keras.optimizers.Optimizer:
+    """Return the optimizer for an algorithm, of a training with so many steps."""
+    rate: Any = args.learning_rate
+    if args.decay:
+        rate = keras.optimizers.schedules.CosineDecay(args.learning_rate, steps, alpha=0.1)
     if args.algorithm == "allreduce":
-        return EveryStep(model, **options)
-    optimizer = keras.optimizers.SGD(**options)
-    if args.algorithm == "easgd":
-        return hvdp.ElasticAverageOptimizer(
-            optimizer,
-            model,
-            args.period,
-            moving_rate=args.moving_rate,
-            beta=args.beta,
-            rho=args.rho,
-            asynchronous=args.asynchronous,
-            center=args.center,
-        )
-    if args.algorithm == "average":
-        return hvdp.ModelAverageOptimizer(optimizer, model, args.period, center=args.center)
-    return hvdp.AGNOptimizer(
-        optimizer, model, args.period, op=args.op, asynchronous=args.asynchronous, center=args.center
+        return EveryStep(model, learning_rate=rate, momentum=args.momentum)
+    return hvdp.PeriodicOptimizer(
+        keras.optimizers.SGD(rate, momentum=args.momentum),
+        model,
+        flags.algorithm(args),
+        flags.schedule(args, steps),
+        asynchronous=args.asynchronous,
+        center=args.center,
+        optimizer_state=args.optimizer_state,
     )
 
 
 class Recorder(keras.callbacks.Callback):
-    """Collects loss, distance to the center and exchanges, step by step, from either loop."""
+    """Collects loss, distance to the center and exchanges, step by step, and the accuracy of the center."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, progress: tqdm) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, progress: tqdm, center_accuracy: Any) -> None:
         super().__init__()
+        self.center_accuracy = center_accuracy
+        self.course: list[tuple[int, float]] = []
         self.losses: list[float] = []
         self.distances: list[float] = []
         self.exchange_steps: list[int] = []
@@ -100,12 +97,17 @@ class Recorder(keras.callbacks.Callback):
         self.losses.append(loss)
         rounds, distance = len(self.losses), 0.0
         if isinstance(self.optimizer, hvdp.PeriodicOptimizer):
+            self.optimizer.synchronizer.report(loss)  # AdaComm asks for it
             rounds, distance = self.optimizer.synchronizer.rounds, self.optimizer.synchronizer.distance()
         self.distances.append(distance)
         if rounds > self.rounds:
             self.exchange_steps.append(len(self.losses))
         self.rounds = rounds
         self.progress.update()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Record the accuracy of the center."""
+        self.course.append((int(self.rounds), self.center_accuracy()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Record one step of ``model.fit``, which tells the mean of the losses since the start of the epoch."""
@@ -126,17 +128,18 @@ def train_by_tape(model: keras.Model, optimizer: Any, data: tf.data.Dataset, epo
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    for _ in range(epochs):
+    for epoch in range(epochs):
         for images, labels in data:
             recorder.step(float(train_step(images, labels)))
+        recorder.on_epoch_end(epoch)
 
 
 def accuracy(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> float:
     """Return the fraction of images that the model recognizes."""
-    return float((model.predict(images, batch_size=512, verbose=0).argmax(axis=1) == labels).mean())
+    return float((model(images, training=False).numpy().argmax(axis=1) == labels).mean())
 
 
-def train(args: digits.argparse.Namespace) -> digits.Run:
+def train(args: flags.argparse.Namespace) -> digits.Run:
     """Train this worker's replica; return the record of all workers."""
     hvd.init()
     keras.utils.set_random_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
@@ -145,21 +148,25 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
     data = tf.data.Dataset.from_tensor_slices((images, shard.labels))
     data = data.shuffle(len(images), seed=args.seed + hvd.rank()).batch(args.batch_size, drop_remainder=True)
     model = build_model()
-    optimizer = make_optimizer(args, model)
+    steps = args.epochs * len(data)
+    optimizer = make_optimizer(args, model, steps)
+    periodic = isinstance(optimizer, hvdp.PeriodicOptimizer)
     model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
 
-    steps = args.epochs * len(data)
+    def center_accuracy() -> float:
+        with optimizer.center() if periodic else nullcontext():
+            return accuracy(model, test_images, test.labels)
+
     hidden = args.no_progress or hvd.rank() > 0
     started = time.perf_counter()
     with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
-        recorder = Recorder(optimizer, progress)
+        recorder = Recorder(optimizer, progress, center_accuracy)
         if args.loop == "fit":
             model.fit(data, epochs=args.epochs, shuffle=False, verbose=0, callbacks=[recorder])
         else:
             train_by_tape(model, optimizer, data, args.epochs, recorder)
     seconds = time.perf_counter() - started
 
-    periodic = isinstance(optimizer, hvdp.PeriodicOptimizer)
     if periodic:
         optimizer.synchronizer.finalize()
         counters = optimizer.synchronizer.counters
@@ -168,8 +175,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         exchanges, bytes_sent = steps, steps * optimizer.bytes_per_step
         exchange_seconds = float(optimizer.seconds)
     worker_accuracy = accuracy(model, test_images, test.labels)
-    with optimizer.center() if periodic else nullcontext():
-        center_accuracy = accuracy(model, test_images, test.labels)
+    at_end = center_accuracy()
     workers = hvd.allgather_object((worker_accuracy, recorder.losses, recorder.distances), name="record")
     return digits.Run(
         algorithm=args.algorithm,
@@ -178,7 +184,7 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         period=args.period if periodic else 1,
         steps=steps,
         worker_accuracy=[worker[0] for worker in workers],
-        center_accuracy=center_accuracy,
+        center_accuracy=at_end,
         exchanges=exchanges,
         bytes_sent=bytes_sent,
         exchange_seconds=exchange_seconds,
@@ -187,20 +193,26 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         distances=[worker[2] for worker in workers],
         exchange_steps=recorder.exchange_steps,
         staleness=counters.staleness_mean if args.asynchronous else None,
+        schedule=args.schedule,
+        optimizer_state=args.optimizer_state,
+        course=recorder.course,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = digits.parse_arguments(__doc__.splitlines()[0], ("fit", "tape"), ("replicated", "root", "sharded"))
+    args = flags.parse(__doc__.splitlines()[0], loops=("fit", "tape"), placements=("replicated", "root", "sharded"))
     if args.compare:
         digits.compare(args.compare)
         return
-    run = train(args)
-    if hvd.rank() == 0:
-        digits.show([run])
-        run.save(args.output)
-        print(f"Record and plot: {args.output / args.algorithm}.json, .png")
+    for chosen in flags.runs(args):
+        run = train(chosen)
+        if hvd.rank() == 0:
+            digits.show([run])
+            run.save(args.output)
+            print(f"Record and plot: {args.output / run.algorithm}.json, .png")
+    if args.algorithm == "all" and hvd.rank() == 0:
+        digits.compare(args.output)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 
 import digits
+import flags
 import horovod.torch as hvd
 import torch
 from checkpoints import EXIT_CODE, Checkpoints
@@ -54,7 +55,7 @@ class EveryStep:
         self.exchanges = self.bytes_sent = 0
         self.exchange_seconds = self.staleness = 0.0
 
-    def step(self) -> bool:
+    def step(self, loss: float) -> bool:
         started = time.perf_counter()
         self.optimizer.synchronize()
         self.exchange_seconds += time.perf_counter() - started
@@ -77,25 +78,18 @@ class EveryStep:
 class EveryPeriod:
     """Periodic exchange: the wrapped optimizer does everything by itself."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, args: digits.argparse.Namespace) -> None:
-        where = {"center": args.center}
-        if args.algorithm == "average":
-            self.optimizer: hvdp.PeriodicOptimizer = hvdp.ModelAverageOptimizer(optimizer, model, args.period, **where)
-        elif args.algorithm == "easgd":
-            self.optimizer = hvdp.ElasticAverageOptimizer(
-                optimizer,
-                model,
-                args.period,
-                moving_rate=args.moving_rate,
-                beta=args.beta,
-                rho=args.rho,
-                asynchronous=args.asynchronous,
-                **where,
-            )
-        else:
-            self.optimizer = hvdp.AGNOptimizer(
-                optimizer, model, args.period, op=args.op, asynchronous=args.asynchronous, **where
-            )
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, args: flags.argparse.Namespace, steps: int
+    ) -> None:
+        self.optimizer = hvdp.PeriodicOptimizer(
+            optimizer,
+            model,
+            flags.algorithm(args),
+            flags.schedule(args, steps),
+            asynchronous=args.asynchronous,
+            center=args.center,
+            optimizer_state=args.optimizer_state,
+        )
         self.synchronizer = self.optimizer.synchronizer
         self.distance = self.synchronizer.distance
         self.finalize = self.synchronizer.finalize
@@ -117,13 +111,14 @@ class EveryPeriod:
     def staleness(self) -> float:
         return self.synchronizer.counters.staleness_mean
 
-    def step(self) -> bool:
+    def step(self, loss: float) -> bool:
         rounds = self.synchronizer.rounds
+        self.synchronizer.report(loss)  # AdaComm asks for it
         self.optimizer.step()
         return self.synchronizer.rounds > rounds
 
 
-def train(args: digits.argparse.Namespace) -> digits.Run:
+def train(args: flags.argparse.Namespace) -> digits.Run:
     """Train this worker's replica; return the record of all workers."""
     hvd.init()
     torch.manual_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
@@ -131,20 +126,26 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
     images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=args.momentum)
-    method = EveryStep(optimizer, model) if args.algorithm == "allreduce" else EveryPeriod(optimizer, model, args)
+    steps = args.epochs * (len(images) // args.batch_size)
+    every_step = args.algorithm == "allreduce"
+    method = EveryStep(optimizer, model) if every_step else EveryPeriod(optimizer, model, args, steps)
+    lowest = args.learning_rate / 10 if args.decay else args.learning_rate
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(method.optimizer, steps, lowest)
 
     losses: list[float] = []
     distances: list[float] = []
     exchange_steps: list[int] = []
-    steps = args.epochs * (len(images) // args.batch_size)
+    course: list[tuple[int, float]] = []
     hidden = args.no_progress or hvd.rank() > 0
     checkpoints = Checkpoints(args.checkpoints) if args.checkpoints else None
     last, state = checkpoints.load() if checkpoints else (-1, None)
     if state is not None:
         model.load_state_dict(state["model"])
         method.optimizer.load_state_dict(state["optimizer"])
+        decay.load_state_dict(state["decay"])
         torch.set_rng_state(state["random"])
         losses, distances, exchange_steps = state["losses"], state["distances"], state["exchange_steps"]
+        course = state["course"]
         print(f"Rank {hvd.rank()} goes on after epoch {last} of {args.epochs}", flush=True)
     started = time.perf_counter()
     with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
@@ -155,14 +156,21 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
                 optimizer.zero_grad()
                 loss = cross_entropy(model(images[batch]), labels[batch])
                 loss.backward()
-                if method.step():
-                    exchange_steps.append(len(losses) + 1)
                 losses.append(loss.item())
+                if method.step(losses[-1]):
+                    exchange_steps.append(len(losses))
+                decay.step()
                 distances.append(method.distance())
                 progress.update()
+            with method.center():
+                course.append((method.exchanges, accuracy(model, test)))
             if checkpoints is not None:
-                state = {"model": model.state_dict(), "optimizer": method.optimizer.state_dict()}
-                record = {"losses": losses, "distances": distances, "exchange_steps": exchange_steps}
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": method.optimizer.state_dict(),
+                    "decay": decay.state_dict(),
+                }
+                record = {"losses": losses, "distances": distances, "exchange_steps": exchange_steps, "course": course}
                 checkpoints.save(epoch, {**state, **record, "random": torch.get_rng_state()})
                 if checkpoints.stopping():
                     print(f"Rank {hvd.rank()} was told to stop after epoch {epoch} of {args.epochs}", flush=True)
@@ -190,22 +198,26 @@ def train(args: digits.argparse.Namespace) -> digits.Run:
         distances=[worker[2] for worker in workers],
         exchange_steps=exchange_steps,
         staleness=method.staleness if args.asynchronous else None,
+        schedule=args.schedule,
+        optimizer_state=args.optimizer_state,
+        course=course,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = digits.parse_arguments(
-        __doc__.splitlines()[0], placements=("replicated", "root", "sharded"), checkpoints=True
-    )
+    args = flags.parse(__doc__.splitlines()[0], placements=("replicated", "root", "sharded"), checkpoints=True)
     if args.compare:
         digits.compare(args.compare)
         return
-    run = train(args)
-    if hvd.rank() == 0:
-        digits.show([run])
-        run.save(args.output)
-        print(f"Record and plot: {args.output / args.algorithm}.json, .png")
+    for chosen in flags.runs(args):
+        run = train(chosen)
+        if hvd.rank() == 0:
+            digits.show([run])
+            run.save(args.output)
+            print(f"Record and plot: {args.output / run.algorithm}.json, .png")
+    if args.algorithm == "all" and hvd.rank() == 0:
+        digits.compare(args.output)
 
 
 if __name__ == "__main__":

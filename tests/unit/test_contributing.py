@@ -1,0 +1,52 @@
+"""What CONTRIBUTING.md adds to the project, in a copy of it: one file each, with its test."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SUITES = ["conformance/test_algorithms.py", "conformance/test_schedules.py", "unit/test_imports.py"]
+"""They find what is new by themselves."""
+
+
+@pytest.mark.timeout(60)
+def test_every_file_works_as_it_stands(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = dict(FILE.findall(text))
+    assert len(files) == text.count("```python"), "every block begins with the path of its file"
+    for folder in ("hvd_periodic", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    for path, content in files.items():
+        assert not (tmp_path / path).exists(), path
+        (tmp_path / path).write_text(content)
+    names = [Path(path).stem for path in files if path.startswith("hvd_periodic/")]
+    tests = [path for path in files if path.startswith("tests/")]
+    assert len(names) == len(tests) == 5
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", " or ".join(names)),
+            *tests,
+            *(f"tests/{suite}" for suite in SUITES),
+        ],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for found in ("test_it_is_a_value[Damped]", "test_it_is_a_value[Growing]", "[lists.py]", "[comm/files.py]"):
+        assert f"{found} PASSED" in done.stdout, done.stdout
