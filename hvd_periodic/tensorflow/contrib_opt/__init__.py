@@ -18,6 +18,8 @@ Example::
             session.run(train_op)
 """
 
+from hvd_periodic.tensorflow.contrib_opt.agn import AGNOptimizer
+from hvd_periodic.tensorflow.contrib_opt.elastic_average import ElasticAverageOptimizer
 from hvd_periodic.tensorflow.contrib_opt.getters import (
     GLOBAL_VARIABLE_NAME,
     GRAD_VARIABLE_NAME,
@@ -26,11 +28,7 @@ from hvd_periodic.tensorflow.contrib_opt.getters import (
     ElasticAverageCustomGetter,
     ModelAverageCustomGetter,
 )
-from hvd_periodic.tensorflow.contrib_opt.optimizer import (
-    AGNOptimizer,
-    ElasticAverageOptimizer,
-    ModelAverageOptimizer,
-)
+from hvd_periodic.tensorflow.contrib_opt.model_average import ModelAverageOptimizer
 
 __all__ = [
     "GLOBAL_VARIABLE_NAME",

@@ -13,6 +13,9 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer, digest_of
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.store import layout_of
 
+ROOT = 0
+"""The rank whose values all start from."""
+
 
 class FirstStep:
     """Knows in the graph whether a session has yet to begin training.

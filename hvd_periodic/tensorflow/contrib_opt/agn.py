@@ -1,0 +1,100 @@
+"""Accumulated gradient normalization for graphs of TensorFlow 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.algorithms import AGN
+from hvd_periodic.schedules import Schedule
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.getters import AGNCustomGetter
+from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
+from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, with_gradient
+from hvd_periodic.tensorflow.contrib_opt.request import Request
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.space import TensorSpace
+
+
+class AGNOptimizer(InitializedByTask):
+    """Accumulated gradient normalization; see :class:`hvd_periodic.AGN` for the equations.
+
+    A copy of the local optimizer, with slots of its own, moves the center.
+
+    Args:
+        optimizer: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
+        num_worker: number of ranks, ``hvd.size()``.
+        custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
+            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
+            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
+        communication_period: local steps between exchanges (τ), or a schedule.
+        use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
+            ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
+        name: of the optimizer.
+        buffers: as in :class:`ElasticAverageOptimizer`.
+        asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
+            numbers, starts anew with every process.
+
+    Raises:
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        RuntimeError: Horovod is not initialized.
+
+    References:
+        Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        num_worker: int,
+        custom_getter: AGNCustomGetter | None,
+        communication_period: int | Schedule = 10,
+        use_locking: bool = True,
+        name: str = "AGNOptimizer",
+        *,
+        buffers: str = "average",
+        asynchronous: bool = False,
+        process_set: Any = None,
+    ) -> None:
+        request = Request(
+            optimizer,
+            num_worker,
+            custom_getter,
+            AGNCustomGetter,
+            AGN,
+            ("communication_period", communication_period),
+            buffers,
+            asynchronous,
+        )
+        super().__init__(request, use_locking, name, process_set)
+
+    def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
+        return tf.zeros_like(center)
+
+    def _accumulate(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> list[Any]:
+        present = with_gradient(pairs)
+        graph = tf.compat.v1.get_default_graph()
+
+        def count(*shown: Any) -> tf.Tensor:
+            synchronizer.prepare_gradients(shown)
+            return tf.constant(True)
+
+        def add() -> Assigned:
+            before = len(graph.get_operations())
+            for gradient, variable in present:
+                accumulator = self._getter.companions[variable.ref()]
+                self._algorithm.local(TensorSpace(), variable, gradient, {"gradient": accumulator})
+            return graph.get_operations()[before:]
+
+        counted = tf.function(count, autograph=False)(*(gradient for gradient, _ in present))
+        if synchronizer.synchronous_until is None:
+            return [counted, *add()]
+        with control_flow_v1():
+            begun = synchronizer.steps_to_switch() <= 0
+            return [counted, tf.cond(begun, branch(add), lambda: tf.constant(False))]
+
+    def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
+        accumulators = [self._getter.companions[reference] for reference in references]
+        return super()._vectors(references) | {"parameters.gradient": accumulators}

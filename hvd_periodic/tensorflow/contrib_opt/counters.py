@@ -1,0 +1,90 @@
+"""The variables that an optimizer makes for itself, beside centers and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.tensorflow.contrib_opt.beginning import FirstStep
+from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
+from hvd_periodic.tensorflow.contrib_opt.initialized import read_after, require_initialized
+
+
+class CounterVariables:
+    """Makes the variables in which an optimizer counts.
+
+    Args:
+        owner: the optimizer.
+        collection: of the variables.
+        saved: whether the local steps are in checkpoints, unlike other counters: where training must not fall back
+            into a synchronous phase.
+
+    Attributes:
+        made: all of these variables.
+        saved: the counters of local steps that are in checkpoints.
+        checks: per minimization the operation that fails where the variables of the optimizer are not initialized.
+    """
+
+    def __init__(self, owner: tf.compat.v1.train.Optimizer, collection: str, saved: bool) -> None:
+        self._name = owner.get_name()
+        self._cls = type(owner).__name__
+        self._collection = collection
+        self._saves = saved
+        self._local_steps: tf.Variable | None = None
+        self._first: FirstStep | None = None
+        self._read_after: set[Any] = set()
+        self.made: list[tf.Variable] = []
+        self.saved: list[tf.Variable] = []
+        self.checks: list[tf.Operation] = []
+
+    @property
+    def first(self) -> FirstStep:
+        """Whether a step is the first of its session, by the local steps of the latest minimization."""
+        if self._first is None:
+            raise RuntimeError("Nothing counts local steps yet")
+        return self._first
+
+    @property
+    def check(self) -> list[tf.Operation]:
+        """The check of the latest minimization, as control inputs."""
+        return self.checks[-1:]
+
+    def local_steps(self) -> tf.Variable:
+        """Return the variable that counts the local steps of the next minimization, before there is a synchronizer."""
+        if self._local_steps is None:
+            collection = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES if self._saves else self._collection
+            self._local_steps = self._create("local_step", (), tf.int64, 0, collection)
+            if self._saves:
+                self.saved.append(self._local_steps)
+            self.checks.append(require_initialized(self._local_steps, self._cls))
+            self._first = FirstStep(self._local_steps)
+        return self._local_steps
+
+    def new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        """Make a variable for a synchronizer; that of its local steps may be there."""
+        if name == "local_steps":
+            counted, self._local_steps = self.local_steps(), None
+            return counted
+        return self._create(f"{self._name}/{name}", shape, dtype, initial_value, self._collection)
+
+    def read_checked(self, variables: Sequence[Any]) -> None:
+        """Let reading these variables wait for the check of the latest minimization, if it waits for none yet."""
+        read_after(self.checks[-1], [variable for variable in variables if variable.ref() not in self._read_after])
+        self._read_after |= {variable.ref() for variable in variables}
+
+    def _create(
+        self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any, collection: str
+    ) -> tf.Variable:
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            made = tf.compat.v1.Variable(
+                lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
+                trainable=False,
+                collections=[collection],
+                name=name,
+                use_resource=True,
+            )
+        belongs_to_optimizer(made)
+        self.made.append(made)
+        return made

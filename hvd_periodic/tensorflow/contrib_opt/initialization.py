@@ -1,0 +1,113 @@
+"""The operation by which a session lets all ranks begin alike, from the root's centers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.comm.together import Together
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
+from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
+from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
+
+
+class Initialization:
+    """Gives all ranks the root's centers and global step, then lets everything local start from the center.
+
+    Args:
+        name: of the optimizer.
+        communicator: the ranks that exchange.
+        getter: knows replicas, centers and companions.
+        counters: knows what has to be initialized before, and which counters are saved.
+        first_companion: returns what the second variable per trainable variable starts from, given the center.
+
+    Attributes:
+        times: how many of these operations there are.
+        shared_centers: the asynchronous centers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        communicator: TensorFlowCommunicator,
+        getter: CustomGetter,
+        counters: CounterVariables,
+        first_companion: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        self._name = name
+        self._communicator = communicator
+        self._getter = getter
+        self._counters = counters
+        self._first_companion = first_companion
+        self._together: Together | None = None
+        self._global_step: Any = None
+        self._buffer_centers: list[tuple[tf.Variable, Any]] = []
+        self.times = 0
+        self.shared_centers: list[SharedCenter] = []
+
+    def begin_within(self, together: Together, global_step: Any) -> None:
+        """Reach the groups of ranks too, and give all this global step, if there is one."""
+        self._together, self._global_step = together, global_step
+
+    def start_buffers(self, pairs: Iterable[tuple[tf.Variable, Any]]) -> None:
+        """Let centers, which come first in these pairs, start from the root's statistics, which come second."""
+        self._buffer_centers += pairs
+
+    def start_centers(self, variables: Sequence[Any]) -> Assigned:
+        """Let centers start where the replicas are; a script may have restored these alone, as for fine-tuning."""
+        assigned: Assigned = []
+        for variable in variables:
+            center = self._getter.centers[variable.ref()]
+            value = tf.cast(value_of(variable), center.dtype.base_dtype)
+            assigned.append(center.assign(value))
+            if variable.ref() in self._getter.companions:
+                assigned.append(self._getter.companions[variable.ref()].assign(self._first_companion(value)))
+        return assigned
+
+    def operation(self, of_center_optimizer: Sequence[Any]) -> tf.Operation:
+        """Return the operation; it also gives all ranks the root's variables of the optimizer of the center."""
+        self.times += 1
+        shared = [
+            *self._getter.centers.values(),
+            *self._getter.statistics,
+            *self._counters.saved,
+            *of_center_optimizer,
+            *([] if self._global_step is None else [self._global_step]),
+        ]
+        name, checks = f"{self._name}.initialize.{self.times}", self._counters.checks
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            with tf.control_dependencies(checks):
+                written = [center.write() for center in self.shared_centers]
+            with tf.control_dependencies([*checks, *written]):
+                received = [
+                    variable.assign(self._from_root(variable.read_value(), f"{name}.{i}"))
+                    for i, variable in enumerate(shared)
+                ]
+            with tf.control_dependencies(received):
+                assigned = self._start_from_centers()
+            return tf.group(*assigned, name=name)
+
+    def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the root's value: first those who exchange with it get it, then the others of their groups."""
+        value = self._communicator.broadcast(value, name, ROOT)
+        together = self._together
+        if together is not None and together.group is not None:
+            value = together.group.broadcast(value, f"{name}.group", together.group_root)
+        return value
+
+    def _start_from_centers(self) -> Assigned:
+        """Let what is local start from the centers, and those of statistics from these."""
+        assigned = [
+            center.assign(tf.cast(value_of(statistic), center.dtype)) for center, statistic in self._buffer_centers
+        ]
+        for reference, center in self._getter.centers.items():
+            local, value = reference.deref(), value_of(center)
+            assigned.append(local.assign(tf.cast(value, local.dtype.base_dtype)))
+            if reference in self._getter.companions:
+                assigned.append(self._getter.companions[reference].assign(self._first_companion(value)))
+        return assigned

@@ -1,0 +1,80 @@
+"""Model averaging for graphs of TensorFlow 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.algorithms import Averaging
+from hvd_periodic.schedules import Schedule
+from hvd_periodic.tensorflow.contrib_opt.getters import ModelAverageCustomGetter
+from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
+from hvd_periodic.tensorflow.contrib_opt.optimizer import GraphOptimizer
+from hvd_periodic.tensorflow.contrib_opt.request import Request
+
+
+class ModelAverageOptimizer(GraphOptimizer):
+    """Model averaging of the local replicas; see :class:`hvd_periodic.Averaging` for the equation.
+
+    Args:
+        opt: the local optimizer, a ``tf.compat.v1.train.Optimizer``.
+        num_worker: number of ranks, ``hvd.size()``.
+        is_chief: accepted; all ranks update their own copy of the center.
+        ma_custom_getter: the getter that the model was created with; or None, for scripts that know none: their own
+            trainable variables are the replicas, and what else there is, is among the global variables. Ranks that
+            ``hvd.broadcast_global_variables(0)`` has not started alike take over the root's at the first step.
+        interval_steps: local steps between exchanges (τ), or a schedule.
+        use_locking: accepted; in a synchronous exchange nothing is written concurrently.
+        name: of the optimizer.
+        buffers: as in :class:`ElasticAverageOptimizer`.
+
+    Raises:
+        TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
+        RuntimeError: Horovod is not initialized.
+
+    References:
+        Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        num_worker: int,
+        is_chief: bool,
+        ma_custom_getter: ModelAverageCustomGetter | None,
+        interval_steps: int | Schedule = 100,
+        use_locking: bool = True,
+        name: str = "ModelAverageOptimizer",
+        *,
+        buffers: str = "average",
+        process_set: Any = None,
+    ) -> None:
+        request = Request(
+            opt,
+            num_worker,
+            ma_custom_getter,
+            ModelAverageCustomGetter,
+            Averaging,
+            ("interval_steps", interval_steps),
+            buffers,
+        )
+        super().__init__(request, use_locking, name, process_set)
+        self._is_chief = is_chief
+
+    def get_init_op(self) -> tf.Operation:
+        """Return the operation that gives all ranks the root's centers, and starts the local replicas from them.
+
+        All ranks run it, after the initializers; the hook of :meth:`make_session_run_hook` does.
+        """
+        return self._initialize()
+
+    def make_session_run_hook(self) -> InitializationHook:
+        """Return the hook that runs :meth:`get_init_op` when the session is created."""
+        return self._hook(self.get_init_op, self._is_chief)
+
+    def _require_global_step(self, global_step: Any) -> None:
+        if global_step is None:
+            raise ValueError(
+                "`global_step` is needed for model averaging: pass tf.compat.v1.train.get_or_create_global_step()"
+            )

@@ -1,0 +1,70 @@
+"""The (gradient, variable) pairs that a local step applies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+
+Pairs = list[tuple[Any, Any]]
+"""(gradient, variable) pairs."""
+
+
+def with_gradient(pairs: Pairs) -> Pairs:
+    """Return the pairs that have a gradient."""
+    return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+
+
+def trained_by(pairs: Pairs) -> list[Any]:
+    """Return the variables for which there is a gradient."""
+    return [variable for _, variable in with_gradient(pairs)]
+
+
+def checked(grads_and_vars: Iterable[Any], getter: CustomGetter, adopts: bool) -> Pairs:
+    """Return pairs whose variables have centers.
+
+    Args:
+        grads_and_vars: what a user has passed.
+        getter: knows the centers.
+        adopts: whether it takes variables that no getter created.
+
+    Raises:
+        TypeError: pairs that are none.
+        ValueError: no pairs, no gradients, or a variable without a center.
+    """
+    pairs = list(grads_and_vars)
+    if not pairs:
+        raise ValueError("`grads_and_vars` is empty: there are no variables to train")
+    for pair in pairs:
+        if not _is_pair(pair):
+            raise TypeError(
+                f"`grads_and_vars` must hold (gradient, variable) pairs. Received: {type(pair).__name__}, {pair!r}"
+            )
+    trained = trained_by(pairs)
+    if not trained:
+        raise ValueError(f"There is no gradient for any variable: {[v.name for _, v in pairs]}")
+    if adopts:
+        getter.adopt(trained)
+    for variable in trained if adopts else [variable for _, variable in pairs]:
+        reference_of(variable, getter)
+    return pairs
+
+
+def reference_of(variable: Any, getter: CustomGetter) -> Any:
+    """Return the key of a variable in the getter's dicts.
+
+    Raises:
+        ValueError: the variable has no center.
+    """
+    if variable.ref() not in getter.centers:
+        raise ValueError(
+            f"Variable {variable.op.name!r} was not created through the {type(getter).__name__} and has no "
+            "center: create it by tf.compat.v1.get_variable in a variable_scope with the getter as its "
+            "custom_getter, or leave it out of var_list"
+        )
+    return variable.ref()
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "assign")

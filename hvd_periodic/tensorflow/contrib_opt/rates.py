@@ -1,0 +1,51 @@
+"""Learning rates of the optimizers of TensorFlow 1, and the default of the elastic term, which is made of them."""
+
+from __future__ import annotations
+
+import warnings
+from numbers import Real
+from typing import Any
+
+import tensorflow as tf
+
+_DESCENDING = (
+    tf.compat.v1.train.GradientDescentOptimizer,
+    tf.compat.v1.train.MomentumOptimizer,
+    tf.compat.v1.train.ProximalGradientDescentOptimizer,
+)
+"""Optimizers whose step is the learning rate times gradients; all others of TensorFlow 1 rescale them."""
+
+
+def _rate_as_given(opt: Any) -> Any:
+    return getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
+
+
+def learning_rate_of(opt: Any) -> float | None:
+    """Return the learning rate of an optimizer of TensorFlow 1; None where it is not a number."""
+    rate = _rate_as_given(opt)
+    return float(rate) if isinstance(rate, Real) else None
+
+
+def default_rho(moving_rate: float, opt: Any) -> float:
+    """Return contrib's ``moving_rate / learning_rate``; warn where it means something else than in contrib's algorithm.
+
+    Raises:
+        ValueError: the learning rate is not a positive number.
+    """
+    rate = learning_rate_of(opt)
+    if rate is None or rate <= 0:
+        raise ValueError(
+            "`rho` has no default, which would be moving_rate / learning_rate, because the learning rate of "
+            f"{type(opt).__name__} is not a positive number: pass `rho`, 0.0 for no elastic term. "
+            f"Received: learning rate {_rate_as_given(opt)!r}"
+        )
+    rho = moving_rate / rate
+    if not isinstance(opt, _DESCENDING):
+        # The term adds ρ (x − lc) to a gradient of which an adaptive optimizer keeps little more than the sign.
+        warnings.warn(
+            f"`ElasticAverageOptimizer(rho=None)` is moving_rate / learning_rate = {rho:.4g}, which suits gradient "
+            f"descent. {type(opt).__name__} rescales gradients, and may follow the elastic term alone and not train: "
+            "pass rho=0.0, or a small `rho`",
+            stacklevel=2,
+        )
+    return rho

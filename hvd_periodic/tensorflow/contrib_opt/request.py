@@ -1,0 +1,87 @@
+"""What a constructor is asked for, and whether that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.arguments import require_int
+from hvd_periodic.averaged import schedule_around
+from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.contrib_opt.distributed import averaged_by
+from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of one of the optimizers.
+
+    Attributes:
+        opt: the local optimizer.
+        num_worker: number of ranks; must be Horovod's.
+        getter: the custom getter that created the variables; or None: the variables of the script are the replicas.
+        getter_class: the class that the getter has to be of.
+        algorithm: makes the algorithm, or raises.
+        period: local steps between exchanges, by the name of its argument.
+        buffers: ``"average"`` or ``"local"``.
+        asynchronous: exchange without waiting for other ranks.
+    """
+
+    opt: Any
+    num_worker: int
+    getter: CustomGetter | None
+    getter_class: type[CustomGetter]
+    algorithm: Callable[[], Algorithm]
+    period: tuple[str, int | Schedule]
+    buffers: str
+    asynchronous: bool = False
+
+    def granted(
+        self, cls: str, communicator: TensorFlowCommunicator
+    ) -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
+        """Return the algorithm, the schedule, and the ranks whose gradients a DistributedOptimizer inside averages.
+
+        Args:
+            cls: name of the optimizer's class, for errors.
+            communicator: the ranks that exchange.
+
+        Raises:
+            TypeError, ValueError: a refused argument.
+        """
+        self._check_optimizer(cls)
+        self._check_getter(cls)
+        if require_int(self.num_worker, "`num_worker`", minimum=1) != communicator.size:
+            raise ValueError(
+                f"`num_worker` must be the number of Horovod ranks that exchange, {communicator.size}: pass "
+                f"hvd.size(), or that of the process set. Received: num_worker={self.num_worker!r}"
+            )
+        if self.buffers not in ("average", "local"):
+            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={self.buffers!r}")
+        name, period = self.period
+        planned = as_schedule(period, name)
+        algorithm = self.algorithm()
+        (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
+        averaged = averaged_by(self.opt)
+        return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
+
+    def _check_optimizer(self, cls: str) -> None:
+        if not isinstance(self.opt, tf.compat.v1.train.Optimizer):
+            raise TypeError(
+                f"`{cls}` wraps a tf.compat.v1.train.Optimizer; for Keras optimizers there is "
+                f"hvd_periodic.tensorflow.{cls}. Received: {type(self.opt).__name__}"
+            )
+
+    def _check_getter(self, cls: str) -> None:
+        getter_class = self.getter_class.__name__
+        if not isinstance(self.getter, self.getter_class) and self.getter is not None:
+            raise TypeError(f"`{cls}` needs a {getter_class}. Received: {type(self.getter).__name__}")
+        if self.asynchronous and self.getter is None:
+            raise ValueError(
+                f"asynchronous=True needs a {getter_class}, and the hook of make_session_run_hook() or "
+                "get_init_op(), which make the center. Received: None"
+            )

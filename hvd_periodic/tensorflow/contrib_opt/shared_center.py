@@ -1,0 +1,68 @@
+"""The center of asynchronous exchange, outside of the steps of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+
+
+class SharedCenter:
+    """The operations of an asynchronous center that are not part of a step.
+
+    Args:
+        synchronizer: whose center it is.
+        centers: the variables of this rank that stand for the center of the parameters.
+        statistics: the variables that are averaged.
+
+    Attributes:
+        centers: the center variables as a store of whole buckets.
+    """
+
+    def __init__(
+        self, synchronizer: VariableSynchronizer, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
+    ) -> None:
+        if synchronizer.asynchronous is None:
+            raise ValueError("The synchronizer is not asynchronous")
+        self._worker = synchronizer.asynchronous
+        self._is_root = synchronizer.communicator.rank == synchronizer.root
+        self.centers = TensorStore(synchronizer.parts[0].values.layout, centers)
+        self._stores = [self.centers]
+        if statistics:
+            self._stores.append(TensorStore(synchronizer.parts[1].values.layout, statistics))
+
+    def write(self) -> tf.Operation:
+        """Return the operation that lets the root set the center to the values of the variables."""
+        if not self._is_root:
+            return tf.no_op()
+        for store in self._stores:
+            store.load_variables()
+        values = [store.read(bucket) for store in self._stores for bucket in store.layout.buckets]
+
+        def write(*buckets: tf.Tensor) -> tf.Tensor:
+            self._worker.wake()
+            self._worker.transport.write(bucket.numpy() for bucket in buckets)
+            return tf.constant(True)
+
+        with tf.device("CPU:0"):
+            return tf.py_function(write, values, tf.bool).op
+
+    def finish(self) -> tf.Operation:
+        """Return the operation that waits for all ranks and reads the final center."""
+        buckets = self.centers.layout.buckets
+
+        def finish() -> list[Any]:
+            self._worker.finish()
+            return [self._worker.final(index) for index in range(len(buckets))]
+
+        with tf.device("CPU:0"):
+            values = tf.py_function(finish, [], [tf.as_dtype(bucket.kind) for bucket in buckets])
+
+        self.centers.load_variables()
+        for bucket, value in zip(buckets, values, strict=True):
+            self.centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
+        return tf.group(*self.centers.assign())
