@@ -50,8 +50,9 @@ class Case:
         center: where it lives.
         dtype: of the parameters; ``"mixed"``: of each another one.
         course: ``"even"``; ``"uneven"``, ranks have different numbers of batches; ``"skip"``, some updates are left
-            out; ``"resume"``, other objects go on within a period, from a file; ``"state"``, from a state dict.
-        loop: ``"eager"`` or ``"compiled"``.
+            out; ``"resume"``, other objects go on within a period, from a file; ``"state"``, from a state dict;
+            ``"restart"``, as scripts of contrib do, from the root's global variables alone.
+        loop: ``"eager"`` or ``"compiled"``; in contrib ``"resource"`` variables.
         kind: ``"post_local"``, ``"distributed"`` (the same around a DistributedOptimizer), ``"groups"``,
             ``"asynchronous"``, ``"statistics"``, ``"large"``, ``"adopted"`` (contrib without a getter); or nothing.
     """

@@ -62,7 +62,7 @@ def follow(case: Case, make: Make, rank: int, folder: Path) -> list[str]:
     """Train, and return a line per step and one for the end."""
     trainer, rounds, lines = make(case), 0, []
     for step in range(case.steps(rank)):
-        if step == RESUMED_AT and case.course in ("resume", "state"):
+        if step == RESUMED_AT and case.course in ("resume", "state", "restart"):
             path = folder / f"{case.file}-{rank}"
             trainer.save(path)
             trainer = make(case)
@@ -169,13 +169,20 @@ def readable(element: str) -> str:
 
 
 def run(
-    front_end: str, make: Make, planned: Iterable[Case], rank: int, size: int, folder: Path, saving: bool = False
+    front_end: str,
+    make: Make,
+    planned: Iterable[Case],
+    rank: int,
+    size: int,
+    folder: Path,
+    saving: bool = False,
+    kept: Iterable[Case] | None = None,
 ) -> None:
     """Follow all cases, and on two ranks go on from checkpoints; or write these. Report the lines of this rank."""
     lines: dict[str, list[str]] = {}
     for case in () if saving else planned:
         lines[case.name] = follow(case, make, rank, folder)
-    for case in checkpoints() if size == 2 else ():
+    for case in (checkpoints() if kept is None else kept) if size == 2 else ():
         path = CHECKPOINTS / front_end / f"{case.file}-{rank}"
         if saving:
             save(case, make, path)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tests.golden import files, jobs
 
+PATIENT = 600.0
+"""Seconds for a job: nobody waits for a recording."""
+
 
 def main(anew: bool) -> None:
     """Run all jobs."""
@@ -20,9 +23,9 @@ def main(anew: bool) -> None:
         for size in jobs.SIZES:
             with tempfile.TemporaryDirectory() as folder:
                 if anew and size == 2:
-                    jobs.run(front_end, size, Path(folder), "save")
-                found[front_end, size] = jobs.run(front_end, size, Path(folder))
-                print(front_end, size, len(found[front_end, size][0]), "cases")
+                    jobs.run(front_end, size, Path(folder), "save", timeout_seconds=PATIENT)
+                found[front_end, size] = jobs.run(front_end, size, Path(folder), timeout_seconds=PATIENT)
+                print(front_end, size, len(found[front_end, size][0]), "cases", flush=True)
     files.write(found)
 
 

@@ -80,7 +80,7 @@ class TorchTrainer:
         self.optimizer.skip()
 
     def values(self) -> list[Array]:
-        return [tensor.numpy().copy() for tensor in self.model.state_dict().values()]
+        return [tensor.detach().numpy().copy() for tensor in (*self.model.parameters(), *self.model.buffers())]
 
     def center(self) -> list[Array]:
         with self.optimizer.center():
