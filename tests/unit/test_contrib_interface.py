@@ -290,3 +290,14 @@ def test_names_in_scopes_and_reuse() -> None:
         "global_center_variable/outer/v",
     ]
     assert [v.op.name for v in tf.trainable_variables()] == ["outer/w", "outer/v"]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 3.0])
+def test_a_refused_rate_is_named_as_it_was_typed(rate: float) -> None:
+    with (
+        tf.Graph().as_default(),
+        pytest.raises(ValueError, match=r"`ElasticAverageOptimizer\(moving_rate=...\)` must be"),
+    ):
+        contrib_opt.ElasticAverageOptimizer(
+            tf.train.GradientDescentOptimizer(0.1), 1, None, moving_rate=rate, rho=0.0
+        )

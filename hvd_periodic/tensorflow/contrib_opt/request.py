@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.arguments import require_int
+from hvd_periodic.arguments import require_int, spelled
 from hvd_periodic.averaged import schedule_around
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
@@ -64,8 +64,9 @@ class Request:
             raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={self.buffers!r}")
         name, period = self.period
         planned = as_schedule(period, name)
-        algorithm = self.algorithm()
-        (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
+        with spelled({"ContribEASGD": cls, "AGN": cls}):
+            algorithm = self.algorithm()
+            (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
         averaged = averaged_by(self.opt)
         return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
 
