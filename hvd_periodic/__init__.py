@@ -14,7 +14,7 @@ from hvd_periodic.numpy import (
     PeriodicOptimizer,
 )
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
-from hvd_periodic.synchronizer import Counters, Synchronizer
+from hvd_periodic.sync.synchronizer import Counters, Synchronizer
 from hvd_periodic.version import __version__
 
 __all__ = [

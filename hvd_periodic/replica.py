@@ -7,9 +7,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm
-from hvd_periodic.layout import Bucket, Layout
-from hvd_periodic.store import Store
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.space import VectorSpace
+from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
 

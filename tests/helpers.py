@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_periodic import Algorithm, Communicator, PeriodicOptimizer, Schedule, Synchronizer
+from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.threads import run
-from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 

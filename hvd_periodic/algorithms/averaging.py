@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -22,7 +22,7 @@ class Averaging(Algorithm):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> space, two, center = VectorSpace(), Exchange(size=2, period=1), np.array([0.0])
         >>> message, _ = Averaging().message(space, np.array([1.0]), {}, center, two)
         >>> Averaging().move(space, {"center": center}, message + np.array([3.0]), two)

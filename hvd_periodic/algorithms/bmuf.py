@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.arguments import require_momentum, require_real
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -36,7 +36,7 @@ class BMUF(Algorithm):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> two, center = Exchange(size=2, period=3), {"center": np.array([0.0]), "block_update": np.array([0.0])}
         >>> center = BMUF().move(VectorSpace(), center, np.array([2.0]), two)
         >>> center["center"], BMUF().hand_out(VectorSpace(), center, two)

@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.arguments import require_momentum, require_real
 from hvd_periodic.outer.sgd import OuterSGD
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -36,7 +36,7 @@ class DiLoCo(Algorithm):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> center = {"center": np.array([0.0]), "momentum": np.array([0.0])}
         >>> moved = DiLoCo().move(VectorSpace(), center, np.array([2.0]), Exchange(size=2, period=100))
         >>> moved["center"].round(6)

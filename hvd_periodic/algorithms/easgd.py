@@ -8,7 +8,7 @@ from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.arguments import as_typed, require_real
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 

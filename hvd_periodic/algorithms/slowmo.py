@@ -7,7 +7,7 @@ from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.arguments import require_momentum, require_real
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -35,7 +35,7 @@ class SlowMo(Algorithm):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> two = Exchange(size=2, period=3, learning_rate=0.1)
         >>> center = {"center": np.array([0.0]), "slow_momentum": np.array([-10.0])}
         >>> SlowMo().move(VectorSpace(), center, np.array([2.0]), two)

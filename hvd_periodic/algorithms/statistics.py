@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -29,7 +29,7 @@ class Statistics(Averaging):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> space, two, center = VectorSpace(), Exchange(size=2, period=1), np.array([0.0, 0.0])
         >>> message, _ = Statistics().message(space, np.array([1.0, -np.inf]), {}, center, two)
         >>> Statistics().move(space, {"center": center}, message + np.array([3.0, -np.inf]), two)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
-from hvd_periodic.layout import Bucket, Layout
-from hvd_periodic.store import FlatStore
-from hvd_periodic.vector import ArraySpace
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.space import ArraySpace
+from hvd_periodic.vectors.store import FlatStore
 
 _ALIGNMENT = 64
 """Bytes; a cache line, and the widest vector register."""

@@ -15,8 +15,8 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.comm.messages import LONG, SHORT, Messages
-from hvd_periodic.layout import Bucket, Layout
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.vectors.layout import Bucket, Layout
 
 _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 """Tags: of a request and of its answer; that of bucket i is ``_PAYLOAD + 2 i``, of the reply one more."""

@@ -16,12 +16,13 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
+from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.sharded import Sharded
+from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.layout import Bucket, chunk
 from hvd_periodic.outer.framework import OuterOptimizer
-from hvd_periodic.placement import Placement, Sharded
 from hvd_periodic.replica import Replica
-from hvd_periodic.tensor_group import TensorGroup, all_buckets
+from hvd_periodic.vectors.layout import Bucket, chunk
 
 _LEFT = object()
 

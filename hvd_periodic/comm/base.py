@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.meeting import Purpose, Record, meet
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import LONG, Messages
-from hvd_periodic.meeting import Purpose, Record, meet
 
 
 class Communicator(ABC):
@@ -74,7 +74,7 @@ class Communicator(ABC):
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to sum ``buffer`` over ranks; what is returned waits for this rank's chunk of the result.
 
-        Chunks are those of :func:`hvd_periodic.layout.chunk`.
+        Chunks are those of :func:`hvd_periodic.vectors.layout.chunk`.
 
         Args:
             buffer: this rank's values, of the same size on all ranks; not to be touched until the result is there.

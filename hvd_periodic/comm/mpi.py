@@ -11,7 +11,7 @@ from hvd_periodic.comm.base import Communicator, awaited
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.window import on_one_host, open_window
-from hvd_periodic.layout import chunk
+from hvd_periodic.vectors.layout import chunk
 
 if TYPE_CHECKING:
     from mpi4py import MPI

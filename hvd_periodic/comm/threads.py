@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
-from hvd_periodic.layout import chunk
+from hvd_periodic.vectors.layout import chunk
 
 T = TypeVar("T")
 

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeAlias
 
+from hvd_periodic.choices import choices
+
 
 class LocalState(ABC):
     """Says at which exchanges which entries of the state are averaged over ranks or begun anew.
@@ -54,7 +56,7 @@ def as_local_state(value: Any, argument: str = "`optimizer_state`") -> LocalStat
     """
     if isinstance(value, LocalState):
         return value
-    known: dict[str, type[LocalState]] = {policy.name: policy for policy in LocalState.__subclasses__()}
+    known: dict[str, type[LocalState]] = choices("hvd_periodic.local_state", LocalState)
     if isinstance(value, Mapping):
         average: Any = known["average"]
         made: LocalState = average(dict(value))

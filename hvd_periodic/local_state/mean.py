@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -22,7 +22,7 @@ class Mean(Algorithm):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> Mean().move(VectorSpace(), {}, np.array([4.0]), Exchange(size=2, period=1))
         {'center': array([2.])}
     """

@@ -10,8 +10,8 @@ import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed, spelled
-from hvd_periodic.consistency import build_on_all
-from hvd_periodic.learning_rates import LearningRates
+from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
 from hvd_periodic.numpy.options import NumpyOptions, communicator_of
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
@@ -19,7 +19,7 @@ from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.synchronizer import Synchronizer
+from hvd_periodic.sync.synchronizer import Synchronizer
 
 
 class PeriodicOptimizer:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_periodic.numpy.replica import NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
-from hvd_periodic.store import Store
+from hvd_periodic.vectors.store import Store
 
 
 class ArrayOptimizerState:

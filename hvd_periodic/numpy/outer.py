@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.elementwise import require_elementwise
-from hvd_periodic.layout import Layout
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
-from hvd_periodic.store import FlatStore, Store
+from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.vectors.store import FlatStore, Store
 
 
 class ArrayOuterOptimizer:

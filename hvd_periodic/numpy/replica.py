@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
-from hvd_periodic.store import FlatStore, PackedStore, Store
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
+from hvd_periodic.vectors.space import VectorSpace
+from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 
 NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_periodic.layout import Layout
-from hvd_periodic.store import FlatStore, Store
+from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.vectors.store import FlatStore, Store
 
 
 class Hyperparameters(Protocol):

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hvd_periodic.arguments import require_momentum, require_real
 from hvd_periodic.outer.base import Outer
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
@@ -31,7 +31,7 @@ class OuterSGD(Outer):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic.vector import VectorSpace
+        >>> from hvd_periodic.vectors.space import VectorSpace
         >>> state = {"momentum": np.array([0.0])}
         >>> OuterSGD(1.0, 0.5).step(VectorSpace(), np.array([0.0]), np.array([1.0]), state)
         (array([-1.5]), {'momentum': array([1.])})

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.comm.agreement import build_on_all, raise_on_all
 from hvd_periodic.comm.together import Together
-from hvd_periodic.consistency import build_on_all, raise_on_all
-from hvd_periodic.startup import Moment
+from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import NewVariable, VariableSynchronizer

@@ -13,20 +13,20 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.asynchronous.worker import Worker
-from hvd_periodic.consistency import audit, raise_on_all
-from hvd_periodic.layout import Bucket
-from hvd_periodic.meeting import Purpose, check, integers, records_of
-from hvd_periodic.packing import is_real
-from hvd_periodic.planning import Notes, ask
+from hvd_periodic.comm.agreement import audit, raise_on_all
+from hvd_periodic.comm.meeting import Purpose, check, integers, records_of
+from hvd_periodic.comm.packing import is_real
 from hvd_periodic.schedules import Clock
-from hvd_periodic.startup import Moment, Standing, Start, decide, replaces
-from hvd_periodic.synchronizer import Counters, Standpoint, logger, rate_of
+from hvd_periodic.sync import synchronizer
+from hvd_periodic.sync.planning import Notes, ask
+from hvd_periodic.sync.startup import Moment, Standing, Start, decide, replaces
+from hvd_periodic.sync.synchronizer import Counters, Standpoint, logger, rate_of
 from hvd_periodic.tensorflow.host import Numbers, from_integers, on_host, packed, to_integers, unpacked
 from hvd_periodic.tensorflow.space import in_form_of
 from hvd_periodic.tensorflow.store import VariableStore
+from hvd_periodic.vectors.layout import Bucket
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.packing import bits, number
+from hvd_periodic.comm.packing import bits, number
 
 Numbers = dict[str, Any]
 """Numbers by name; None for a float that is NaN."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import spelled
-from hvd_periodic.consistency import build_on_all
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator

@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.store import Store
 from hvd_periodic.tensorflow.center_optimizer import copied
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.vectors.store import Store
 
 _OTHERS = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
 """Lists that Keras itself keeps for every optimizer: the variables, moving averages of them, sums of gradients."""

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.elementwise import require_elementwise
-from hvd_periodic.layout import Bucket, Layout
-from hvd_periodic.learning_rates import LearningRates
-from hvd_periodic.store import FlatStore, Store
+from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.store import FlatStore, Store
 
 Maximum = Callable[[Any], Any]
 """Returns the largest value of all ranks, of a scalar."""

@@ -10,10 +10,10 @@ import keras
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
-from hvd_periodic.averaged import schedule_around
+from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.local_state import LocalState
-from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import encode

@@ -12,12 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
-from hvd_periodic.store import FlatStore, Store
 from hvd_periodic.tensorflow.graph import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import VariableStore, layout_of
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
+from hvd_periodic.vectors.space import VectorSpace
+from hvd_periodic.vectors.store import FlatStore, Store
 
 Named = Sequence[tuple[str, tf.Variable]]
 

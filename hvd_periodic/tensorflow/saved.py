@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.tensor_group import TensorGroup
+from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 
 _CENTER = "asynchronous_center"

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 
 class TensorSpace(VectorSpace[Any]):

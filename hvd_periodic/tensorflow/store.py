@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.layout import Bucket, Layout, TensorSpec
-from hvd_periodic.store import Store
+from hvd_periodic.vectors.layout import Bucket, Layout, TensorSpec
+from hvd_periodic.vectors.store import Store
 
 
 class VariableStore(Store[Any]):

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
-from hvd_periodic.consistency import build_on_all
+from hvd_periodic.centers.placement import placement_of
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import takes
-from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of

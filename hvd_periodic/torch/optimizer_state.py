@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hvd_periodic.store import Store
 from hvd_periodic.torch.center_optimizer import fresh_copy
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
+from hvd_periodic.vectors.store import Store
 
 
 class TorchOptimizerState:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_periodic.elementwise import require_elementwise
-from hvd_periodic.layout import Layout
-from hvd_periodic.store import FlatStore, Store
+from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
+from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.vectors.store import FlatStore, Store
 
 
 class TorchOuterOptimizer:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
-from hvd_periodic.store import FlatStore, PackedStore, Store
 from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
+from hvd_periodic.vectors.space import VectorSpace
+from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 
 
 class _TensorStore(PackedStore[torch.Tensor]):

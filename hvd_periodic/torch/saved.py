@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_periodic.tensor_group import TensorGroup
+from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.torch.model import NamedTensors, original_name
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 
 class TensorSpace(VectorSpace[torch.Tensor]):

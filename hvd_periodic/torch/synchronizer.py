@@ -12,18 +12,18 @@ from typing import Any, Unpack
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvd_periodic import synchronizer
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
-from hvd_periodic.averaged import schedule_around
+from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.placement import placement_of
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
-from hvd_periodic.consistency import build_on_all
-from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.options import of_exchange, takes
-from hvd_periodic.placement import placement_of
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.startup import Moment
+from hvd_periodic.sync import synchronizer
+from hvd_periodic.sync.phase import schedule_around
+from hvd_periodic.sync.startup import Moment
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.model import Model, NamedTensors

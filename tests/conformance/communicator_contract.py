@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic import Communicator
-from hvd_periodic.layout import chunk
+from hvd_periodic.vectors.layout import chunk
 
 LAUNCHERS = {
     "LocalCommunicator": "pytest",

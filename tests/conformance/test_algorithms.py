@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, Algorithm, Communicator, Every
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, NumpyTrainer, random_arrays, run_ranks
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, Communicator, Every
-from hvd_periodic.placement import PLACEMENTS
+from hvd_periodic.centers.placement import PLACEMENTS
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, NumpyTrainer, errors, random_arrays, run_ranks
 

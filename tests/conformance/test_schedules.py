@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, Clock, Communicator, ModelAverageOptimizer, Schedule
-from hvd_periodic.planning import ask, forecast
 from hvd_periodic.schedules import as_schedule, next_exchange
+from hvd_periodic.sync.planning import ask, forecast
 from tests.conformance.discovery import schedules
 from tests.helpers import run_ranks
 

@@ -25,9 +25,9 @@ import torch
 import hvd_periodic.torch as hvdp
 from hvd_periodic import Averaging
 from hvd_periodic.asynchronous.worker import VARIABLE
-from hvd_periodic.layout import chunk
 from hvd_periodic.torch import synchronizer as module
 from hvd_periodic.torch.replica import TorchReplica
+from hvd_periodic.vectors.layout import chunk
 from tests.helpers import random_arrays
 from tests.parallel.program import Scenarios, attempt
 

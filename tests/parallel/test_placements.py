@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_periodic.layout import chunk
+from hvd_periodic.vectors.layout import chunk
 from tests.parallel.launch import run_scenarios
 from tests.parallel.placement_scenarios import CASES, FROM_ROOT_1, SOME_CASES
 from tests.parallel.program import column

@@ -18,7 +18,7 @@ from hvd_periodic import (
     PeriodicOptimizer,
     PostLocal,
 )
-from hvd_periodic.consistency import agree, audit, build_on_all, raise_on_all
+from hvd_periodic.comm.agreement import agree, audit, build_on_all, raise_on_all
 from tests.helpers import Array, errors, outcomes, read_center, run_ranks
 
 

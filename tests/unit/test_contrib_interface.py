@@ -298,6 +298,4 @@ def test_a_refused_rate_is_named_as_it_was_typed(rate: float) -> None:
         tf.Graph().as_default(),
         pytest.raises(ValueError, match=r"`ElasticAverageOptimizer\(moving_rate=...\)` must be"),
     ):
-        contrib_opt.ElasticAverageOptimizer(
-            tf.train.GradientDescentOptimizer(0.1), 1, None, moving_rate=rate, rho=0.0
-        )
+        contrib_opt.ElasticAverageOptimizer(tf.train.GradientDescentOptimizer(0.1), 1, None, moving_rate=rate, rho=0.0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, AGNOptimizer
-from hvd_periodic.elementwise import require_elementwise
-from hvd_periodic.layout import Layout, TensorSpec
+from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests.conformance.test_front_ends import OnTensors
 from tests.helpers import errors, run_ranks
 

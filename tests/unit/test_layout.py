@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_periodic import AGN, EASGD, Algorithm, Averaging, Communicator, Every
-from hvd_periodic.layout import DEFAULT_BUCKET_BYTES, Layout, TensorSpec
-from hvd_periodic.store import FlatStore, PackedStore
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Layout, TensorSpec
+from hvd_periodic.vectors.store import FlatStore, PackedStore
 from tests.helpers import Array, NumpyTrainer, random_arrays, run_ranks
 
 ITEMSIZES = {"float32": 4, "float64": 8}

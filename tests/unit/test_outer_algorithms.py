@@ -9,8 +9,8 @@ import pytest
 
 from hvd_periodic import SGD, Communicator, PeriodicOptimizer
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
+from hvd_periodic.centers.placement import PLACEMENTS
 from hvd_periodic.comm import LocalCommunicator
-from hvd_periodic.placement import PLACEMENTS
 from tests.helpers import errors, run_ranks
 
 CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0), (3.0, -1.0), 0.1, 3

@@ -24,8 +24,8 @@ from hvd_periodic import (
     Schedule,
     Seconds,
 )
-from hvd_periodic.planning import ask, forecast
 from hvd_periodic.schedules import as_schedule, next_exchange
+from hvd_periodic.sync.planning import ask, forecast
 from tests.helpers import readable
 
 

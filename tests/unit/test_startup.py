@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, Communicator, ElasticAverageOptimizer
-from hvd_periodic.meeting import Purpose, Record, cross_purposes, integers, records_of
-from hvd_periodic.startup import Moment, Standing, Start, decide
+from hvd_periodic.comm.meeting import Purpose, Record, cross_purposes, integers, records_of
+from hvd_periodic.sync.startup import Moment, Standing, Start, decide
 from tests.helpers import errors, run_ranks
 
 NEW = Standing(False, 0, (0, 10), "", "", "replica")

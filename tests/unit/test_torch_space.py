@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic.vector import VectorSpace
+from hvd_periodic.vectors.space import VectorSpace
 
 torch = pytest.importorskip("torch")
 

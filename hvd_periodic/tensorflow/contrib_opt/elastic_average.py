@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.algorithms.easgd import ContribEASGD
-from hvd_periodic.layout import Layout
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, value_of
 from hvd_periodic.tensorflow.contrib_opt.distributed import plain
@@ -20,6 +19,7 @@ from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs
 from hvd_periodic.tensorflow.contrib_opt.rates import default_rho
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.space import TensorSpace
+from hvd_periodic.vectors.layout import Layout
 
 
 class ElasticAverageOptimizer(InitializedByTask):

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
-from hvd_periodic.consistency import build_on_all
-from hvd_periodic.layout import Layout
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT, Start
@@ -36,6 +35,7 @@ from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
+from hvd_periodic.vectors.layout import Layout
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
-from hvd_periodic.averaged import schedule_around
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.distributed import averaged_by
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter

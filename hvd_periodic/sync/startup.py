@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from hvd_periodic.consistency import join
+from hvd_periodic.comm.agreement import join
 
 
 class Moment(Enum):

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.local_state.mean import Mean
-from hvd_periodic.placement import Placement
 from hvd_periodic.replica import Replica
-from hvd_periodic.store import Store
-from hvd_periodic.tensor_group import TensorGroup
+from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.vectors.layout import Bucket, Layout
 
 
 class LearningRates:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Protocol
 
-from hvd_periodic.consistency import Ranks, join, raise_on_all
-from hvd_periodic.packing import pack, unpack
+from hvd_periodic.comm.agreement import Ranks, join, raise_on_all
+from hvd_periodic.comm.packing import pack, unpack
 
 
 class MeetingRanks(Ranks, Protocol):

@@ -22,22 +22,22 @@ from hvd_periodic.algorithms.statistics import Statistics
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.asynchronous.held import SharedPart
 from hvd_periodic.asynchronous.worker import Worker
+from hvd_periodic.centers import Placement, Replicated, Sharded, placement_of
+from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.agreement import agree, audit, build_on_all, join, raise_on_all
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.meeting import Purpose, Record, check, integers, leading, records_of
 from hvd_periodic.comm.together import Together
-from hvd_periodic.consistency import agree, audit, build_on_all, join, raise_on_all
-from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.local_state import LocalState, LocalStateLike, as_local_state
-from hvd_periodic.meeting import Purpose, Record, check, integers, leading, records_of
-from hvd_periodic.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
-from hvd_periodic.placement import Placement, Replicated, Sharded, placement_of
-from hvd_periodic.planning import Notes, Plan, agreed_clock, ask, forecast, foresee, united_clock
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.given import as_schedule
-from hvd_periodic.startup import Moment, Standing, Start, decide, replaces
-from hvd_periodic.store import Store
-from hvd_periodic.tensor_group import TensorGroup
+from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
+from hvd_periodic.sync.planning import Notes, Plan, agreed_clock, ask, forecast, foresee, united_clock
+from hvd_periodic.sync.startup import Moment, Standing, Start, decide, replaces
+from hvd_periodic.vectors.store import Store
 from hvd_periodic.version import __version__
 
 V = TypeVar("V")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
-from hvd_periodic.layout import Bucket, Layout
+from hvd_periodic.vectors.layout import Bucket, Layout
 
 V = TypeVar("V")
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.layout import Bucket
-from hvd_periodic.learning_rates import LearningRates
 from hvd_periodic.outer.framework import OuterOptimizer
-from hvd_periodic.placement import Placement
 from hvd_periodic.replica import Replica
-from hvd_periodic.store import Store
+from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hvd_periodic.arguments import outer_name
-from hvd_periodic.layout import Layout
+from hvd_periodic.vectors.layout import Layout
 
 Steps = Callable[[np.ndarray, list[np.ndarray]], np.ndarray]
 """``steps(x, gradients)`` returns what a new optimizer makes of ``x`` in as many steps as there are gradients."""
@@ -29,7 +29,7 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
         ValueError: it does not.
 
     Example:
-        >>> from hvd_periodic.layout import TensorSpec
+        >>> from hvd_periodic.vectors.layout import TensorSpec
         >>> whole = Layout([TensorSpec("w", (4,), "float64", 8)])
         >>> half = whole.restrict(lambda bucket: (0, 2))
         >>> require_elementwise("sgd", half, whole, lambda x, gradients: x - 0.1 * sum(gradients))
