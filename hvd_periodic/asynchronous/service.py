@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.transport import Transport, bind
 from hvd_periodic.comm.messages import LONG, SHORT, Messages
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -50,7 +50,7 @@ class ServiceTransport(Transport):
         self,
         requests: Messages,
         replies: Messages,
-        parts: Sequence[SharedPart],
+        parts: Sequence[ExchangedTensors],
         holders: Sequence[int],
         bounds: Bounds,
         optimizer: OuterOptimizer,
@@ -68,7 +68,7 @@ class ServiceTransport(Transport):
             return (0, 0) if place is None else bounds(bucket)[place]
 
         shares = [_share(part.layout, owned) for part in parts]
-        held = HeldCenter(parts, shares, np.zeros(HeldCenter.nbytes(parts, shares), np.uint8))
+        held = CenterInMemory(parts, shares, np.zeros(CenterInMemory.nbytes(parts, shares), np.uint8))
         bind(optimizer, held)
         self._service: _Service | None = None
         if place is not None:
@@ -129,7 +129,7 @@ class ServiceTransport(Transport):
             return None
         return states[0] if len(states) == 1 else {"sharded": states}
 
-    def rest(self) -> None:
+    def expect_nothing(self) -> None:
         """Let the thread look for messages less often, until one comes."""
         if self._service is not None:
             self._service.resting = True
@@ -236,7 +236,7 @@ class _Service:
         self,
         requests: Messages,
         replies: Messages,
-        held: HeldCenter,
+        held: CenterInMemory,
         optimizer: OuterOptimizer,
         sizes: list[int],
         dtypes: list[np.dtype[Any]],

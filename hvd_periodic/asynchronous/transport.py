@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.held import HeldCenter, SharedPart
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
 
@@ -45,7 +45,7 @@ class Transport(ABC):
     def optimizer_state(self) -> Any:
         """Return a copy of the state of the center's optimizer."""
 
-    def rest(self) -> None:
+    def expect_nothing(self) -> None:
         """Expect nothing for a while."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class MemoryTransport(Transport):
     def __init__(
         self,
         allocate: Callable[[int], SharedMemory],
-        parts: Sequence[SharedPart],
+        parts: Sequence[ExchangedTensors],
         optimizer: OuterOptimizer,
         shapes: Sequence[tuple[tuple[int, ...], str]],
         use_locking: bool,
@@ -83,7 +83,7 @@ class MemoryTransport(Transport):
         self._optimized = self._counts[0] if parts[0].optimized else 0
         self._optimizer = optimizer
         self._use_locking = use_locking
-        header, center = 8 * _HEADER, HeldCenter.nbytes(parts, shares)
+        header, center = 8 * _HEADER, CenterInMemory.nbytes(parts, shares)
         offsets = [header + center + 64]
         for shape, dtype in shapes:
             size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -92,7 +92,7 @@ class MemoryTransport(Transport):
         self.description = self._memory.description
         buffer = self._memory.buffer
         self._header = buffer[:header].view(np.int64)
-        self._held = HeldCenter(parts, shares, buffer[header : header + center])
+        self._held = CenterInMemory(parts, shares, buffer[header : header + center])
         self._state = []
         for (shape, dtype), start in zip(shapes, offsets, strict=False):
             size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -163,7 +163,7 @@ class MemoryTransport(Transport):
         return self._memory.lock(index) if self._use_locking else nullcontext()
 
 
-def bind(optimizer: OuterOptimizer, held: HeldCenter) -> None:
+def bind(optimizer: OuterOptimizer, held: CenterInMemory) -> None:
     """Let the optimizer act on a center, if the algorithm has one."""
     if held.total is not None:
         optimizer.bind_host(held.centers[0], held.total, held.parts[0].layout)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.asynchronous.held import SharedPart
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
 from hvd_periodic.centers.base import Placement
@@ -35,7 +35,7 @@ _opened: list[Worker] = []
 """Workers of this process that others may still need."""
 
 
-class Elsewhere(Placement):
+class BehindTransport(Placement):
     """The center is behind a transport; a rank reads it without the others.
 
     Args:
@@ -88,7 +88,7 @@ class Worker:
         communicator: Communicator,
         replica: Replica[Any],
         outer: OuterOptimizer,
-        parts: Sequence[SharedPart],
+        parts: Sequence[ExchangedTensors],
         root: int,
         sharded: bool,
         use_locking: bool,
@@ -100,7 +100,9 @@ class Worker:
         self._final: list[np.ndarray] | None = None
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
         self._count = firsts[-1]
-        self.placements = [Elsewhere(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)]
+        self.placements = [
+            BehindTransport(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)
+        ]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].optimized:
             self._shapes = outer.shapes(parts[0].layout)
@@ -149,7 +151,7 @@ class Worker:
 
     def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
-        self.wake()
+        self.go_on()
         buckets = list(all_buckets(parts))
 
         def payloads() -> Iterator[np.ndarray]:
@@ -157,7 +159,7 @@ class Worker:
                 yield self._replica.to_host(part.payload(bucket, exchange), bucket)
 
         for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
-            part.take(bucket, self._replica.from_host(pulled, bucket), exchange)
+            part.pull(bucket, self._replica.from_host(pulled, bucket), exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
 
     def read(self, index: int, bucket: Bucket) -> Any:
@@ -197,7 +199,7 @@ class Worker:
 
     def start(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the center to the root's replica; collective."""
-        self.wake()
+        self.go_on()
         if self.communicator.rank == self._root:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
@@ -214,7 +216,7 @@ class Worker:
         if not has_center[self._root]:
             self.start(parts)
             return
-        self.wake()
+        self.go_on()
         if self.communicator.rank == self._root and state is not None:
             self.transport.write(self._saved(parts, state), state["center_optimizer"])
         self._wait_for_root()
@@ -231,7 +233,7 @@ class Worker:
     def _wait_for_root(self) -> None:
         self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
 
-    def show(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
+    def read_from_saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
         """Let what was saved be read as the center, until there is one."""
         self._final = list(self._saved(parts, state))
 
@@ -247,7 +249,7 @@ class Worker:
         self.communicator.assemble(self._number)
         self._final = [self.transport.read(index) for index in range(self._count)]
         self.communicator.assemble(self._number)
-        self.transport.rest()
+        self.transport.expect_nothing()
 
     def final(self, index: int) -> np.ndarray:
         """Return a bucket of the final center, after :meth:`finish`."""
@@ -255,7 +257,7 @@ class Worker:
             raise RuntimeError("There is no final center before finish()")
         return self._final[index]
 
-    def wake(self) -> None:
+    def go_on(self) -> None:
         """Go on after :meth:`finish`: forget the center that was final."""
         self._final = None
 

@@ -27,7 +27,7 @@ class Root(Placement):
         """All-reduce, or broadcast from the root."""
         return reduced(communicator, buffer, name, op, self._root)
 
-    def moves(self, bytes_of_bucket: int) -> int:
+    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
         """The root sends all of it."""
         return bytes_of_bucket if self._rank == self._root else 0
 

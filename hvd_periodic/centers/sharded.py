@@ -29,7 +29,7 @@ class Sharded(Placement):
             raise ValueError(f"Only sums can be scattered over ranks. Received: {op!r}")
         return communicator.reducescatter(buffer, name)
 
-    def moves(self, bytes_of_bucket: int) -> int:
+    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
         """One n-th."""
         start, stop = chunk(bytes_of_bucket, self._rank, self._size)
         return stop - start

@@ -109,10 +109,10 @@ class TensorGroup(Generic[V]):
         for bucket in self.values.layout.buckets:
             x = self._read(bucket, slot=0)
             for key, vector in self._initial_center(x).items():
-                self.keep(key, bucket, vector)
+                self.set_share(key, bucket, vector)
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
 
-    def keep(self, key: str, bucket: Bucket, vector: V) -> None:
+    def set_share(self, key: str, bucket: Bucket, vector: V) -> None:
         """Set this rank's share of a bucket of a vector of the center, given the whole bucket."""
         start, stop = self.placement.bounds(bucket)
         if stop > start:
@@ -140,8 +140,8 @@ class TensorGroup(Generic[V]):
         if self._outer is not None:
             self._outer.step()
             for bucket in self.values.layout.buckets:
-                self.take(bucket, self._handed_out(communicator, bucket, exchange, prefix), exchange)
-                sent += self.placement.moves(bucket.nbytes)
+                self.pull(bucket, self._handed_out(communicator, bucket, exchange, prefix), exchange)
+                sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         return sent
 
     def begin(
@@ -153,7 +153,7 @@ class TensorGroup(Generic[V]):
         center = x
         if algorithm.reads_before:
             center = self._handed_out(communicator, bucket, exchange, prefix)
-            sent += self.placement.moves(bucket.nbytes)
+            sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         message, changed = algorithm.message(
             self._replica.space, x, worker, center, exchange, out=self._replica.scratch(bucket, slot + 1)
         )
@@ -186,7 +186,7 @@ class TensorGroup(Generic[V]):
         # Not read again: a store may keep what is written of a tensor until its last bucket is there.
         handed_out = self._handed_out(communicator, bucket, exchange, prefix, moved)
         self._pull(bucket, pending.x, pending.worker, handed_out, exchange)
-        return self.placement.moves(bucket.nbytes)
+        return self.placement.bytes_to_hand_out(bucket.nbytes)
 
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:
         """Return what an asynchronous transaction takes: the replica, or the message if that needs no center."""
@@ -199,7 +199,7 @@ class TensorGroup(Generic[V]):
         self._write(self.worker, bucket, worker, changed)
         return message
 
-    def take(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
+    def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
         """Let the replica pull a bucket of what the center hands out."""
         x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
         self._pull(bucket, x, self._read_all(self.worker, bucket), center, exchange)

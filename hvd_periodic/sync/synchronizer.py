@@ -20,7 +20,7 @@ from hvd_periodic.algorithms.broadcast import Broadcast
 from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.algorithms.statistics import Statistics
 from hvd_periodic.arguments import outer_name
-from hvd_periodic.asynchronous.held import SharedPart
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement, Replicated, Sharded, placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
@@ -116,7 +116,7 @@ class Standpoint:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Agreement:
     """What ranks have learned of each other before an exchange.
 
     Attributes:
@@ -244,7 +244,7 @@ class Synchronizer(Generic[V]):
         self.asynchronous: Worker | None = None
         placements: list[Placement] = [place(communicator, root), *[Replicated(communicator, root)] * 3]
         if asynchronous:
-            shared = [SharedPart(values.layout, made) for _, values, made in exchanged]
+            shared = [ExchangedTensors(values.layout, made) for _, values, made in exchanged]
             shared[0] = replace(shared[0], optimized=outer is not None)
             sharded = place is Sharded
             self.asynchronous = Worker(communicator, replica, self.outer, shared, root, sharded, use_locking)
@@ -733,7 +733,7 @@ class Synchronizer(Generic[V]):
         """Give the ranks of a communicator all that one of them has."""
         is_root, worker = communicator.rank == root, self.asynchronous
         if worker is not None:
-            worker.wake()
+            worker.go_on()
 
         send = _sender(communicator, f"{name}.broadcast", root)
         restored = None if self._restored is None else self._restored["center_optimizer"]
@@ -812,7 +812,7 @@ class Synchronizer(Generic[V]):
             if is_root and self._restored is not None:
                 self.replica.load(held, self._restored["vectors"][part.name][key])
             for bucket in layout.buckets:
-                part.keep(key, bucket, send(held.read(bucket, out=self.replica.scratch(bucket, 0))))
+                part.set_share(key, bucket, send(held.read(bucket, out=self.replica.scratch(bucket, 0))))
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -953,7 +953,7 @@ class Synchronizer(Generic[V]):
         for part in self.parts:
             part.load(state["vectors"][part.name])
         if worker is not None:
-            worker.show(self.parts, state)
+            worker.read_from_saved(self.parts, state)
         self._restored = None if self.placement.everywhere else state
         self._loaded = True
         self.run = state.get("run", "")
@@ -1001,7 +1001,7 @@ class Synchronizer(Generic[V]):
             return False
         started = time.perf_counter()
         own = self._standpoint()
-        meeting = self.conclude(self._meet(Purpose.LEAVE if leaving else Purpose.EXCHANGE), own)
+        meeting = self.agreement_of(self._meet(Purpose.LEAVE if leaving else Purpose.EXCHANGE), own)
         plan = self._plan(meeting)
         self._count(bytes_sent=8 * len(integers(Record(0, 0))))
         self.hyperparameters.follow(meeting.settings)
@@ -1076,12 +1076,12 @@ class Synchronizer(Generic[V]):
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         problem = problem or self._problem(own, purpose)
-        record = self.announce(own, purpose, problem)
+        record = self.own_record(own, purpose, problem)
         records = records_of(self.communicator.gather_integers(integers(record), self.meeting_name))
         check(self.communicator, records, None if problem is None else RuntimeError(problem))
         return records
 
-    def _plan(self, meeting: Meeting) -> Plan:
+    def _plan(self, meeting: Agreement) -> Plan:
         """Return what the schedule says at this exchange, the same on all ranks.
 
         Where nobody trains any more, it may have nothing to say; where nothing is exchanged, it is not asked. The
@@ -1128,7 +1128,7 @@ class Synchronizer(Generic[V]):
         """The name of the collective in which ranks meet."""
         return self.communicator.meeting_name
 
-    def announce(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
+    def own_record(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
         """Return what this rank tells the others before any data travels."""
         settings = self.hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
@@ -1155,7 +1155,7 @@ class Synchronizer(Generic[V]):
         """Return the exchange after this one, if the schedule can say so before ranks have met."""
         return foresee(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
 
-    def conclude(self, records: Sequence[Record], own: Standpoint) -> Meeting:
+    def agreement_of(self, records: Sequence[Record], own: Standpoint) -> Agreement:
         """Return what this exchange is, given what all ranks announced.
 
         Raises:
@@ -1176,7 +1176,7 @@ class Synchronizer(Generic[V]):
             )
         step = max(record.local_steps for record in deciding)
         period = max(record.period for record in deciding)
-        return Meeting(
+        return Agreement(
             bool(training),
             own.counters.local_steps if training else step,
             pending=max(record.pending for record in records),

@@ -97,7 +97,7 @@ class Exchanges:
         synchronizer.opening = opening
         saved = synchronizer.saved_center = self.saved.center(synchronizer.parts)
         if saved is not None and synchronizer.asynchronous is not None:
-            synchronizer.asynchronous.show(synchronizer.parts, saved)
+            synchronizer.asynchronous.read_from_saved(synchronizer.parts, saved)
         if plan.center is not None and not plan.asynchronous:
             for i, variable in enumerate(plan.center.optimizer.variables):
                 self.saved.variables.variables[f"center_optimizer.{i}"] = variable

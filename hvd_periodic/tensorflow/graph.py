@@ -456,7 +456,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         name = self.meeting_name
 
         def announce(mine: list[int]) -> list[int]:
-            return self._announce_in_graph(from_integers(mine, kinds), Purpose.EXCHANGE)
+            return self._own_record_in_graph(from_integers(mine, kinds), Purpose.EXCHANGE)
 
         with tf.control_dependencies(_take_turn()):
             announced = on_host(announce, [before])
@@ -465,7 +465,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         decided = self._memory_kinds() | _kinds(_Exchanging)
 
         def conclude(integers: list[int], of_all: list[int]) -> list[int]:
-            return to_integers(self._conclude_in_graph(from_integers(integers, kinds), of_all), decided)
+            return to_integers(self._agreement_in_graph(from_integers(integers, kinds), of_all), decided)
 
         concluded = on_host(conclude, [before, gathered])
         memory = unpacked(concluded, decided)
@@ -560,7 +560,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             own = self._standpoint_of(from_integers(integers.numpy().tolist(), kinds))
             plan = ask(self.schedule, own.clock)
             alone = Exchange(self.communicator.size, own.clock.period, max(own.counters.gradients, 1))
-            worker.wake()
+            worker.go_on()
             pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
             missed = worker.transport.missed
             pushed = _Pushing(missed, max(missed, own.counters.staleness_max), plan.next_exchange)
@@ -576,7 +576,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             center = tf.ensure_shape(pulled, [bucket.size])
             if part is self.parts[0]:
                 self._mirror(bucket, center, exchange)
-            part.take(bucket, center, exchange)
+            part.pull(bucket, center, exchange)
         self._count(rounds=1, bytes_sent=sum(bucket.nbytes for _, bucket in buckets), pushes_missed=pushed.missed)
         variables["last_exchange"].assign(variables["local_steps"])
         variables["next_exchange"].assign(pushed.next_exchange)
@@ -637,7 +637,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         kinds, before = {name: scalar.dtype for name, scalar in known.items()}, packed(known)
 
         def announce(mine: list[int]) -> list[int]:
-            return self._announce_in_graph(from_integers(mine, kinds), Purpose.START)
+            return self._own_record_in_graph(from_integers(mine, kinds), Purpose.START)
 
         def judge(mine: list[int], of_all: list[int]) -> list[int]:
             self._check_in_graph(from_integers(mine, kinds), of_all, Purpose.START)
@@ -687,9 +687,9 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         for send in self._senders(name):
             self._send_store(store, send)
 
-    def _announce_in_graph(self, known: Numbers, purpose: Purpose) -> list[int]:
+    def _own_record_in_graph(self, known: Numbers, purpose: Purpose) -> list[int]:
         own = self._standpoint_of(known)
-        return integers(self.announce(own, purpose, self._problem(own, purpose)))
+        return integers(self.own_record(own, purpose, self._problem(own, purpose)))
 
     def _check_in_graph(self, known: Numbers, gathered: list[int], purpose: Purpose) -> None:
         """Raise on all ranks where one cannot go on, or where they have come for different things."""
@@ -698,11 +698,11 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         kind = RuntimeError if self.communicator.changed() is None else ValueError
         check(self.communicator, records_of(gathered), None if problem is None else kind(problem))
 
-    def _conclude_in_graph(self, known: Numbers, gathered: list[int]) -> Numbers:
+    def _agreement_in_graph(self, known: Numbers, gathered: list[int]) -> Numbers:
         """Return the fields of :class:`_Exchanging`, and what the schedule remembers."""
         self._check_in_graph(known, gathered, Purpose.EXCHANGE)
         own, records = self._standpoint_of(known), records_of(gathered)
-        meeting = self.conclude(records, own)
+        meeting = self.agreement_of(records, own)
         plan = self._plan(meeting)
         settings = meeting.settings or self.hyperparameters.hyperparameters() or {}
         decision = _Exchanging(

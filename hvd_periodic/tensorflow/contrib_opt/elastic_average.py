@@ -12,8 +12,8 @@ from hvd_periodic.algorithms import Exchange
 from hvd_periodic.algorithms.easgd import ContribEASGD
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, value_of
-from hvd_periodic.tensorflow.contrib_opt.distributed import plain
 from hvd_periodic.tensorflow.contrib_opt.getters import ElasticAverageCustomGetter
+from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs
 from hvd_periodic.tensorflow.contrib_opt.rates import default_rho

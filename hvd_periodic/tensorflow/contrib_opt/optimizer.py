@@ -15,8 +15,8 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
-from hvd_periodic.tensorflow.contrib_opt.distributed import plain
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
+from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
 from hvd_periodic.tensorflow.contrib_opt.initialized import initialize_with

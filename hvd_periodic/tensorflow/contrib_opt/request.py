@@ -13,8 +13,8 @@ from hvd_periodic.arguments import require_int, spelled
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
-from hvd_periodic.tensorflow.contrib_opt.distributed import averaged_by
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
+from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Request:
         with spelled({"ContribEASGD": cls, "AGN": cls}):
             algorithm = self.algorithm()
             (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
-        averaged = averaged_by(self.opt)
+        averaged = gradient_group_of(self.opt)
         return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
 
     def _check_optimizer(self, cls: str) -> None:

@@ -100,7 +100,7 @@ class StepEnd:
 
         def pull() -> None:
             for bucket in part.values.layout.buckets:
-                part.take(bucket, part.center.read(bucket), alone)
+                part.pull(bucket, part.center.read(bucket), alone)
 
         return self._branches.around_center_optimizer(
             exchange,

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class SharedPart:
+class ExchangedTensors:
     """Tensors that are exchanged together, as all ranks know them.
 
     Attributes:
@@ -32,7 +32,7 @@ class SharedPart:
     optimized: bool = False
 
 
-class HeldCenter:
+class CenterInMemory:
     """One holder's share of the center.
 
     Buckets are counted through all parts. A transaction on a bucket takes the worker's replica x, or its message where
@@ -48,7 +48,7 @@ class HeldCenter:
         buffer: ``uint8`` memory of :meth:`nbytes`.
     """
 
-    def __init__(self, parts: Sequence[SharedPart], shares: Sequence[Layout], buffer: np.ndarray) -> None:
+    def __init__(self, parts: Sequence[ExchangedTensors], shares: Sequence[Layout], buffer: np.ndarray) -> None:
         self._space = ArraySpace()
         self._buckets: list[tuple[int, Bucket]] = []
         self.parts = list(parts)
@@ -68,7 +68,7 @@ class HeldCenter:
             self._buckets += [(index, bucket) for bucket in share.buckets]
 
     @staticmethod
-    def nbytes(parts: Sequence[SharedPart], shares: Sequence[Layout]) -> int:
+    def nbytes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> int:
         """Return the bytes that shares of these parts take."""
         return max((stop for _, stop in _pieces(parts, shares)), default=0)
 
@@ -103,7 +103,7 @@ class HeldCenter:
         return np.array(algorithm.hand_out(space, {"center": moved}, exchange)) if algorithm.reads_after else before
 
 
-def _pieces(parts: Sequence[SharedPart], shares: Sequence[Layout]) -> Iterator[tuple[int, int]]:
+def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[tuple[int, int]]:
     """Yield the first and the past-the-last byte of every arena, in the order in which a center allocates them."""
     position = 0
     for part, share in zip(parts, shares, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 
 
-def averaged_by(opt: Any) -> TensorFlowCommunicator | None:
+def gradient_group_of(opt: Any) -> TensorFlowCommunicator | None:
     """Return the ranks whose gradients a DistributedOptimizer averages; None of another optimizer.
 
     Raises:
