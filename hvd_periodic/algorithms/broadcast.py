@@ -28,7 +28,7 @@ class Broadcast(Algorithm):
     reads_before: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
-        """Refuse."""
+        """Raise: the root may not be there when another worker exchanges."""
         raise ValueError("buffers='broadcast' is for synchronous exchange, where the root is there: use 'local'")
 
     def message(

@@ -90,11 +90,11 @@ class ServiceTransport(Transport):
         self.missed, self._seen = pushes - self._seen, pushes + 1
 
     def read(self, index: int) -> np.ndarray:
-        """Ask for it."""
+        """Ask every holder for its share of a bucket."""
         return self._gather(index)
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Send it to the holders."""
+        """Send every holder its share of all buckets, and then the state of the optimizer."""
         for index, values in enumerate(buckets):
             for holder, start, stop in self._slices(index):
                 part = np.ascontiguousarray(values[start:stop])
@@ -117,7 +117,7 @@ class ServiceTransport(Transport):
                 self._answer(holder)
 
     def optimizer_state(self) -> Any:
-        """Ask the holders."""
+        """Ask every holder for the state of the optimizer of its share."""
         states = []
         for holder in self._holders:
             if holder == self._rank:

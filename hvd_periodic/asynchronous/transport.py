@@ -115,12 +115,12 @@ class MemoryTransport(Transport):
             yield pulled
 
     def read(self, index: int) -> np.ndarray:
-        """Copy it."""
+        """Copy a bucket under its lock."""
         with self._locked(index):
             return self._held.read(index)
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Copy them."""
+        """Copy all buckets and the state of the optimizer under one lock."""
         with self._memory.lock(0, sum(self._counts) + 1):
             for index, values in enumerate(buckets):
                 self._held.write(index, values)

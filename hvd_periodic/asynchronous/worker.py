@@ -52,7 +52,7 @@ class BehindTransport(Placement):
         self._worker, self._first = worker, first
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """Nothing is here."""
+        """Return that this rank holds no element: all are behind the transport."""
         return 0, 0
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:

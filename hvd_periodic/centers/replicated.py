@@ -17,11 +17,11 @@ class Replicated(Placement):
     everywhere = True
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """Everything."""
+        """Return all elements."""
         return 0, bucket.size
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
-        """It is here."""
+        """Return the share, which is the whole bucket."""
         return share
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:

@@ -16,7 +16,7 @@ class Root(Placement):
     name = "root"
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """Everything on the root, nothing elsewhere."""
+        """Return all elements on the root, and none elsewhere."""
         return 0, bucket.size if self._rank == self._root else 0
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
@@ -28,7 +28,7 @@ class Root(Placement):
         return reduced(communicator, buffer, name, op, self._root)
 
     def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
-        """The root sends all of it."""
+        """Return the whole bucket on the root, which sends it."""
         return bytes_of_bucket if self._rank == self._root else 0
 
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:

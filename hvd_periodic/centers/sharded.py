@@ -16,7 +16,7 @@ class Sharded(Placement):
     name = "sharded"
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """One n-th."""
+        """Return this rank's chunk of the elements."""
         return chunk(bucket.size, self._rank, self._size)
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
@@ -30,7 +30,7 @@ class Sharded(Placement):
         return communicator.reducescatter(buffer, name)
 
     def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
-        """One n-th."""
+        """Return the bytes of this rank's chunk."""
         start, stop = chunk(bytes_of_bucket, self._rank, self._size)
         return stop - start
 

@@ -42,7 +42,7 @@ class LocalCommunicator(Communicator):
         return [value]
 
     def shares_memory(self) -> bool:
-        """Yes."""
+        """Return that the only rank shares memory with itself."""
         return True
 
     def shared_memory(self, nbytes: int) -> SharedMemory:

@@ -61,7 +61,7 @@ class ThreadCommunicator(Communicator):
         return self._group.exchange(self.rank, (name,), value)
 
     def shares_memory(self) -> bool:
-        """Yes."""
+        """Return that ranks, which are threads, share all memory."""
         return True
 
     def shared_memory(self, nbytes: int) -> SharedMemory:

@@ -22,5 +22,5 @@ class Local(LocalState):
     touches: ClassVar[bool] = False
 
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return none."""
+        """Return that nothing is averaged."""
         return {}

@@ -28,5 +28,5 @@ class Reset(LocalState):
     resets: ClassVar[bool] = True
 
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return none."""
+        """Return that nothing is averaged."""
         return {}

@@ -56,7 +56,7 @@ class ArrayOuterOptimizer:
         return {key: value for key, value in vars(self._optimizer).items() if isinstance(value, (int, float, str))}
 
     def follow(self, settings: Any) -> None:
-        """Set them."""
+        """Set these attributes; of None, leave them as they are."""
         vars(self._optimizer).update(settings or {})
 
     def state(self) -> Any:

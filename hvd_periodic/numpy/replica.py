@@ -71,11 +71,11 @@ class NumpyReplica:
         return None
 
     def new_store(self, layout: Layout, name: str) -> Store[Array]:
-        """Return zeros."""
+        """Return flat arrays of zeros, one per dtype."""
         return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
 
     def new_temporary_store(self, layout: Layout) -> Store[Array]:
-        """Return zeros."""
+        """Return what :meth:`new_store` does: saved are arrays."""
         return self.new_store(layout, "temporary")
 
     def scratch(self, bucket: Bucket, slot: int) -> None:
@@ -105,11 +105,11 @@ class NumpyReplica:
         self.gradients = [None] * len(self.arrays)
 
     def to_host(self, value: Array, bucket: Bucket) -> Array:
-        """It is there."""
+        """Return the array itself: it is in host memory."""
         return value
 
     def from_host(self, array: Array, bucket: Bucket) -> Array:
-        """It is there."""
+        """Return the array itself."""
         return array
 
     def to_bytes(self, value: Array) -> bytes:
