@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.consensus import Consensus
 from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Averaging(Algorithm):
+class Averaging(Consensus):
     """Replace every replica, and the center, by the mean of the replicas.
 
         c   ← c + 1/n Σ_i (x_i − c)  =  1/n Σ_i x_i
@@ -33,16 +34,6 @@ class Averaging(Algorithm):
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
     """
 
-    def message(
-        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
-    ) -> tuple[V, State[V]]:
-        """Return the displacement ``x − c``."""
-        return space.sub(x, center, out=out), {}
-
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the center by the mean displacement."""
         return {"center": space.axpy(1.0 / exchange.size, total, center["center"])}
-
-    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center."""
-        return center, {}

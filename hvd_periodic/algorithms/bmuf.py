@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.consensus import Consensus
 from hvd_periodic.arguments import require_momentum, require_real
 from hvd_periodic.vectors.space import VectorSpace
 
@@ -13,7 +14,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class BMUF(Algorithm):
+class BMUF(Consensus):
     """Filter what a block of local training has moved the mean, with a momentum over blocks.
 
         ḡ   = h − 1/n Σ_i x_i          h: what was handed out last
@@ -66,12 +67,6 @@ class BMUF(Algorithm):
         """Return the center and Δ = 0."""
         return {"center": space.copy(x), "block_update": space.zeros_like(x)}
 
-    def message(
-        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
-    ) -> tuple[V, State[V]]:
-        """Return the displacement from what was handed out."""
-        return space.sub(x, center, out=out), {}
-
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the center by the filtered update."""
         update = space.scale(self.momentum(exchange), center["block_update"])
@@ -83,7 +78,3 @@ class BMUF(Algorithm):
         if not self.nesterov:
             return center["center"]
         return space.axpy(self.momentum(exchange), center["block_update"], space.copy(center["center"]))
-
-    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become what is handed out."""
-        return center, {}

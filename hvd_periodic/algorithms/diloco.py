@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.consensus import Consensus
 from hvd_periodic.arguments import require_momentum, require_real
 from hvd_periodic.outer.sgd import OuterSGD
 from hvd_periodic.vectors.space import VectorSpace
@@ -14,7 +15,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
+class DiLoCo(Consensus):
     """Descend with the center on what the workers' local training has moved them, by an outer optimizer.
 
         g   = c − 1/n Σ_i x_i          the pseudo-gradient
@@ -67,12 +68,6 @@ class DiLoCo(Algorithm):
         """Return the center and the state of the outer optimizer."""
         return {"center": space.copy(x), **self.outer.init(space, x)}
 
-    def message(
-        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
-    ) -> tuple[V, State[V]]:
-        """Return the displacement ``x − c``."""
-        return space.sub(x, center, out=out), {}
-
     def gradient(self, space: VectorSpace[V], total: V, exchange: Exchange) -> V:
         """Return the pseudo-gradient, the negative mean displacement."""
         return space.scale(-1.0 / exchange.size, total)
@@ -81,7 +76,3 @@ class DiLoCo(Algorithm):
         """Take one step of the outer optimizer."""
         moved, state = self.outer.step(space, center["center"], self.gradient(space, total, exchange), center)
         return {"center": moved, **state}
-
-    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center."""
-        return center, {}

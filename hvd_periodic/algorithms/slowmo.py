@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.consensus import Consensus
 from hvd_periodic.arguments import require_momentum, require_real
 from hvd_periodic.vectors.space import VectorSpace
 
@@ -13,7 +14,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class SlowMo(Algorithm):
+class SlowMo(Consensus):
     """Average, then let a slow momentum of the averages move the center further.
 
         g   = c − 1/n Σ_i x_i
@@ -62,12 +63,6 @@ class SlowMo(Algorithm):
         """Return the center and u = 0."""
         return {"center": space.copy(x), "slow_momentum": space.zeros_like(x)}
 
-    def message(
-        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
-    ) -> tuple[V, State[V]]:
-        """Return the displacement ``x − c``."""
-        return space.sub(x, center, out=out), {}
-
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the center by its momentum."""
         rate, c, u = exchange.learning_rate, center["center"], center["slow_momentum"]
@@ -81,7 +76,3 @@ class SlowMo(Algorithm):
 
         moved, momentum = space.if_zero(rate, mean, slowly)
         return {"center": moved, "slow_momentum": momentum}
-
-    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center."""
-        return center, {}

@@ -1,0 +1,35 @@
+"""What algorithms share whose workers all go on from what the center hands out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.vectors.space import VectorSpace
+
+V = TypeVar("V")
+
+
+class Consensus(Algorithm):
+    """Workers send their displacement from what the center has handed out, and become what it hands out next.
+
+        m_i = x_i − h
+        x_i ← h
+
+    How the center moves is what these algorithms differ in.
+    """
+
+    def message(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
+    ) -> tuple[V, State[V]]:
+        """Return the displacement ``x − h``."""
+        return space.sub(x, center, out=out), {}
+
+    @abstractmethod
+    def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Return what changes of the center's vectors, given the sum of the displacements; may overwrite all."""
+
+    def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
+        """Become what the center hands out."""
+        return center, {}
