@@ -13,4 +13,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("timeout")
         if marker is not None:
-            item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]))
+            item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]), append=False)

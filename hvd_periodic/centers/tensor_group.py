@@ -243,6 +243,10 @@ class TensorGroup(Generic[V]):
         """
         here = {spec.name: spec.shape for spec in self.values.layout.specs}
         for key in self.vectors:
+            if key not in saved and saved:
+                raise ValueError(
+                    f"The saved state has no {key!r} of the {self.name}: it was saved by an algorithm of other settings"
+                )
             there = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
             differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
             if differing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
@@ -130,7 +131,7 @@ class PeriodicOptimizer:
 
 def _learning_rate(optimizer: ArrayOptimizer) -> float:
     rate = getattr(optimizer, "learning_rate", None)
-    if not isinstance(rate, (int, float)):
+    if not isinstance(rate, Real):
         raise TypeError(
             f"The algorithm needs the learning rate of local steps, and {type(optimizer).__name__} has no attribute "
             f"`learning_rate` that is a number. Received: {rate!r}"

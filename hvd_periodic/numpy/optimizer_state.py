@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 from hvd_periodic.numpy.replica import NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.vectors.store import Store
+
+_MARK = 0.75
+"""A value, exact in every dtype, that no state of an optimizer starts from by itself."""
 
 
 class ArrayOptimizerState:
@@ -20,8 +24,11 @@ class ArrayOptimizerState:
         replica: the parameters.
     """
 
+    complete = False
+
     def __init__(self, optimizer: ArrayOptimizer, replica: NumpyReplica) -> None:
         self._optimizer, self._replica = optimizer, replica
+        self._start: Mapping[str, Sequence[tuple[str, Array]]] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, Array]]]:
         """Return them by the name of the attribute."""
@@ -35,11 +42,22 @@ class ArrayOptimizerState:
         """Return arrays as a store."""
         return self._replica.store_of(pairs)
 
+    def learn_start(self) -> None:
+        """Let a copy take one step, without gradient, and look; what an optimizer has already, starts from zero."""
+        if self.entries():
+            return
+        trial, arrays = copy.deepcopy(self._optimizer), [np.full_like(array, _MARK) for array in self._replica.arrays]
+        trial.step(arrays, [np.zeros_like(array) for array in arrays])
+        self._start = ArrayOptimizerState(trial, self._replica).entries()
+
     def reset(self) -> None:
-        """Set all to zero."""
-        for pairs in self.entries().values():
-            for _, array in pairs:
-                array[...] = 0
+        """Set all to what a new optimizer has: zeros, the parameters, or what its settings say."""
+        of_name = dict(zip(self._replica.names, self._replica.arrays, strict=True))
+        for entry, pairs in self.entries().items():
+            start = dict(self._start.get(entry, ()))
+            for name, array in pairs:
+                value = start.get(name, np.zeros_like(array))
+                array[...] = of_name[name] if (value == _MARK).all() else value
 
     def _is_state(self, value: list[Any]) -> bool:
         shapes = [array.shape for array in value if isinstance(array, np.ndarray)]

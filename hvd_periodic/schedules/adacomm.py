@@ -55,7 +55,7 @@ class AdaComm(Schedule):
     def __call__(self, clock: Clock) -> int:
         """Return the number of local steps until the next exchange."""
         period = int(clock.memory.get("period", self.initial))
-        if "loss" not in clock.memory or clock.round % self.every_rounds:
+        if "loss" not in clock.memory or clock.loss is None or clock.round % self.every_rounds:
             return period
         ratio = self._loss(clock) / clock.memory["loss"]
         if clock.learning_rate is not None and "learning_rate" in clock.memory:

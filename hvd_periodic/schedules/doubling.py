@@ -35,9 +35,11 @@ class Doubling(Schedule):
     limit: int = 100
 
     def __post_init__(self) -> None:
-        require_int(self.start, "`Doubling(start=...)`", minimum=1)
-        require_int(self.every_rounds, "`Doubling(every_rounds=...)`", minimum=1)
-        require_int(self.limit, "`Doubling(limit=...)`, which is not below `start`,", minimum=self.start)
+        start = require_int(self.start, "`Doubling(start=...)`", minimum=1)
+        every = require_int(self.every_rounds, "`Doubling(every_rounds=...)`", minimum=1)
+        limit = require_int(self.limit, "`Doubling(limit=...)`, which is not below `start`,", minimum=start)
+        for name, value in (("start", start), ("every_rounds", every), ("limit", limit)):
+            object.__setattr__(self, name, value)
 
     def __call__(self, clock: Clock) -> int:
         """Return the number of local steps until the next exchange."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,13 +22,26 @@ Pairs = Sequence[tuple[str, Any]]
 
 
 class OptimizerState(Protocol[V]):
-    """The state of a local optimizer, as a front end knows it."""
+    """The state of a local optimizer, as a front end knows it.
+
+    Attributes:
+        complete: it is all there before the first step.
+    """
+
+    complete: bool
 
     def entries(self) -> Mapping[str, Pairs]:
         """Return what the optimizer keeps in the shape of parameters, by its own names; step counters left out."""
 
     def store(self, pairs: Pairs) -> Store[V]:
         """Return the tensors of an entry as a store."""
+
+    def learn_start(self) -> None:
+        """Find out what entries are before the first step, which :meth:`reset` sets them to.
+
+        Raises:
+            TypeError: that cannot be found out.
+        """
 
     def reset(self) -> None:
         """Set all entries to what they are before the first step."""
@@ -49,19 +63,25 @@ class OptimizerStateExchange(Generic[V]):
 
     def __init__(self, policy: LocalState, state: OptimizerState[V], replica: Replica[V], placement: Placement) -> None:
         self._policy, self._state, self._replica, self._placement = policy, state, replica, placement
+        if policy.resets:
+            state.learn_start()
 
     def facts(self) -> dict[str, object]:
-        """Return what all ranks have to agree on before an exchange: names, shapes and dtypes by entry."""
-        facts: dict[str, object] = {"optimizer_state": self._policy}
-        for entry, pairs in self._state.entries().items():
-            for name, tensor in pairs:
-                facts[f"{entry} of {name} in the optimizer's state"] = f"{tensor.dtype}{list(tensor.shape)}"
-        return facts
+        """Return what all ranks have to agree on before an exchange: names, shapes and dtypes of what is averaged.
+
+        It is empty as long as the optimizer has not stepped, and so keeps nothing.
+        """
+        entries = self._state.entries()
+        return {
+            f"{entry} of {name} in the optimizer's state": f"{tensor.dtype}{list(tensor.shape)}"
+            for entry in (self._policy.averaged(list(entries)) if entries or self._state.complete else ())
+            for name, tensor in entries[entry]
+        }
 
     def problem(self) -> str | None:
         """Return why this rank cannot do what the policy asks, or None."""
         try:
-            self._policy.averaged(list(self._state.entries()))
+            self.facts()
         except ValueError as error:
             return str(error)
         return None
@@ -69,7 +89,9 @@ class OptimizerStateExchange(Generic[V]):
     def exchange(self, communicator: Communicator, exchange: Exchange, rounds: Any, prefix: str, when: When) -> Any:
         """Average what is due after so many exchanges, or begin anew; return the bytes handed to collectives."""
         entries, sent = self._state.entries(), 0
-        for entry, every in self._policy.averaged(list(entries)).items():
+        for entry, every in (self._policy.averaged(list(entries)) if entries else {}).items():
+            if not any(math.prod(tensor.shape) for _, tensor in entries[entry]):
+                continue
             group = self._group(entry, entries[entry], every)
             sent += when(group.due(rounds), lambda group=group: group.exchange(communicator, exchange, prefix))  # type: ignore[misc]
         if self._policy.resets:

@@ -166,6 +166,9 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
             clock = _ForeseenClock(exchanges[-1], clock.round + 1, period=period, memory=memory)
     except _UnforeseenError:
         pass
+    except LookupError:  # A table of the user's may be no longer than training.
+        if not exchanges:
+            raise
     return exchanges
 
 

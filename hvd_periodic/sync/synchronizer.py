@@ -128,6 +128,7 @@ class Agreement:
         clock: what all have agreed on, for the schedule.
         unforeseen: the schedule could not be asked before, so that ranks have to compare what it says now.
         settings: hyper-parameters for the step of the center optimizer, where those of ranks differ.
+        states_are_there: all local optimizers have stepped, or none has: what they keep can be exchanged.
     """
 
     training: bool
@@ -137,6 +138,7 @@ class Agreement:
     clock: Clock
     unforeseen: bool = False
     settings: Any = None
+    states_are_there: bool = True
 
 
 class Synchronizer(Generic[V]):
@@ -250,8 +252,8 @@ class Synchronizer(Generic[V]):
             self.asynchronous = Worker(communicator, replica, self.outer, shared, root, sharded, use_locking)
             placements = list(self.asynchronous.placements)
         self.placement = placements[0]
-        self._policy = as_local_state(optimizer_state)
-        self.optimizer_state = self._state_exchange(self._policy, local_optimizer, root)
+        self.policy = as_local_state(optimizer_state)
+        self.optimizer_state = self._state_exchange(self.policy, local_optimizer, root)
         self._restored: dict[str, Any] | None = None
         self.parts = [
             TensorGroup(part, values, made, replica, where, outer if i == 0 else None, rates if i == 0 else None)
@@ -924,6 +926,7 @@ class Synchronizer(Generic[V]):
             "counters": asdict(self.counters),
             "notes": asdict(self.notes),
             "center_optimizer": optimizer_state,
+            "outer": self.outer.name,
             "vectors": vectors,
         }
 
@@ -974,6 +977,10 @@ class Synchronizer(Generic[V]):
             raise ValueError(
                 f"The state was saved by {state['algorithm']}, this optimizer runs {type(self.algorithm).__name__}"
             )
+        if state.get("outer", self.outer.name) != self.outer.name:
+            raise ValueError(
+                f"The state was saved with the outer optimizer {state['outer']}, and this one has {self.outer.name}"
+            )
         for part in self.parts:
             part.check_state(state["vectors"].get(part.name, {}))
 
@@ -989,7 +996,7 @@ class Synchronizer(Generic[V]):
             "asynchronous": self.asynchronous is not None,
             **({} if self.asynchronous is None else self.asynchronous.facts()),
             "center optimizer": self.outer.name,
-            "optimizer_state": self._policy,
+            "optimizer_state": self.policy,
             **self.replica.facts(),
             **self.hyperparameters.settings(),
         }
@@ -1012,7 +1019,8 @@ class Synchronizer(Generic[V]):
                     self.restart_center()
                 if not self.replicas_are_equal:
                     self._count(bytes_sent=sum(p.exchange(self.communicator, exchange, self.name) for p in self.parts))
-                    self._count(bytes_sent=self._exchange_optimizer_state(exchange, self.counters.rounds))
+                    if meeting.states_are_there:
+                        self._count(bytes_sent=self._exchange_optimizer_state(exchange, self.counters.rounds))
             except Exception as error:
                 self._failure = f"The exchange at step {self.counters.local_steps} failed: {error}"
                 raise
@@ -1147,13 +1155,23 @@ class Synchronizer(Generic[V]):
             learning_rate=own.learning_rate,
             step_seconds=own.step_seconds,
             loss=own.notes.loss,
-            optimizer_state=0 if self.optimizer_state is None else _fingerprint(self.optimizer_state.facts()),
+            optimizer_state=self._state_fingerprint() if problem is None and purpose != Purpose.START else 0,
             foreseen=(self._foreseen(own, purpose) or 0) if problem is None else 0,
         )
 
+    def _state_fingerprint(self) -> int:
+        """Return a number that is the same where local optimizers keep the same; 0 where this one keeps nothing yet."""
+        facts = {} if self.optimizer_state is None else self.optimizer_state.facts()
+        return _fingerprint(facts) if facts else 0
+
     def _foreseen(self, own: Standpoint, purpose: Purpose) -> int | None:
         """Return the exchange after this one, if the schedule can say so before ranks have met."""
-        return foresee(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
+        try:
+            return foresee(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
+        except Exception:
+            if purpose == Purpose.LEAVE:  # Where training ends, a schedule may have nothing to say.
+                return None
+            raise
 
     def agreement_of(self, records: Sequence[Record], own: Standpoint) -> Agreement:
         """Return what this exchange is, given what all ranks announced.
@@ -1163,7 +1181,8 @@ class Synchronizer(Generic[V]):
             ValueError: on all ranks, if the hyper-parameters of the center optimizer differ; or what local optimizers
                 keep, where it is exchanged.
         """
-        if self.optimizer_state is not None and len({record.optimizer_state for record in records}) > 1:
+        states = {record.optimizer_state for record in records}
+        if self.optimizer_state is not None and 0 not in states and len(states) > 1:
             agree(self.communicator, self.name, self.optimizer_state.facts())
         training = [record for record in records if record.training]
         deciding = training or list(records)
@@ -1184,6 +1203,7 @@ class Synchronizer(Generic[V]):
             clock=agreed_clock(deciding, replace(own.clock, step=step, period=period)),
             unforeseen=not deciding[0].foreseen or len({record.foreseen for record in deciding}) > 1,
             settings=self._settings_of(records, deciding),
+            states_are_there=len(states) == 1,
         )
 
     def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:

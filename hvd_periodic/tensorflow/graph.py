@@ -33,7 +33,7 @@ NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 
 _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
 
-_MEMORY = "memory."
+MEMORY = "memory."
 """Begins the names of variables of what a schedule remembers."""
 
 
@@ -253,7 +253,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
             self.note_variables["loss_sum"] = self._new_variable("loss_sum", (), tf.float64, 0.0)
             self.note_variables["losses"] = self._new_variable("losses", (), tf.int64, 0)
         for name in self.schedule.remembers:
-            self.note_variables[_MEMORY + name] = self._new_variable(f"{_MEMORY}{name}", (), tf.float64, np.nan)
+            self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, np.nan)
 
     @property
     def notes(self) -> Notes:
@@ -264,8 +264,8 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
     @notes.setter
     def notes(self, notes: Notes) -> None:
         for name, variable in self.note_variables.items():
-            remembered = notes.memory.get(name.removeprefix(_MEMORY), np.nan)
-            variable.assign(remembered if name.startswith(_MEMORY) else getattr(notes, name))
+            remembered = notes.memory.get(name.removeprefix(MEMORY), np.nan)
+            variable.assign(remembered if name.startswith(MEMORY) else getattr(notes, name))
 
     def report(self, loss: Any) -> None:
         """Tell schedules the loss of this rank, as in the core; also in a compiled function.
@@ -498,7 +498,7 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
         return tf.constant(True)
 
     def _memory_kinds(self) -> dict[str, tf.DType]:
-        return {_MEMORY + name: tf.float64 for name in self.schedule.remembers}
+        return {MEMORY + name: tf.float64 for name in self.schedule.remembers}
 
     def _known(self) -> dict[str, tf.Tensor]:
         """Return what this rank knows by itself, in a graph."""
@@ -715,15 +715,15 @@ class VariableSynchronizer(synchronizer.Synchronizer[Any]):
 
     def _remembered(self, memory: Mapping[str, float]) -> Numbers:
         """Return what is remembered under the names of its variables; None for nothing."""
-        return {_MEMORY + name: memory.get(name) for name in self.schedule.remembers}
+        return {MEMORY + name: memory.get(name) for name in self.schedule.remembers}
 
 
 def _notes_of(values: Mapping[str, Any]) -> Notes:
     """Return notes from the values of their variables, some of which may not be there."""
     memory = {
-        name.removeprefix(_MEMORY): value
+        name.removeprefix(MEMORY): value
         for name, value in values.items()
-        if name.startswith(_MEMORY) and value is not None and not np.isnan(value)
+        if name.startswith(MEMORY) and value is not None and not np.isnan(value)
     }
     losses = values.get("loss_sum", 0.0)
     return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory)

@@ -18,6 +18,10 @@ _OTHERS = ("_trainable_variables", "_model_variables_moving_average", "_accumula
 """Lists that Keras itself keeps for every optimizer: the variables, moving averages of them, sums of gradients."""
 
 
+_MARK = 0.73918246
+"""A value that no state of an optimizer starts from by itself."""
+
+
 class KerasOptimizerState:
     """What a Keras optimizer keeps of every variable that is exchanged, in its shape.
 
@@ -32,10 +36,21 @@ class KerasOptimizerState:
     def __init__(self, optimizer: Any, replica: VariableReplica) -> None:
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._optimizer, self._replica = optimizer.inner_optimizer if scales else optimizer, replica
-        self._initial: dict[str, float] | None = None
+        self._start: dict[str, float | None] = {}
+
+    complete = True
+
+    @property
+    def _of_several(self) -> bool:
+        return hasattr(self._optimizer, "optimizers")
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, tf.Variable]]]:
         """Return it by the optimizer's names, such as ``momentum``."""
+        if self._of_several:
+            raise ValueError(
+                f"`optimizer_state` must be 'local' with {type(self._optimizer).__name__}, which consists of several "
+                "optimizers with states of their own"
+            )
         names = {parameter.ref(): name for name, parameter in self._replica.named.parameters}
         entries: dict[str, list[tuple[str, tf.Variable]]] = {}
         for entry, owner, variable in _kept(self._optimizer):
@@ -47,14 +62,29 @@ class KerasOptimizerState:
         """Return variables as a store."""
         return self._replica.store_of(pairs)
 
-    def reset(self) -> None:
-        """Fill all with what a new optimizer has: zeros, or what it is told, such as Adagrad's."""
-        if self._initial is None:
+    def learn_start(self) -> None:
+        """Build a copy, and look.
+
+        Raises:
+            TypeError: there can be no copy.
+        """
+        try:
             with tf.init_scope():
-                self._initial = _initial_values(self._optimizer)
+                self._start = _start_of(self._optimizer)
+        except Exception as error:
+            raise TypeError(
+                f"`optimizer_state='reset'` has to know what {type(self._optimizer).__name__}'s state starts from, "
+                f"and a copy of it that would tell cannot be made ({type(error).__name__}: {error})"
+            ) from error
+
+    def reset(self) -> None:
+        """Set all to what a new optimizer has: zeros, the variables, or what its settings say."""
+        of_name = dict(self._replica.named.parameters)
         for entry, pairs in self.entries().items():
-            for _, variable in pairs:
-                variable.assign(tf.fill(variable.shape, tf.cast(self._initial.get(entry, 0.0), variable.dtype)))
+            start = self._start.get(entry, 0.0)
+            for name, variable in pairs:
+                value = of_name[name] if start is None else tf.fill(variable.shape, start)
+                variable.assign(tf.cast(value, variable.dtype))
 
 
 def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
@@ -64,13 +94,15 @@ def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
         if not isinstance(kept, list) or len(kept) != len(owners) or attribute in _OTHERS:
             continue
         for owner, variable in zip(owners, kept, strict=True):
-            if isinstance(variable, keras.Variable) and tuple(variable.shape) == tuple(owner.shape):
+            real = isinstance(variable, keras.Variable) and keras.backend.is_float_dtype(variable.dtype)
+            if real and tuple(variable.shape) == tuple(owner.shape):
                 path = getattr(owner, "path", owner.name).replace("/", "_").replace(":", "_")
                 yield variable.name.removeprefix(f"{path}_"), native(owner), variable.value
 
 
-def _initial_values(optimizer: Any) -> dict[str, float]:
-    """Return what the entries of a new optimizer are filled with."""
+def _start_of(optimizer: Any) -> dict[str, float | None]:
+    """Return what the entries of a new optimizer are filled with; None for a copy of the variable."""
     trial = copied(optimizer, learning_rate=0.0)
-    trial.build([keras.Variable(np.zeros(1, np.float32), name="probe")])
-    return {entry: float(variable.numpy()[0]) for entry, _, variable in _kept(trial)}
+    trial.build([keras.Variable(np.full(1, _MARK, np.float32), name="probe")])
+    values = {entry: float(variable.numpy()[0]) for entry, _, variable in _kept(trial)}
+    return {entry: None if abs(value - _MARK) < 1e-6 else value for entry, value in values.items()}

@@ -143,7 +143,16 @@ class KerasLearningRate(LearningRates):
         return [self._optimizer.iterations, *([self._optimizer.learning_rate] if self.follows_rate else [])]
 
     def settings(self) -> dict[str, object]:
-        """Return it by readable name."""
+        """Return it by readable name.
+
+        Raises:
+            ValueError: the local optimizer has no learning rate of its own.
+        """
+        if hasattr(self._optimizer, "optimizers"):
+            raise ValueError(
+                "The algorithm needs the learning rate of local steps, and "
+                f"{type(self._optimizer).__name__} consists of several optimizers, each with its own"
+            )
         rate = f"{self._as_float()}" if self.follows_rate else "scheduled"
         return {"learning_rate of the local optimizer": rate}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.graph import MEMORY, VariableSynchronizer
 
 _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
@@ -46,7 +46,10 @@ class SavedVariables:
         Raises:
             ValueError: they are of other variables.
         """
-        waiting, self._waiting = self._waiting, {}
+        known = self.variables.keys()
+        # What another schedule remembered means nothing to this one.
+        waiting = {name: v for name, v in self._waiting.items() if name in known or not name.startswith(MEMORY)}
+        self._waiting = {}
         if not waiting:
             return
         different = (self.variables.keys() ^ waiting.keys()) - (self.later - waiting.keys())

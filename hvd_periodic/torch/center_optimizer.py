@@ -123,7 +123,7 @@ class CenterOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load it; a template other than the local optimizer gets its hyper-parameters back as well."""
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(copy.deepcopy(state))
         if self._template is not None and not self._follows_local:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
                 original = self._template.param_groups[index]

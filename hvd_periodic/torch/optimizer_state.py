@@ -12,6 +12,9 @@ from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.store import Store
 
+_MARK = 0.73918246
+"""A value that no state of an optimizer starts from by itself."""
+
 
 class TorchOptimizerState:
     """What a torch optimizer keeps of every parameter that is exchanged, in its shape.
@@ -21,9 +24,11 @@ class TorchOptimizerState:
         replica: the parameters.
     """
 
+    complete = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, replica: TorchReplica) -> None:
         self._optimizer, self._replica = innermost(optimizer), replica
-        self._initial: dict[str, float] | None = None
+        self._start: dict[str, float | None] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
         """Return it by the optimizer's keys, such as ``exp_avg``."""
@@ -31,7 +36,7 @@ class TorchOptimizerState:
             (name, parameter, key, value)
             for name, parameter in zip(self._replica.names, self._replica.tensors, strict=True)
             for key, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         ]
         # Of a parameter without dimensions, also what counts has its shape.
         counters = {"step"} | {key for _, parameter, key, value in kept if value.dim() == 0 < parameter.dim()}
@@ -45,18 +50,48 @@ class TorchOptimizerState:
         """Return tensors as a store."""
         return self._replica.store_of(pairs)
 
+    def learn_start(self) -> None:
+        """Let a copy take one step, without gradient, and look.
+
+        Raises:
+            TypeError: there can be no copy.
+        """
+        try:
+            self._start = _start_of(self._optimizer)
+        except Exception as error:
+            raise TypeError(
+                f"`optimizer_state='reset'` has to know what {type(self._optimizer).__name__}'s state starts from, "
+                f"and a copy of it that would tell cannot be made ({type(error).__name__}: {error})"
+            ) from error
+
     @torch.no_grad()
     def reset(self) -> None:
-        """Fill all with what a new optimizer has: zeros, or what its constructor sets, such as Adagrad's."""
-        if self._initial is None:
-            self._initial = _initial_values(self._optimizer)
+        """Set all to what a new optimizer has: zeros, the parameters, or what its settings say."""
+        of_name = dict(zip(self._replica.names, self._replica.tensors, strict=True))
         for key, pairs in self.entries().items():
-            for _, tensor in pairs:
-                tensor.fill_(self._initial.get(key, 0.0))
+            start = self._start.get(key, 0.0)
+            for name, tensor in pairs:
+                if start is None:
+                    tensor.copy_(of_name[name])
+                else:
+                    tensor.fill_(start)
+        if isinstance(self._optimizer, torch.optim.SGD):  # No momentum is another start than one of zero.
+            for parameter in self._replica.tensors:
+                if "momentum_buffer" in self._optimizer.state.get(parameter, {}):
+                    self._optimizer.state[parameter]["momentum_buffer"] = None
 
 
-def _initial_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return what the entries start from that exist before the first step."""
-    probe = torch.zeros(2)
-    state = fresh_copy(optimizer, probe).state.get(probe, {})
-    return {key: float(value[0]) for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+def _start_of(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
+    """Return what the entries of a new optimizer are filled with; None for a copy of the parameter."""
+    probe = torch.nn.Parameter(torch.full((2, 1), _MARK))
+    trial = fresh_copy(optimizer, probe)
+    for group in trial.param_groups:
+        group.update({key: 0.0 for key in ("weight_decay",) if key in group})
+    probe.grad = torch.zeros_like(probe)
+    trial.step()
+    kept = {key: value for key, value in trial.state.get(probe, {}).items() if isinstance(value, torch.Tensor)}
+    return {
+        key: None if torch.equal(value, torch.full((2, 1), _MARK)) else float(value[0, 0])
+        for key, value in kept.items()
+        if value.shape == probe.shape
+    }

@@ -34,8 +34,8 @@ class TorchOuterOptimizer:
 
     @property
     def name(self) -> str:
-        """The class of the optimizer to copy; of a function, that it is one."""
-        return type(self.source).__name__
+        """The class of the optimizer, once there is one."""
+        return type(self.source if self._optimizer is None else self._optimizer.optimizer).__name__
 
     @property
     def optimizer(self) -> CenterOptimizer:

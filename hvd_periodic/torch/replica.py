@@ -189,6 +189,10 @@ class TorchReplica:
         if self.optimizer is None:
             raise ValueError("The algorithm needs the learning rate of local steps: pass `optimizer`")
         groups = self.optimizer.param_groups
+        if any("lr" not in group for group in groups):
+            raise TypeError(
+                f"The algorithm needs the learning rate of local steps, and {type(self.optimizer).__name__} has no `lr`"
+            )
         of_parameter = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
         return [of_parameter[id(parameter)] for parameter in self.tensors]
 

@@ -182,10 +182,12 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         replica = self.replica
         parts = (replica.named, replica.optimizer, replica.bucket_bytes)
         moving = self.outer.source if isinstance(self.outer, TorchOuterOptimizer) else None
-        place = self.placement.name
         return (
             _restore,
-            ((parts, moving), (self.algorithm, self.schedule, self.communicator, self.root, self.name, place)),
+            (
+                (parts, moving, self.policy),
+                (self.algorithm, self.schedule, self.communicator, self.root, self.name, self.placement.name),
+            ),
             self.state_dict(),
         )
 
@@ -240,10 +242,11 @@ def _check_optimizer(optimizer: object) -> None:
 @neutrally
 def _restore(of_rank: tuple[Any, ...], arguments: tuple[Any, ...]) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
-    parts, moving = of_rank
+    parts, moving, policy = of_rank
     restored, replica = Synchronizer.__new__(Synchronizer), TorchReplica(*parts)
     outer = None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors)
-    arguments = (replica, *arguments, False, True, outer, LearningRates(replica.learning_rates))
+    state = None if replica.optimizer is None else TorchOptimizerState(replica.optimizer, replica)
+    arguments = (replica, *arguments, False, True, outer, LearningRates(replica.learning_rates), policy, state)
     synchronizer.Synchronizer.__init__(restored, *arguments)
     restored.learning_rate = _first_rate(replica.optimizer)
     return restored

@@ -108,3 +108,25 @@ def test_an_entry_that_the_optimizer_does_not_keep() -> None:
     )
     with pytest.raises(RuntimeError, match=r"names 'momentum', which the local optimizer does not keep. It keeps noth"):
         steps(model, optimizer, False, 1)
+
+
+def test_reset_of_a_copy_of_the_variables() -> None:
+    """Schedule-free optimizers keep one: it becomes what the variables are."""
+    model, inner = network(), keras.optimizers.ScheduleFreeAdamW(0.01)
+    optimizer = hvdp.ModelAverageOptimizer(inner, model, 2, process_set=LocalCommunicator(), optimizer_state="reset")
+    steps(model, optimizer, True, 2)
+    weights = [v.numpy() for v in model.trainable_variables]
+    kept = values(inner, optimizer.synchronizer)
+    assert any(all(map(np.array_equal, of_entry, weights)) for of_entry in kept.values())
+
+
+@pytest.mark.parametrize("policy", ["average", "reset"])
+def test_several_optimizers_in_one_are_refused(policy: str) -> None:
+    model = network()
+    local = keras.optimizers.SGD(0.1, momentum=0.9)
+    inner = keras.optimizers.MultiOptimizer(lambda variable: local)
+    with pytest.raises(
+        (RuntimeError, TypeError), match=r"optimizer_state.*MultiOptimizer|MultiOptimizer.*optimizer_state"
+    ):
+        optimizer = hvdp.ModelAverageOptimizer(inner, model, 1, process_set=LocalCommunicator(), optimizer_state=policy)
+        steps(model, optimizer, False, 1)

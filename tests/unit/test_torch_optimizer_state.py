@@ -129,3 +129,113 @@ def test_a_synchronizer_needs_the_optimizer() -> None:
         hvdp.Synchronizer(
             torch.nn.Linear(1, 1), hvdp.Averaging(), 2, process_set=LocalCommunicator(), optimizer_state="average"
         )
+
+
+class Averaged(torch.optim.SGD):
+    """Keeps a copy of the parameters, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("z", parameter.detach().clone())
+        return super().step(closure)
+
+
+START_OF: dict[str, tuple[Any, str, Any]] = {
+    "Rprop": (lambda p: torch.optim.Rprop(p, lr=0.1), "step_size", 0.1),
+    "a copy of the parameters": (lambda p: Averaged(p, lr=0.1), "z", None),
+    "weight decay": (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5), "exp_avg", 0.0),
+}
+
+
+@pytest.mark.parametrize("kind", START_OF)
+def test_reset_knows_what_state_starts_from(kind: str) -> None:
+    make, key, value = START_OF[kind]
+    parameter = torch.nn.Parameter(torch.tensor([2.0, -3.0]))
+    inner = make([parameter])
+    optimizer = hvdp.ModelAverageOptimizer(
+        inner, [("w", parameter)], 2, process_set=LocalCommunicator(), optimizer_state="reset"
+    )
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    expected = parameter.detach() if value is None else torch.full((2,), value)
+    assert torch.equal(inner.state[parameter][key], expected)
+
+
+def test_reset_of_what_cannot_be_copied_is_refused_at_construction() -> None:
+    class Odd(torch.optim.SGD):
+        def __init__(self, params: Any, total_steps: int) -> None:
+            super().__init__(params, lr=1 / total_steps, momentum=0.9)
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"`optimizer_state='reset'` has to know what Odd's state starts from"):
+        hvdp.ModelAverageOptimizer(
+            Odd([parameter], 10), [("w", parameter)], 2, process_set=LocalCommunicator(), optimizer_state="reset"
+        )
+
+
+@pytest.mark.parametrize("policy", ["reset", "average", {"exp_avg": 1}], ids=str)
+def test_a_rank_that_has_not_stepped_yet(policy: Any) -> None:
+    """Its first updates were skipped; what the others keep waits for the first exchange to which all bring theirs."""
+
+    def work(communicator: ThreadCommunicator) -> list[list[float]]:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        inner = torch.optim.Adam([parameter], lr=0.1)
+        optimizer = hvdp.ModelAverageOptimizer(
+            inner, [("w", parameter)], 2, process_set=communicator, optimizer_state=policy
+        )
+        seen = []
+        for step in range(4):
+            parameter.grad = torch.full((2,), 1.0 + communicator.rank)
+            if communicator.rank == 0 and step < 2:
+                optimizer.skip()
+            else:
+                optimizer.step()
+            seen.append(inner.state[parameter]["exp_avg"].tolist() if inner.state else [])
+        optimizer.finalize()
+        return seen
+
+    first, second = run(2, work)
+    assert first[1] == []
+    assert second[1] != []
+    assert first[3] == second[3], "at the second exchange all have one"
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_keep_the_policy(way: str) -> None:
+    import copy
+    import pickle
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvdp.ModelAverageOptimizer(
+        torch.optim.Adam([parameter], lr=0.1),
+        [("w", parameter)],
+        2,
+        process_set=LocalCommunicator(),
+        optimizer_state={"exp_avg": 3},
+    )
+    made = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    assert made.synchronizer.policy == optimizer.synchronizer.policy
+    assert made.synchronizer.optimizer_state is not None
+
+
+def test_counters_in_the_shape_of_parameters_are_left_alone() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    seen = self.state[parameter].setdefault("seen", torch.zeros_like(parameter, dtype=torch.int64))
+                    seen += 1
+            return super().step(closure)
+
+    for policy in ("average", "reset"):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        inner = Counting([parameter], lr=0.1, momentum=0.9)
+        optimizer = hvdp.ModelAverageOptimizer(
+            inner, [("w", parameter)], 2, process_set=LocalCommunicator(), optimizer_state=policy
+        )
+        for _ in range(4):
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+        assert inner.state[parameter]["seen"].tolist() == [4, 4]
