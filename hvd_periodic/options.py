@@ -21,7 +21,7 @@ class ExchangeOptions(TypedDict, total=False):
         optimizer_state: what becomes of the local optimizer's state at an exchange: ``"local"``, every worker keeps its
             own; ``"reset"``, it begins anew; ``"average"``, it becomes the mean over ranks; or a dict of multiples of
             the exchange period by entry, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``, at which these are averaged.
-            Step counters are left alone.
+            What is not in the shape of a parameter, such as step counters and factored moments, is left alone.
     """
 
     center: Annotated[str, "replicated"]

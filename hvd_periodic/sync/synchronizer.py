@@ -521,7 +521,7 @@ class Synchronizer(Generic[V]):
             self.asynchronous.open(self.number)
 
     def report(self, loss: Any) -> None:
-        """Tell schedules the loss of this rank; at every step, or now and then.
+        """Tell schedules the loss of this rank; before the step that it belongs to, at every one or now and then.
 
         At an exchange, the mean of what a rank has reported since the last one is its loss, and the mean of those the
         ``loss`` of the clock that the schedule is asked with.
