@@ -22,7 +22,7 @@ class ArrayOuterOptimizer:
     """
 
     def __init__(self, source: ArrayOptimizer) -> None:
-        self._source = source
+        self._source = copy.deepcopy(source)
         self._optimizer = copy.deepcopy(source)
 
     @property

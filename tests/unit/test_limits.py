@@ -201,3 +201,14 @@ def test_the_local_optimizer_as_center_optimizer_still_has_two_states() -> None:
     for _ in range(4):
         optimizer.step([np.array([-1.0])])
     assert x == [2.5]
+
+
+def test_asynchronously_the_center_has_no_momentum_of_local_steps() -> None:
+    """Gradient −1, rate 1, momentum ½ on worker and center, an exchange after every step."""
+    x = np.zeros(1)
+    optimizer = AGNOptimizer(SGD(1.0, 0.5), {"x": x}, communication_period=1, asynchronous=True)
+    seen = []
+    for _ in range(3):
+        optimizer.step([np.array([-1.0])])
+        seen.append(x.item())
+    assert seen == [1.0, 2.5, 4.25]
