@@ -444,7 +444,7 @@ def torch_program() -> Program:
                     inner = torch.optim.SGD([w], lr=0.1)
                     moves = getattr(torch.optim, name)
                     optimizer = hvdp.AGNOptimizer(inner, [("w", w)], 1, center_optimizer=moves, **PLACES[place])
-                    step = optimizer.synchronizer.replica.step_center
+                    step = optimizer.synchronizer.outer.step
                     results[f"{name}, {place}"] = attempt(step, ArithmeticError)
             return results
 
