@@ -14,7 +14,8 @@ from hvd_periodic.numpy import (
     PeriodicOptimizer,
 )
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
-from hvd_periodic.sync.synchronizer import Counters, Synchronizer
+from hvd_periodic.sync.counters import Counters
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
 
 __all__ = [
@@ -39,9 +40,9 @@ __all__ = [
     "PeriodicOptimizer",
     "Piecewise",
     "PostLocal",
+    "ReplicaSynchronizer",
     "Schedule",
     "Seconds",
     "SlowMo",
-    "Synchronizer",
     "__version__",
 ]

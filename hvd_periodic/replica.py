@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class Replica(Protocol, Generic[V]):
-    """One rank's replica of the model.
+    """One rank's replica of the model; front ends inherit from it.
 
     Attributes:
         space: the verbs on flat vectors of this front end.
@@ -28,10 +28,10 @@ class Replica(Protocol, Generic[V]):
 
     space: VectorSpace[V]
     parameters: Store[V]
-    buffers: Store[V] | None
-    integers: Store[V] | None
-    from_root: Store[V] | None
-    constants: Store[V] | None
+    buffers: Store[V] | None = None
+    integers: Store[V] | None = None
+    from_root: Store[V] | None = None
+    constants: Store[V] | None = None
 
     def facts(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by readable name."""
@@ -56,6 +56,14 @@ class Replica(Protocol, Generic[V]):
 
     def discard_gradients(self) -> None:
         """Forget the gradients of this iteration, which are of other parameters than there are."""
+
+    def follow_weights(self) -> None:
+        """Let follow what was derived from the values of the replica, which the root's have replaced."""
+        return
+
+    def constrain(self, center: Store[V]) -> None:
+        """Make parameters and center obey constraints, alike on all ranks: what an exchange has averaged may not."""
+        return
 
     def to_host(self, value: V, bucket: Bucket) -> np.ndarray:
         """Return a flat vector as an array in host memory; a view, where it is there already."""

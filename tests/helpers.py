@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_periodic import Algorithm, Communicator, PeriodicOptimizer, Schedule, Synchronizer
+from hvd_periodic import Algorithm, Communicator, PeriodicOptimizer, ReplicaSynchronizer, Schedule
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.threads import run
 from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
@@ -78,7 +78,7 @@ class NumpyTrainer:
         moving: ArrayOptimizer | None = SGD(0.25, 0.5) if algorithm.needs_outer_optimizer else None
         if center_optimizer is not None and algorithm.takes_outer_optimizer:
             moving = center_optimizer
-        self.synchronizer: Synchronizer[Array] = Synchronizer(
+        self.synchronizer: ReplicaSynchronizer[Array] = ReplicaSynchronizer(
             self.replica,
             algorithm,
             schedule,

@@ -20,7 +20,7 @@ from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.sync.synchronizer import Synchronizer
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
 class PeriodicOptimizer:
@@ -63,11 +63,11 @@ class PeriodicOptimizer:
         comm = communicator_of(options)
         name = comm.unique_name()
 
-        def build() -> Synchronizer[Array]:
+        def build() -> ReplicaSynchronizer[Array]:
             replica = NumpyReplica(named_parameters)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
-            return Synchronizer(
+            return ReplicaSynchronizer(
                 replica,
                 made,
                 as_schedule(period, as_typed("period")),

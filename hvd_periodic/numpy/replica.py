@@ -10,6 +10,7 @@ import numpy as np
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
+from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
@@ -17,13 +18,8 @@ from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
 
 
-class NumpyReplica:
+class NumpyReplica(Replica[Array]):
     """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
-
-    buffers: Store[Array] | None = None
-    integers: Store[Array] | None = None
-    from_root: Store[Array] | None = None
-    constants: Store[Array] | None = None
 
     def __init__(
         self,

@@ -78,12 +78,6 @@ class NoOuterOptimizer:
     """The algorithm moves the center itself."""
 
     name = "none"
-    follows_rate = False
-    maximum: Any = None
-
-    def followed(self) -> list[Any]:
-        """Return that nothing is read."""
-        return []
 
     def settings(self) -> dict[str, object]:
         """Return that there are none."""

@@ -8,11 +8,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.replicated import Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.local_state.mean import Mean
 from hvd_periodic.replica import Replica
+from hvd_periodic.sync.membership import Membership
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -101,3 +103,18 @@ class OptimizerStateExchange(Generic[V]):
     def _group(self, entry: str, pairs: Pairs, every: int) -> TensorGroup[V]:
         store = self._state.store(pairs)
         return TensorGroup(f"state.{entry}", store, Mean(), self._replica, self._placement, every=every)
+
+
+def state_exchange(
+    policy: LocalState, state: OptimizerState[V] | None, replica: Replica[V], membership: Membership
+) -> OptimizerStateExchange[V] | None:
+    """Return what exchanges the local optimizer's state, if the policy touches it.
+
+    Raises:
+        ValueError: the local optimizer is not known.
+    """
+    if not policy.touches:
+        return None
+    if state is None:
+        raise ValueError(f"`optimizer_state` needs the local optimizer: pass `optimizer`. Received: {policy}")
+    return OptimizerStateExchange(policy, state, replica, Replicated(membership.communicator, membership.root))

@@ -1,10 +1,46 @@
-"""Exchanges around an ``hvd.DistributedOptimizer``: when, and whether at all."""
+"""A synchronous beginning, in which an ``hvd.DistributedOptimizer`` averages gradients; and where none can be."""
 
 from __future__ import annotations
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.planner import Planner
+
+
+class Phase:
+    """Whether something else still averages the gradients of the ranks that exchange.
+
+    Their replicas are equal so long, and the center is what they are.
+
+    Args:
+        planner: knows the schedule.
+        ledger: knows the local steps.
+    """
+
+    def __init__(self, planner: Planner, ledger: Ledger) -> None:
+        self._planner, self._ledger = planner, ledger
+
+    @property
+    def until(self) -> int | None:
+        """Local steps at which it ends; None if there is none."""
+        return self._planner.schedule.synchronous_until
+
+    @property
+    def equal(self) -> bool:
+        """Whether gradients are still averaged over the ranks that exchange."""
+        return self.until is not None and self._ledger.local_steps < self.until
+
+    @property
+    def over(self) -> bool:
+        """Whether gradients have been averaged over the ranks that exchange, and no longer are."""
+        return self.until is not None and self._ledger.local_steps >= self.until
+
+    @property
+    def ends_now(self) -> bool:
+        """Whether the step that was just counted was the last of them."""
+        return self._ledger.local_steps == self.until
 
 
 def schedule_around(

@@ -1,38 +1,14 @@
-"""Asking a schedule: what a rank keeps for it, the clock that ranks agree on, its answers, and what they will be."""
+"""Asking a schedule: the clock that ranks agree on, its answers, and what they will be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvd_periodic.comm.meeting import Record, leading
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What a rank keeps for its schedule from one question to the next, besides the counters.
-
-    Attributes:
-        loss_sum: of the losses that were reported since the last exchange.
-        losses: how many.
-        memory: what the schedule asked to be remembered.
-    """
-
-    loss_sum: float = 0.0
-    losses: int = 0
-    memory: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def loss(self) -> float | None:
-        """The mean of what was reported; None if nothing was."""
-        return self.loss_sum / self.losses if self.losses else None
-
-    def reported(self, loss: float) -> Notes:
-        """Return the notes with one more loss."""
-        return replace(self, loss_sum=self.loss_sum + loss, losses=self.losses + 1)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.agreement import build_on_all, raise_on_all
-from hvd_periodic.comm.together import Together
+from hvd_periodic.options import of_exchange
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
-from hvd_periodic.tensorflow.graph import NewVariable, VariableSynchronizer
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
@@ -85,23 +86,21 @@ class Exchanges:
             ranks,
             root,
             connection.name,
-            options["center"],
-            plan.asynchronous,
-            True,
-            None if plan.center is None else VariableOuterOptimizer(plan.center, named.parameters),
-            KerasLearningRate(innermost(plan.optimizer)),
-            optimizer_state=options["optimizer_state"],
+            asynchronous=plan.asynchronous,
+            outer=None if plan.center is None else VariableOuterOptimizer(plan.center, named.parameters),
+            rates=KerasLearningRate(innermost(plan.optimizer)),
             local_optimizer=KerasOptimizerState(innermost(plan.optimizer), replica),
             learning_rate=lambda: native(getattr(plan.optimizer, "learning_rate", None)),
+            **of_exchange(options),
         )
         synchronizer.opening = opening
-        saved = synchronizer.saved_center = self.saved.center(synchronizer.parts)
-        if saved is not None and synchronizer.asynchronous is not None:
-            synchronizer.asynchronous.read_from_saved(synchronizer.parts, saved)
+        saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.groups)
+        if saved is not None:
+            synchronizer.course.has_loaded(saved)
         if plan.center is not None and not plan.asynchronous:
             for i, variable in enumerate(plan.center.optimizer.variables):
                 self.saved.variables.variables[f"center_optimizer.{i}"] = variable
-        self.saved.variables.later = set(synchronizer.note_variables)
+        self.saved.variables.later = set(synchronizer.ledger.note_variables)
         self.saved.variables.settle()
 
     def start(self, construct: Callable[[], object], gradient_group: TensorFlowCommunicator | None) -> None:
@@ -128,9 +127,7 @@ class Exchanges:
 
         build_on_all(ranks, connection.name, check)
         synchronizer = self.synchronizer
-        synchronizer.communicator, synchronizer.name = ranks, connection.name
-        synchronizer.root = ranks.rank_of(self.plan.options["root_rank"])
-        synchronizer.together = Together(ranks)
+        synchronizer.membership.join(ranks, ranks.rank_of(self.plan.options["root_rank"]), connection.name)
         synchronizer.average_within(connection.gradient_group)
         synchronizer.start()
         self.started = True

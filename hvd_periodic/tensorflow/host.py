@@ -48,3 +48,9 @@ def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.T
         result = tf.py_function(call, inputs, tf.int64)
     result.set_shape([None])
     return result
+
+
+def in_session() -> bool:
+    """Return whether a graph of TensorFlow 1 is being built, which sessions run; as opposed to a compiled function."""
+    with tf.init_scope():
+        return not tf.executing_eagerly()

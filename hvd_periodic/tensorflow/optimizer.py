@@ -111,7 +111,7 @@ class PeriodicOptimizer(ForwardedSettings):
     @property
     def is_root(self) -> bool:
         """Whether this rank is the root, which saves for all."""
-        return self.synchronizer.communicator.rank == self.synchronizer.root
+        return self.synchronizer.membership.is_root
 
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the model inside a ``with`` block; the local values return after it, even on an exception.
@@ -231,7 +231,7 @@ class PeriodicOptimizer(ForwardedSettings):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         refuse_xla()
         replaced = self._open(variables)
-        self.synchronizer.refuse_inside_center("step")
+        self.synchronizer.view.refuse_inside("step")
         self._check_variables_are_known(variables)
         if replaced:
             self._count_skipped()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,15 +20,35 @@ Maximum = Callable[[Any], Any]
 """Returns the largest value of all ranks, of a scalar."""
 
 
-class VariableOuterOptimizer:
+class FollowsRate(ABC):
+    """What moves the center by a learning rate of the local optimizer, on which ranks may have to agree.
+
+    Attributes:
+        maximum: returns the largest value of all ranks; set by the synchronizer.
+    """
+
+    maximum: Maximum
+
+    @property
+    @abstractmethod
+    def follows_rate(self) -> bool:
+        """Whether it is a variable, which ranks may set differently."""
+
+    @abstractmethod
+    def followed(self) -> list[Any]:
+        """Return the variables that an exchange reads."""
+
+    @abstractmethod
+    def follow(self, settings: Any) -> None:
+        """Take the rate of another rank, or this rank's own of now."""
+
+
+class VariableOuterOptimizer(FollowsRate):
     """An optimizer of variables over the variables of the center.
 
     Args:
         moved: makes and steps the optimizer.
         parameters: the variables that are exchanged, by name, in the order of their layout.
-
-    Attributes:
-        maximum: set by the synchronizer.
     """
 
     def __init__(self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]]) -> None:
@@ -116,14 +137,11 @@ class VariableOuterOptimizer:
             require_elementwise(self.name, share, whole, self._moved.steps)
 
 
-class KerasLearningRate(LearningRates):
+class KerasLearningRate(FollowsRate, LearningRates):
     """The learning rate of a Keras optimizer, one for all its variables; eagerly and in graphs.
 
     Args:
         optimizer: the local optimizer.
-
-    Attributes:
-        maximum: set by the synchronizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:

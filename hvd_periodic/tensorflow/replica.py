@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.tensorflow.graph import NewVariable
+from hvd_periodic.replica import Replica
+from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import VariableStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
@@ -45,7 +46,7 @@ class NamedVariables:
     deriving: Sequence[Any] = ()
 
 
-class VariableReplica:
+class VariableReplica(Replica[Any]):
     """Variables of one rank, which stay where they are.
 
     Args:
@@ -177,7 +178,9 @@ class VariableReplica:
         return present
 
     def discard_gradients(self) -> None:
-        """Replace the gradients by zeros: Keras refuses to step without any."""
+        """Replace the gradients by zeros: Keras refuses to step without any. In a graph, they are yet to be made."""
+        if not tf.executing_eagerly():
+            return
         self.gradients = [
             None if gradient is None else tf.zeros_like(tf.convert_to_tensor(gradient)) for gradient in self.gradients
         ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.tensorflow.graph import MEMORY, VariableSynchronizer
+from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.ledger import MEMORY
 
 _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
@@ -113,18 +114,18 @@ class SavedExchanges:
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
         self.variables.load(values)
 
-    def center(self, parts: Sequence[TensorGroup[Any]]) -> dict[str, Any] | None:
+    def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
         """Return what was read of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
         if not self._center:
             return None
         vectors = {
-            part.name: {
+            group.name: {
                 "center": {
-                    spec.name: self._center[f"{_CENTER}.{part.name}.{i}"]
-                    for i, spec in enumerate(part.values.layout.specs)
+                    spec.name: self._center[f"{_CENTER}.{group.name}.{i}"]
+                    for i, spec in enumerate(group.values.layout.specs)
                 }
             }
-            for part in parts
+            for group in groups
         }
         of_optimizer = [name for name in self._center if name.startswith(f"{_CENTER}_optimizer.")]
         state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
@@ -140,8 +141,8 @@ def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:
             "optimizer.synchronizer.state_dict()"
         )
     values = {
-        f"{_CENTER}.{part.name}.{i}": state["vectors"][part.name]["center"][spec.name]
-        for part in synchronizer.parts
-        for i, spec in enumerate(part.values.layout.specs)
+        f"{_CENTER}.{group.name}.{i}": state["vectors"][group.name]["center"][spec.name]
+        for group in synchronizer.groups
+        for i, spec in enumerate(group.values.layout.specs)
     }
     return values | {f"{_CENTER}_optimizer.{i}": value for i, value in enumerate(state["center_optimizer"] or [])}

@@ -12,7 +12,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
-from hvd_periodic.options import takes
+from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
@@ -105,15 +105,13 @@ class Synchronizer(VariableSynchronizer):
                 communicator,
                 root,
                 name,
-                options["center"],
-                asynchronous,
-                True,
-                None if moved is None else VariableOuterOptimizer(moved, named.parameters),
-                None if optimizer is None else KerasLearningRate(optimizer),
-                optimizer_state=options["optimizer_state"],
+                asynchronous=asynchronous,
+                outer=None if moved is None else VariableOuterOptimizer(moved, named.parameters),
+                rates=None if optimizer is None else KerasLearningRate(optimizer),
                 local_optimizer=None if optimizer is None else KerasOptimizerState(optimizer, replica),
+                **of_exchange(options),
             )
-            late = {id(variable) for variable in self.note_variables.values()}
+            late = {id(variable) for variable in self.ledger.note_variables.values()}
             notes = [variable for variable in self.variables if id(variable) in late]
             self.variables = [variable for variable in self.variables if id(variable) not in late]
             if moved is not None and not asynchronous:

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.phase import Phase
 
 _NEVER_REACHED = 2**60
 """Backward passes until a DistributedOptimizer averages gradients that it is to leave alone."""
-
-
-class _Owner(Protocol):
-    """What the averaging of gradients depends on: the synchronizer of the optimizer around it."""
-
-    gradient_group: HorovodCommunicator | None
-    follow: Any
-
-    @property
-    def synchronous_until(self) -> int | None:
-        """Local steps during which gradients are averaged over the ranks that exchange."""
-
-    @property
-    def replicas_differ(self) -> bool:
-        """Whether those steps are over."""
 
 
 class GradientAveraging:
@@ -34,32 +21,36 @@ class GradientAveraging:
 
     Args:
         inner: the optimizer that is wrapped, which is one, or has one inside.
-        synchronizer: that of the wrapper.
+        group: the ranks whose gradients it averages, if there is one.
+        phase: of training, around it.
+        ledger: tells when local steps change.
 
     Attributes:
         present: whether there is one.
         done: whether the user has waited for the averages, and changed them perhaps.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, synchronizer: _Owner) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, group: HorovodCommunicator | None, phase: Phase, ledger: Ledger
+    ) -> None:
         self._inner: Any = inner
-        self._synchronizer = synchronizer
-        self.present = synchronizer.gradient_group is not None
+        self._phase = phase
+        self.present = group is not None
         self.done = False
         self._direct = self.present and not hasattr(inner, "synchronizer")
         self._passes = getattr(inner, "backward_passes_per_step", 1)
-        if self._direct and synchronizer.synchronous_until is not None:
-            synchronizer.follow = self._follow_phase
+        if self._direct and self._phase.until is not None:
+            ledger.changed = self._follow_phase
             self._follow_phase()
 
     @property
     def in_flight(self) -> bool:
         """Whether gradients are on their way between ranks, from the backward pass on."""
-        return self.present and not self.done and not self._synchronizer.replicas_differ
+        return self.present and not self.done and not self._phase.over
 
     def wait(self) -> None:
         """Wait for the averages, unless replicas differ by now, and nothing is averaged any longer."""
-        if self.present and not self._synchronizer.replicas_differ:
+        if self.present and not self._phase.over:
             self._inner.synchronize()
 
     @contextmanager
@@ -82,14 +73,14 @@ class GradientAveraging:
         """Let the wrapped optimizer reset its gradients; one of Horovod's has no choice of how."""
         if not self._direct:
             self._inner.zero_grad(set_to_none=set_to_none)
-        elif self._synchronizer.replicas_differ:
+        elif self._phase.over:
             torch.optim.Optimizer.zero_grad(self._inner, set_to_none)  # Horovod's asks for a step that averages.
         else:
             self._inner.zero_grad()
 
     def _follow_phase(self) -> None:
         """Let the DistributedOptimizer leave the gradients alone while the replicas are to differ."""
-        passes = _NEVER_REACHED if self._synchronizer.replicas_differ else self._passes
+        passes = _NEVER_REACHED if self._phase.over else self._passes
         if self._inner.backward_passes_per_step != passes:
             self._inner.set_backward_passes_per_step(passes)
 

@@ -137,7 +137,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         if not self.state and makes_state_only():
             make_state(self)
             return None
-        self.synchronizer.refuse_inside_center("step")
+        self.synchronizer.view.refuse_inside("step")
         stale = self.synchronizer.begin() and closure is None
         averaging = self._averaging
         if closure is not None and averaging.present:
@@ -177,7 +177,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: as :meth:`step`.
         """
-        self.synchronizer.refuse_inside_center("skip")
+        self.synchronizer.view.refuse_inside("skip")
         self.synchronizer.begin()
         self._count(updated=False)
 
@@ -275,14 +275,16 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self.synchronizer.load_state_dict(own)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()} exchanging by {self.synchronizer.algorithm} at {self.synchronizer.schedule}"
+        synchronizer = self.synchronizer
+        return f"{super().__repr__()} exchanging by {synchronizer.algorithm} at {synchronizer.planner.schedule}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "synchronizer": self.synchronizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaging = GradientAveraging(self.inner, self.synchronizer)
+        owner = self.synchronizer
+        self._averaging = GradientAveraging(self.inner, owner.gradient_group, owner.phase, owner.ledger)
 
     def _count(self, updated: bool) -> None:
         """Count an iteration; where the update was skipped, also for the optimizers inside, which have not stepped."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.replica import Replica
 from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
@@ -31,7 +32,7 @@ class _TensorStore(PackedStore[torch.Tensor]):
             super().write(bucket, value)
 
 
-class TorchReplica:
+class TorchReplica(Replica[torch.Tensor]):
     """Parameters and buffers of one rank; the tensors stay where they are.
 
     Args:

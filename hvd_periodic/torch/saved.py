@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.torch.model import NamedTensors, original_name
 
 
-def translated(state: Any, parts: Sequence[TensorGroup[Any]], named: NamedTensors) -> Any:
-    """Return a synchronizer's saved state as one of these parts, as far as it can be.
+def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> Any:
+    """Return a synchronizer's saved state as one of these groups, as far as it can be.
 
     Names lose what ``torch.compile`` puts into them. Buffers that were exchanged then and no longer are, are left out;
     those that are exchanged only now start from what they are.
@@ -18,13 +18,13 @@ def translated(state: Any, parts: Sequence[TensorGroup[Any]], named: NamedTensor
     if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
         return state
     vectors = {
-        part: {key: {original_name(name): value for name, value in tensors.items()} for key, tensors in saved.items()}
-        for part, saved in state["vectors"].items()
+        name: {key: {original_name(tensor): x for tensor, x in tensors.items()} for key, tensors in saved.items()}
+        for name, saved in state["vectors"].items()
     }
     buffers = {name for name, _ in named.buffers}
-    for part in parts[1:]:
-        present = dict(zip((s.name for s in part.values.layout.specs), part.values.tensors(), strict=True))
-        then = vectors.get(part.name, {}).get("center", {})
+    for group in groups.statistics:
+        present = dict(zip((s.name for s in group.values.layout.specs), group.values.tensors(), strict=True))
+        then = vectors.get(group.name, {}).get("center", {})
         kept = {name: value for name, value in then.items() if name in present or name not in buffers}
-        vectors[part.name] = {"center": {name: value.clone() for name, value in present.items()} | kept}
+        vectors[group.name] = {"center": {name: value.clone() for name, value in present.items()} | kept}
     return state | {"vectors": vectors}

@@ -21,9 +21,10 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.sync import synchronizer
+from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.sync.startup import Moment
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.model import Model, NamedTensors
@@ -36,7 +37,7 @@ from hvd_periodic.torch.saved import translated
 from hvd_periodic.torch.state_making import makes_state_only
 
 
-class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
+class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     """Exchanges the parameters of a torch model by any algorithm and schedule, around any training loop.
 
     The optimizers of this package drive one; it also works alone::
@@ -72,8 +73,6 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
     replica: TorchReplica
     gradient_group: HorovodCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
-    follow: Callable[[], None] | None = None
-    """Called whenever the counters change."""
 
     @takes(TorchOptions)
     @neutrally
@@ -118,12 +117,7 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
         self.learning_rate = _first_rate(optimizer)
         self.average_within(self.gradient_group)
         self.start()
-        self.begun = False
-
-    def _begun_changed(self) -> None:
-        _watch_optimizers()
-        with _lock:
-            (_waiting.discard if self.begun else _waiting.add)(self)
+        _watch(self)
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, if it has not begun, as every synchronizer does."""
@@ -133,25 +127,24 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             return super().begin(moment)
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
-    start = neutrally(synchronizer.Synchronizer.start)
-    sync = neutrally(synchronizer.Synchronizer.sync)
-    finalize = neutrally(synchronizer.Synchronizer.finalize)
-    leave = neutrally(synchronizer.Synchronizer.leave)
-    audit = neutrally(synchronizer.Synchronizer.audit)
-    broadcast = neutrally(synchronizer.Synchronizer.broadcast)
-    reset_center = neutrally(synchronizer.Synchronizer.reset_center)
-    restart_center = neutrally(synchronizer.Synchronizer.restart_center)
-    distance = neutrally(synchronizer.Synchronizer.distance)
-    state_dict = neutrally(synchronizer.Synchronizer.state_dict)
+    start = neutrally(ReplicaSynchronizer.start)
+    sync = neutrally(ReplicaSynchronizer.sync)
+    finalize = neutrally(ReplicaSynchronizer.finalize)
+    leave = neutrally(ReplicaSynchronizer.leave)
+    audit = neutrally(ReplicaSynchronizer.audit)
+    broadcast = neutrally(ReplicaSynchronizer.broadcast)
+    restart_center = neutrally(ReplicaSynchronizer.restart_center)
+    distance = neutrally(ReplicaSynchronizer.distance)
+    state_dict = neutrally(ReplicaSynchronizer.state_dict)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned, as every synchronizer does."""
-        super().load_state_dict(translated(state, self.parts, self.replica.named))
+        super().load_state_dict(translated(state, self.groups, self.replica.named))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict()`` would raise; change nothing."""
-        super().check_state_dict(translated(state, self.parts, self.replica.named))
+        self.checkpoint.check(translated(state, self.groups, self.replica.named))
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -165,60 +158,71 @@ class Synchronizer(synchronizer.Synchronizer[torch.Tensor]):
             with neutral():
                 block.close()
 
-    def _counters_changed(self) -> None:
-        if self.follow is not None:
-            self.follow()
-
     def holds_some_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer changes parameters that take part."""
         ours = set(map(id, self.replica.tensors))
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.asynchronous is not None:
+        if self.course.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
-        replica = self.replica
-        parts = (replica.named, replica.optimizer, replica.bucket_bytes)
-        moving = self.outer.source if isinstance(self.outer, TorchOuterOptimizer) else None
-        return (
-            _restore,
-            (
-                (parts, moving, self.policy),
-                (self.algorithm, self.schedule, self.communicator, self.root, self.name, self.placement.name),
-            ),
-            self.state_dict(),
-        )
+        replica, membership, outer = self.replica, self.membership, self.exchanged.outer
+        of_rank = (replica.named, replica.optimizer, replica.bucket_bytes)
+        moving = outer.source if isinstance(outer, TorchOuterOptimizer) else None
+        arguments = {
+            "algorithm": self.exchanged.algorithm,
+            "schedule": self.planner.schedule,
+            "communicator": membership.communicator,
+            "root": membership.root,
+            "name": membership.name,
+            "center": self.course.placement.name,
+            "optimizer_state": self.policy,
+        }
+        return _restore, (of_rank, moving, arguments), self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
-        self._loaded = self.local_steps > 0  # A copy made before training waits for weights as the original does.
+        self.checkpoint.loaded = (
+            self.local_steps > 0
+        )  # A copy made before training waits for weights as the original does.
 
 
-_waiting: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
-"""Those whose training begins with the next step of an optimizer of their parameters, of whatever class it is."""
+_made: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
+"""Training begins with the next step of an optimizer of their parameters, of whatever class it is."""
 
 
 _lock = threading.Lock()
 """Ranks may be threads."""
 
 
+def _watch(synchronizer: Synchronizer) -> None:
+    """Let every optimizer of this process say that it is about to step."""
+    _watch_optimizers()
+    with _lock:
+        _made.add(synchronizer)
+
+
 @cache
 def _watch_optimizers() -> None:
-    """Let every optimizer of this process say that it is about to step; once."""
     register_optimizer_step_pre_hook(_begin_waiting)
 
 
 def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
-    if not _waiting or hasattr(optimizer, "synchronizer") or makes_state_only():
-        return
     with _lock:
-        waiting_now = list(_waiting)
-    for waiting in sorted(waiting_now, key=lambda owner: (owner.communicator.meeting_name, owner.number)):
+        waiting_now = [synchronizer for synchronizer in _made if not synchronizer.begun]
+    if not waiting_now or hasattr(optimizer, "synchronizer") or makes_state_only():
+        return
+    for waiting in sorted(waiting_now, key=_order):
         if waiting.holds_some_of(optimizer) and waiting.begin():
             waiting.replica.discard_gradients()
+
+
+def _order(synchronizer: Synchronizer) -> tuple[str, int]:
+    """Return what sorts the synchronizers of a process alike on all ranks."""
+    return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
 
 
 def communicator_of(process_set: Any) -> Communicator:
@@ -240,13 +244,17 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 @neutrally
-def _restore(of_rank: tuple[Any, ...], arguments: tuple[Any, ...]) -> Synchronizer:
+def _restore(of_rank: tuple[Any, ...], moving: torch.optim.Optimizer | None, arguments: dict[str, Any]) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
-    parts, moving, policy = of_rank
-    restored, replica = Synchronizer.__new__(Synchronizer), TorchReplica(*parts)
-    outer = None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors)
-    state = None if replica.optimizer is None else TorchOptimizerState(replica.optimizer, replica)
-    arguments = (replica, *arguments, False, True, outer, LearningRates(replica.learning_rates), policy, state)
-    synchronizer.Synchronizer.__init__(restored, *arguments)
+    restored, replica = Synchronizer.__new__(Synchronizer), TorchReplica(*of_rank)
+    Parts.__init__(
+        restored,
+        replica,
+        outer=None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors),
+        rates=LearningRates(replica.learning_rates),
+        local_optimizer=None if replica.optimizer is None else TorchOptimizerState(replica.optimizer, replica),
+        **arguments,
+    )
     restored.learning_rate = _first_rate(replica.optimizer)
+    _watch(restored)
     return restored

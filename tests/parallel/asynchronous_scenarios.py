@@ -159,7 +159,7 @@ def descriptions(mode: str) -> Any:
     """Which way a rank says that it takes."""
     synchronizer = elastic(mode, awkward(0)).synchronizer
     synchronizer.finalize()
-    return synchronizer.asynchronous.transport.description
+    return synchronizer.course.worker.transport.description
 
 
 @on_all(transports, hosts)
@@ -670,7 +670,7 @@ def across_hosts() -> Any:
     with patch.dict(os.environ):
         os.environ.pop(VARIABLE, None)
         optimizer = hvdp.ElasticAverageOptimizer(inner, [("w", parameter)], 2, asynchronous=True)
-    description = optimizer.synchronizer.asynchronous.transport.description
+    description = optimizer.synchronizer.course.worker.transport.description
     optimizer.synchronizer.finalize()
     return description, attempt(lambda: elastic("window", [torch.nn.Parameter(torch.zeros(3))]))
 

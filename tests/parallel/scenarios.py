@@ -139,7 +139,7 @@ def small_buckets_equal_one() -> Any:
         synchronizer = optimizer.synchronizer
         replica = TorchReplica(NamedTensors.of(model, None), inner, bucket_bytes)
         super(hvdp.Synchronizer, synchronizer).__init__(
-            replica, synchronizer.algorithm, synchronizer.schedule, synchronizer.communicator
+            replica, synchronizer.algorithm, synchronizer.planner.schedule, synchronizer.membership.communicator
         )
         synchronizer.start()
         generator = torch.Generator().manual_seed(hvd.rank())
@@ -257,8 +257,7 @@ def schedules_of_the_clock() -> Any:
 def different_steps() -> Any:
     """sync() after different numbers of steps: refused on all ranks."""
     parameter, optimizer = scalar(OPTIMIZERS["post_local"], 1.0)
-    optimizer.synchronizer.schedule = PostLocal(0, 100)
-    optimizer.synchronizer._next_exchange = 100
+    optimizer.synchronizer.planner.schedule = PostLocal(0, 100)
 
     def train() -> None:
         for _ in range(3 + hvd.rank()):
@@ -366,7 +365,7 @@ def restore_on_root_only() -> Any:
     if hvd.rank() == 0:
         optimizer.load_state_dict(saved)
         optimizer.synchronizer.replica.load(
-            optimizer.synchronizer.parts[0].center, {"w": torch.tensor([77.0], dtype=torch.float64)}
+            optimizer.synchronizer.groups.parameters.center, {"w": torch.tensor([77.0], dtype=torch.float64)}
         )
     return restored, steps, attempt(optimizer.synchronizer.audit)
 
@@ -386,7 +385,7 @@ def process_set() -> Any:
         parameter.grad = torch.full_like(parameter, -1.0 - hvd.rank())
         optimizer.step()
     again = pickle.loads(pickle.dumps(optimizer))
-    return started, parameter.item(), again.synchronizer.communicator.size
+    return started, parameter.item(), again.synchronizer.membership.communicator.size
 
 
 @scenario

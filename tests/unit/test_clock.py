@@ -184,7 +184,7 @@ def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int,
             optimizer.step([np.ones(1)])
             if optimizer.synchronizer.counters.last_exchange == step:
                 found.append(step)
-                kept.append(optimizer.synchronizer.notes.memory)
+                kept.append(optimizer.synchronizer.ledger.notes.memory)
         return found, kept
 
     expected = run_ranks(2, lambda communicator: train(communicator, resume=False))
@@ -225,7 +225,11 @@ def test_what_can_be_reported() -> None:
     synchronizer = optimizer_of_one(5).synchronizer
     for loss in (1, 2.0, np.float32(3.0), np.array(4.0), np.ones(2) @ np.ones(2) * 2.5):
         synchronizer.report(loss)
-    assert (synchronizer.notes.loss_sum, synchronizer.notes.losses, synchronizer.notes.loss) == (15.0, 5, 3.0)
+    assert (synchronizer.ledger.notes.loss_sum, synchronizer.ledger.notes.losses, synchronizer.ledger.notes.loss) == (
+        15.0,
+        5,
+        3.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +300,7 @@ def test_a_schedule_that_fails_on_one_rank_is_an_error_on_every_rank(
                 _ = clock.learning_rate
                 return inner(clock)
 
-            optimizer.synchronizer.schedule = type(optimizer.synchronizer.schedule)(late)  # type: ignore[call-arg]
+            optimizer.synchronizer.planner.schedule = type(optimizer.synchronizer.planner.schedule)(late)  # type: ignore[call-arg]
         exchanges(optimizer, 2, lambda step: None)
 
     for _, text in errors(N, work):

@@ -126,7 +126,7 @@ def test_numpy_takes_ranks_under_both_names() -> None:
     communicator = LocalCommunicator()
     for name in ("communicator", "process_set"):
         optimizer = ModelAverageOptimizer(SGD(1.0), X, **{name: communicator})  # type: ignore[arg-type]
-        assert optimizer.synchronizer.communicator is communicator
+        assert optimizer.synchronizer.membership.communicator is communicator
     with pytest.raises(TypeError, match="two names of the ranks"):
         ModelAverageOptimizer(SGD(1.0), X, communicator=communicator, process_set=communicator)
     with pytest.raises(TypeError, match=r"`communicator` must be a Communicator\. Received: int"):

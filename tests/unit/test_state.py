@@ -202,7 +202,7 @@ def test_broadcast_restores_the_others_from_the_root(algorithm: Algorithm, root:
 
     def work(communicator: Communicator) -> tuple[list[bytes], bytes]:
         trainer = new_trainer(communicator, algorithm, PostLocal(2, 3))
-        trainer.synchronizer.root = root
+        trainer.synchronizer.membership.root = root
         other = new_trainer(communicator, algorithm, PostLocal(2, 3), seed=5)
         for step in range(1, 5):
             other.step(gradients(other, communicator.rank, step))

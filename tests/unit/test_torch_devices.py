@@ -59,7 +59,7 @@ def test_exchanges_hand_over_buffers_where_the_parameters_are(name: str, monkeyp
     model = meta_model(monkeypatch)
     optimizer = begun(ALGORITHMS[name](torch.optim.SGD(model.parameters(), lr=0.1), model, 2))
     devices: dict[str, str] = {}
-    communicator = optimizer.synchronizer.communicator
+    communicator = optimizer.synchronizer.membership.communicator
     allreduce = communicator.allreduce
 
     def watched(buffer: Any, label: str, op: str = "sum") -> Any:

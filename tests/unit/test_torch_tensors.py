@@ -122,7 +122,7 @@ def test_buckets_change_nothing(name: str) -> None:
         moving = inner if synchronizer.algorithm.needs_outer_optimizer else None
         outer = None if moving is None else TorchOuterOptimizer(moving, inner, replica.tensors)
         super(hvdp.Synchronizer, synchronizer).__init__(
-            replica, synchronizer.algorithm, synchronizer.schedule, communicator, outer=outer
+            replica, synchronizer.algorithm, synchronizer.planner.schedule, communicator, outer=outer
         )
         assert (len(replica.parameters.layout.buckets) > 20) == (bucket_bytes == 16)
         synchronizer.start()

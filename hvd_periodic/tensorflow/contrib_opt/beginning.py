@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, control_flow_v1, value_of
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter, can_be_sent
-from hvd_periodic.tensorflow.graph import VariableSynchronizer, digest_of
+from hvd_periodic.tensorflow.contrib_opt.session_start import begin_in_graph, digest_of
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.store import layout_of
 
@@ -56,8 +57,8 @@ class FirstStep:
 class Start:
     """Lets all ranks begin together, in the first step, with the gradients that they have by then.
 
-    What :meth:`Synchronizer.begin` is to PyTorch and Keras. The root's values are those of all global variables that
-    there are, as a broadcast of them gives, but for what belongs to other optimizers, which begin by themselves.
+    What :meth:`ReplicaSynchronizer.begin` is to PyTorch and Keras. The root's values are those of all global variables
+    that there are, as a broadcast of them gives, but for what belongs to other optimizers, which begin by themselves.
 
     Args:
         synchronizer: knows the other ranks.
@@ -95,7 +96,7 @@ class Start:
                 [value_of(variable) for variable in compared],
                 lambda: [True] * len(self._parameters) + [not getter.is_anothers(v) for v in self._frozen],
             )
-            found = synchronizer.begin_in_graph(center, replica)
+            found = begin_in_graph(synchronizer.course.setting, center, replica)
             given = tf.cond(found.given, branch(self._give), _nothing)
             with tf.control_dependencies([given]):
                 centered = tf.cond(found.anew, branch(start_centers), _nothing)
@@ -123,7 +124,8 @@ class Start:
             layout_of([(variable.op.name, variable) for variable in variables], bucket_bytes), variables
         )
         store.load_variables()
-        self._synchronizer.give_in_graph(store, name)
+        for send in self._synchronizer.membership.senders(name):
+            self._synchronizer.groups.send_store(store, send)
         with tf.control_dependencies(store.tensors()):
             return store.assign()
 

@@ -11,6 +11,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, control_flow_v1
@@ -35,6 +36,7 @@ from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
+from hvd_periodic.tensorflow.synchronous import GraphSynchronous
 from hvd_periodic.vectors.layout import Layout
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
@@ -127,7 +129,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
-        self._initialization.begin_within(synchronizer.together, global_step)
+        self._initialization.begin_within(synchronizer.membership.together, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
             made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
@@ -276,22 +278,23 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._communicator,
             ROOT,
             prefix,
-            "replicated",
-            self._asynchronous,
-            self._use_locking,
-            None if moved is None else GraphOuterOptimizer(moved, named.parameters),
+            asynchronous=self._asynchronous,
+            use_locking=self._use_locking,
+            outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
         )
-        synchronizer.how_to_start = _HOW_TO_START[self._adopts]
-        if self._asynchronous:
+        course, groups = synchronizer.course, synchronizer.groups
+        if isinstance(course, GraphAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
-            synchronizer.as_left = shared.centers
-            synchronizer.as_read = self._as_read(references, synchronizer.parts[0].values.layout)
-        for part in [] if self._asynchronous else synchronizer.parts[1:]:
-            pairs = zip(part.center.tensors(), part.values.tensors(), strict=True)
-            self._initialization.start_buffers(pairs)
+            course.as_left = shared.centers
+            course.as_read = self._as_read(references, groups.parameters.values.layout)
+        elif isinstance(course, GraphSynchronous):
+            course.how_to_start = _HOW_TO_START[self._adopts]
+            for group in groups.statistics:
+                pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
+                self._initialization.start_buffers(pairs)
         return synchronizer
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
-from hvd_periodic.tensorflow.graph import NewVariable
+from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import Named, NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.store import layout_of

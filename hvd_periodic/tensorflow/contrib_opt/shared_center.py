@@ -26,14 +26,15 @@ class SharedCenter:
     def __init__(
         self, synchronizer: VariableSynchronizer, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
     ) -> None:
-        if synchronizer.asynchronous is None:
+        course = synchronizer.course
+        if course.worker is None:
             raise ValueError("The synchronizer is not asynchronous")
-        self._worker = synchronizer.asynchronous
-        self._is_root = synchronizer.communicator.rank == synchronizer.root
-        self.centers = TensorStore(synchronizer.parts[0].values.layout, centers)
+        self._worker = course.worker
+        self._is_root = synchronizer.membership.is_root
+        self.centers = TensorStore(course.groups.parameters.values.layout, centers)
         self._stores = [self.centers]
         if statistics:
-            self._stores.append(TensorStore(synchronizer.parts[1].values.layout, statistics))
+            self._stores.append(TensorStore(course.groups.statistics[0].values.layout, statistics))
 
     def write(self) -> tf.Operation:
         """Return the operation that lets the root set the center to the values of the variables."""

@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.sync.course import Course
+from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, Branches, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
@@ -39,7 +41,7 @@ class StepEnd:
         before_exchange: Callable[[Sequence[Any]], Assigned],
     ) -> None:
         replica: GraphReplica = synchronizer.replica
-        mirrors: Sequence[Any] = [store for store in (synchronizer.as_read, synchronizer.as_left) if store is not None]
+        mirrors: Sequence[Any] = mirrors_of(synchronizer.course)
         self._synchronizer = synchronizer
         self._center_optimizer = center_optimizer
         self._global_step = global_step
@@ -67,12 +69,12 @@ class StepEnd:
     def _center_following(self, due: tf.Tensor) -> list[tf.Tensor]:
         """Return what an exchange waits for: in a synchronous phase, that the center is what the replicas are."""
         synchronizer = self._synchronizer
-        if synchronizer.synchronous_until is None:
+        if synchronizer.phase.until is None:
             return [due]
         with tf.control_dependencies([due]):
             remaining = synchronizer.steps_to_switch()
         return [
-            tf.cond(remaining > 0, branch(lambda: self._follow(synchronizer.reset_center)), _nothing),
+            tf.cond(remaining > 0, branch(lambda: self._follow(synchronizer.groups.reset)), _nothing),
             tf.cond(tf.equal(remaining, 0), branch(lambda: self._follow(synchronizer.restart_center)), _nothing),
         ]
 
@@ -87,28 +89,35 @@ class StepEnd:
 
     def _synchronized(self) -> Assigned:
         """Return what an exchange assigns to replicas and centers."""
-        synchronizer, optimizer, outer = self._synchronizer, self._center_optimizer, self._synchronizer.outer
-        part: Any = synchronizer.parts[0]
+        synchronizer, optimizer, outer = self._synchronizer, self._center_optimizer, self._synchronizer.exchanged.outer
+        parameters: Any = synchronizer.groups.parameters
         if not isinstance(optimizer, CenterOptimizer) or not isinstance(outer, GraphOuterOptimizer):
             return self._branches.on_values(synchronizer.sync)
         # Following a center that an optimizer moved asks no more.
-        alone = Exchange(synchronizer.communicator.size, period=1)
+        alone = Exchange(synchronizer.membership.communicator.size, period=1)
 
         def exchange() -> Sequence[Any]:
             synchronizer.sync()
             return list(outer.gradients)
 
         def pull() -> None:
-            for bucket in part.values.layout.buckets:
-                part.pull(bucket, part.center.read(bucket), alone)
+            for bucket in parameters.values.layout.buckets:
+                parameters.pull(bucket, parameters.center.read(bucket), alone)
 
         return self._branches.around_center_optimizer(
             exchange,
-            lambda gradients: optimizer.apply(gradients, part.center.variables),
-            part.center,
+            lambda gradients: optimizer.apply(gradients, parameters.center.variables),
+            parameters.center,
             pull,
-            [part.values, *part.worker.values()],
+            [parameters.values, *parameters.worker.values()],
         )
+
+
+def mirrors_of(course: Course[Any]) -> list[Any]:
+    """Return where the graph keeps a center that is outside of it."""
+    if not isinstance(course, GraphAsynchronous):
+        return []
+    return [store for store in (course.as_read, course.as_left) if store is not None]
 
 
 def _nothing() -> tf.Tensor:

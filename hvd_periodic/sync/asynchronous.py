@@ -1,0 +1,160 @@
+"""Each rank exchanges with one center on its own clock, and waits for no other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
+from hvd_periodic.asynchronous.worker import Worker
+from hvd_periodic.centers import Placement, Sharded
+from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.local_state.base import LocalState
+from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.counters import Notes
+from hvd_periodic.sync.course import Course, Legacy, Setting, failing
+from hvd_periodic.sync.planning import Plan
+from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.vectors.store import Store
+
+V = TypeVar("V")
+
+
+class Asynchronous(Course[V]):
+    """Exchanges with a center behind a transport, where those of statistics are as well."""
+
+    steps_agree = False
+    reads_together = False
+    worker: Worker
+
+    @classmethod
+    def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
+        """Return the algorithm as one worker after another runs it."""
+        return algorithm.one_by_one(size)
+
+    @classmethod
+    def check(cls, schedule: Schedule, policy: LocalState) -> None:
+        """Refuse what only ranks can do that wait for each other."""
+        if schedule.synchronous_until is not None:
+            raise ValueError("Asynchronous exchange has no phase in which gradients are averaged: quiet=False")
+        if policy.touches:
+            raise ValueError(f"`optimizer_state` must be 'local' in asynchronous exchange. Received: {policy}")
+
+    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None:
+        membership, exchanged = setting.membership, setting.exchanged
+        self.setting = setting
+        size = membership.communicator.size
+        tensors = [kind._replace(algorithm=kind.algorithm.one_by_one(size)) for kind in exchanged.tensors()]
+        shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
+        shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
+        outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
+        self.worker = Worker(
+            membership.communicator, exchanged.replica, outer, shared, membership.root, sharded, use_locking
+        )
+        groups = exchanged.groups(tensors, self.worker.placements)
+        self.groups = TensorGroups(groups, exchanged.replica, membership)
+
+    @property
+    def shows_loaded(self) -> bool:
+        """Whether no training is under way since it was loaded."""
+        return self.worker.at_rest
+
+    def facts(self) -> dict[str, object]:
+        """Return that all ranks exchange like this, and over what."""
+        return {"asynchronous": True, **self.worker.facts()}
+
+    def open(self) -> None:
+        """Make the center, and the way to it."""
+        self.worker.open(self.setting.membership.number)
+
+    def restart(self) -> None:
+        """Set the center to the root's values."""
+        super().restart()
+        self.worker.start(list(self.groups))
+
+    def first_plan(self, records: Sequence[Record]) -> Plan:
+        """Return when this rank exchanges first."""
+        return self.setting.planner.first_alone(self.setting.ledger.current_rate())
+
+    def exchange(self, leaving: bool = False) -> Any:
+        """Exchange with the center, without the other ranks."""
+        setting, ledger = self.setting, self.setting.ledger
+        started, counters, own = time.perf_counter(), ledger.counters, ledger.standpoint()
+        problem = setting.meeting.problem(own, Purpose.EXCHANGE)
+        if problem is not None:
+            raise RuntimeError(problem)
+        plan = setting.planner.following_alone(own)
+        exchange = Exchange(setting.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
+        with failing(setting.meeting, counters.local_steps):
+            sent = self.worker.exchange(list(self.groups), exchange)
+        missed = self.worker.transport.missed
+        ledger.counters = replace(
+            counters,
+            rounds=counters.rounds + 1,
+            bytes_sent=counters.bytes_sent + sent,
+            last_exchange=counters.local_steps,
+            next_exchange=plan.next_exchange,
+            gradients=0,
+            pushes_missed=counters.pushes_missed + missed,
+            staleness_max=max(counters.staleness_max, missed),
+            exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
+        )
+        ledger.notes = Notes(memory=plan.memory)
+        ledger.time(counters.local_steps)
+        return False
+
+    def check_alive(self) -> None:
+        """Raise where the center has gone with Horovod."""
+        if not self.setting.membership.communicator.alive():
+            raise RuntimeError("Horovod has been shut down: finalize() has to come before hvd.shutdown()")
+
+    def leave(self) -> None:
+        """Push what is left, and wait, asleep, until all have."""
+        counters = self.setting.ledger.counters
+        if counters.local_steps > counters.last_exchange:
+            self.exchange()
+        self.worker.finish()
+
+    def optimizer_state(self) -> Any:
+        """Return the state of the center's optimizer, which is behind the transport."""
+        return self.worker.state()
+
+    def check_load(self, state: dict[str, Any], begun: bool) -> None:
+        """Refuse to load in the middle of training."""
+        if begun and not self.worker.at_rest and self.setting.membership.communicator.size > 1:
+            raise RuntimeError(
+                "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "
+                "first step; or after finalize() on every rank, or on the root and then call broadcast() on all"
+            )
+        self.worker.check(state)
+
+    def has_loaded(self, state: dict[str, Any]) -> None:
+        """Let what was loaded be read as the center."""
+        self.worker.read_from_saved(list(self.groups), state)
+
+    def resume(self, state: dict[str, Any] | None) -> None:
+        """Set the center to what the root has loaded."""
+        self.worker.resume(list(self.groups), state)
+
+    def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
+        """Return none: each rank has loaded the center of another moment, and that of the root counts."""
+        return []
+
+    def begin_taking_over(self) -> None:
+        """Forget the center that was final."""
+        self.worker.go_on()
+
+    def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
+        """Return None: it is behind the transport."""
+        return None
+
+    def take_over(self, legacy: Legacy) -> None:
+        """Set the center to what the root has loaded, where it has; give all ranks its worker's vectors."""
+        if legacy.whole:
+            self.worker.resume(list(self.groups), legacy.state)
+        for group in self.groups:
+            for store in group.worker.values():
+                self.groups.send_store(store, legacy.send)

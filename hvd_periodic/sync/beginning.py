@@ -1,0 +1,146 @@
+"""The beginning of training: after construction, and after every load."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.course import Course, Legacy
+from hvd_periodic.sync.membership import sender
+from hvd_periodic.sync.startup import Moment, Standing, Start, decide, replaces
+
+V = TypeVar("V")
+
+logger = logging.getLogger("hvd_periodic")
+
+
+class Beginning(Generic[V]):
+    """Lets all ranks begin together, from what one of them has or from what each has.
+
+    Args:
+        course: how they will exchange.
+        checkpoint: what was loaded.
+    """
+
+    def __init__(self, course: Course[V], checkpoint: Checkpoint[V]) -> None:
+        self._course, self._checkpoint, self._setting = course, checkpoint, course.setting
+        self.begun = False
+        """Whether training has begun, since construction and since a state was loaded."""
+
+    def start(self, begin: Callable[[], object]) -> None:
+        """Give all ranks the root's values; where a state was loaded already, ``begin`` from it."""
+        together = self._setting.membership.together
+        found = together.gather((self._checkpoint.has_loaded(), uuid.uuid4().hex[:16]), "run").values()
+        if any(loaded for loaded, _ in found):
+            begin()
+            return
+        _, self._checkpoint.run = next(iter(found))
+        self._course.groups.give_values()
+        self._course.restart()
+
+    def begin(self, moment: Moment) -> bool:
+        """Find out on all ranks who has what, and begin; return whether this rank takes over other parameters."""
+        course, setting, checkpoint = self._course, self._setting, self._checkpoint
+        membership = setting.membership
+        records = setting.meeting.meet(Purpose.START)
+        standings = membership.together.gather(self._standing(moment), "start")
+        averaging = self._averaging([standing.local_steps for standing in standings.values()])
+        start = decide(standings, membership.global_root, averaging, asynchronous=not course.steps_agree)
+        if start is Start.ANEW:
+            self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
+        elif start is Start.FROM_ROOT:
+            self._take_over(membership.communicator, membership.root, membership.name)
+        elif start is Start.AS_LOADED:
+            course.resume(checkpoint.state)
+        checkpoint.forget()
+        self._plan_first_round(records)
+        setting.ledger.begin()
+        self.begun = True
+        return replaces(start, standings, membership.global_rank, membership.global_root, averaging)
+
+    def broadcast(self) -> None:
+        """Give all ranks what the root has."""
+        setting, membership = self._setting, self._setting.membership
+        together = membership.together
+        steps = set(together.gather(setting.ledger.local_steps, "steps").values())
+        if self._averaging(list(steps)) and len(steps) > 1:
+            raise RuntimeError(
+                "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
+                f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
+            )
+        self._take_over(membership.communicator, membership.root, membership.name)
+        if together.group is not None:
+            self._take_over(together.group, together.group_root, together.group_name)
+        self._checkpoint.forget()
+        if setting.ledger.local_steps == 0:
+            self._plan_first_round(setting.meeting.meet(Purpose.START))
+        setting.ledger.time(setting.ledger.local_steps)
+        self.begun = True
+
+    def _averaging(self, steps: Sequence[int]) -> bool:
+        """Return whether gradients are averaged over ranks that are at such steps, in groups of them at least."""
+        return self._setting.membership.together.any(self._setting.membership.in_groups) or max(steps) < (
+            self._setting.phase.until or 0
+        )
+
+    def _plan_first_round(self, records: Sequence[Record]) -> None:
+        """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
+        ledger = self._setting.ledger
+        if ledger.local_steps > 0:
+            return
+        plan = self._course.first_plan(records)
+        ledger.counters = replace(ledger.counters, next_exchange=plan.next_exchange)
+        ledger.notes = replace(ledger.notes, memory=plan.memory)
+
+    def _begin_anew(self, different: bool) -> None:
+        """Start from the root's parameters, which may have been loaded since construction."""
+        if different:
+            if self._setting.membership.is_root:
+                logger.warning("The parameters of the ranks differ at the first step: all take over the root's")
+            self._course.groups.give_values()
+        self._course.restart()
+        self._course.groups.give_statistics()
+
+    def _standing(self, moment: Moment) -> Standing:
+        """Return where this rank stands, for the others."""
+        counters, checkpoint, groups = self._setting.ledger.counters, self._checkpoint, self._course.groups
+        loaded = checkpoint.has_loaded()
+        return Standing(
+            loaded,
+            counters.local_steps,
+            (counters.last_exchange, counters.next_exchange),
+            checkpoint.run if loaded else "",
+            groups.digest(self._course.loaded_centers(checkpoint.state)) if loaded else "",
+            groups.replica_digest(),
+            moment,
+        )
+
+    def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
+        """Give the ranks of a communicator all that one of them has."""
+        course, checkpoint, ledger = self._course, self._checkpoint, self._setting.ledger
+        placement, is_root = course.placement, communicator.rank == root
+        course.begin_taking_over()
+        send = sender(communicator, f"{name}.broadcast", root)
+        known, state = checkpoint.has_loaded() or ledger.local_steps > 0, checkpoint.state
+        optimizer_state = course.optimizer_state_to_give(state)
+        mine = (ledger.counters, ledger.notes, checkpoint.run, known, state is not None, optimizer_state)
+        gathered = communicator.allgather_object(mine if is_root else None, f"{name}.progress")[root]
+        counters, notes, checkpoint.run, known, whole, optimizer_state = gathered
+        if known and communicator is self._setting.membership.together.group and not placement.everywhere:
+            raise RuntimeError(
+                f"With center={placement.name!r}, ranks that average their gradients hold other parts of the "
+                "center: load the state on every rank"
+            )
+        course.groups.send_values(send)
+        if not is_root:
+            ledger.counters, ledger.notes = counters, notes
+        if known:
+            course.take_over(Legacy(send, is_root, state, whole, optimizer_state))
+        else:  # The parameters may have been loaded since construction.
+            course.restart()

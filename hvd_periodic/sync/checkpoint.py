@@ -1,0 +1,120 @@
+"""What a checkpoint holds of the exchanges, and what of it was loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.sync.counters import Counters, Notes
+from hvd_periodic.sync.course import Course
+
+V = TypeVar("V")
+
+_VERSION = 1
+_KEYS = {"algorithm", "schedule", "counters", "center_optimizer", "vectors"}
+
+
+class Checkpoint(Generic[V]):
+    """Saves all that training needs to continue exactly, except the parameters and the local optimizer.
+
+    Args:
+        course: knows what is exchanged, and how far training has come.
+
+    Attributes:
+        run: names this training among others, in saved states.
+        loaded: a state was loaded, and training has not begun from it.
+        state: the one that was loaded, where the center is not on every rank; until training begins.
+    """
+
+    def __init__(self, course: Course[V]) -> None:
+        self._course = course
+        self.run = ""
+        self.loaded = False
+        self.state: dict[str, Any] | None = None
+
+    def has_loaded(self) -> bool:
+        """Return whether training has to begin from what was loaded."""
+        return self.loaded
+
+    def save(self) -> dict[str, Any]:
+        """Return copies of all there is; collective, where the center is not on every rank."""
+        course = self._course
+        membership, optimizer_state = course.setting.membership, course.optimizer_state()
+        communicator, name = membership.communicator, membership.name
+        return self.assembled({group.name: group.save(communicator, name) for group in course.groups}, optimizer_state)
+
+    def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
+        """Return what was loaded; or of a new training, in which the center is what the model holds.
+
+        Args:
+            begin: lets training begin, on all ranks together: for shares that were loaded, which no rank has whole.
+        """
+        course = self._course
+        if self.state is not None:
+            return copy.deepcopy(self.state)
+        if self.has_loaded() and course.reads_together:
+            begin()
+            return self.save()
+        if not self.has_loaded():
+            course.groups.reset()
+        if course.placement.everywhere:
+            return self.save()
+        return self.assembled({group.name: group.save_initial() for group in course.groups}, None)
+
+    def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
+        """Return a state with these vectors and this state of the center's optimizer."""
+        setting = self._course.setting
+        return {
+            "version": _VERSION,
+            "run": self.run,
+            "algorithm": type(setting.exchanged.algorithm).__name__,
+            "schedule": repr(setting.planner.schedule),
+            "counters": asdict(setting.ledger.counters),
+            "notes": asdict(setting.ledger.notes),
+            "center_optimizer": optimizer_state,
+            "outer": setting.exchanged.center_optimizer.name,
+            "vectors": vectors,
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise a ValueError if a state belongs to another algorithm, another model or another version."""
+        exchanged = self._course.setting.exchanged
+        algorithm, outer = type(exchanged.algorithm).__name__, exchanged.center_optimizer.name
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            found = state.get("version") if isinstance(state, dict) else type(state)
+            raise ValueError(f"Not a synchronizer state of version {_VERSION}. Received: {found!r}")
+        missing = sorted(_KEYS - state.keys())
+        if missing:
+            raise ValueError(f"The synchronizer state is incomplete. It lacks {', '.join(missing)}")
+        if state["algorithm"] != algorithm:
+            raise ValueError(f"The state was saved by {state['algorithm']}, this optimizer runs {algorithm}")
+        if state.get("outer", outer) != outer:
+            raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
+        for group in self._course.groups:
+            group.check_state(state["vectors"].get(group.name, {}))
+
+    def load(self, state: dict[str, Any], begun: bool) -> None:
+        """Restore what :meth:`save` returned; training that has ``begun`` has to begin again.
+
+        Raises:
+            ValueError: as :meth:`check`.
+            RuntimeError: other ranks would not notice.
+        """
+        self.check(state)
+        course, ledger = self._course, self._course.setting.ledger
+        course.check_load(state, begun)
+        for group in course.groups:
+            group.load(state["vectors"][group.name])
+        course.has_loaded(state)
+        self.state = None if course.placement.everywhere else state
+        self.loaded = True
+        self.run = state.get("run", "")
+        ledger.get_ready()
+        ledger.counters = Counters(**state["counters"])
+        ledger.notes = Notes(**state.get("notes", {}))  # Version 0.1 has none.
+
+    def forget(self) -> None:
+        """Forget what was loaded: training has begun from it."""
+        self.state, self.loaded = None, False

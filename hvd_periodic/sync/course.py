@@ -1,0 +1,204 @@
+"""How ranks exchange: what differs between exchanging all at once and each on its own clock."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.asynchronous.worker import Worker
+from hvd_periodic.centers.base import Placement
+from hvd_periodic.comm.meeting import Record
+from hvd_periodic.local_state.base import LocalState
+from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.exchanged import Exchanged
+from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.meeting import Meeting
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
+from hvd_periodic.sync.phase import Phase
+from hvd_periodic.sync.planner import Planner
+from hvd_periodic.sync.planning import Plan
+from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.vectors.store import Store
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Setting(Generic[V]):
+    """What an exchange needs to know: what is exchanged, with whom, how far training has come, and when.
+
+    Attributes:
+        exchanged: the replica and the algorithm.
+        membership: the ranks.
+        ledger: counters and notes.
+        planner: asks the schedule.
+        phase: whether gradients are still averaged.
+        meeting: speaks with the other ranks.
+        optimizer_state: exchanges the state of local optimizers, if anything does.
+    """
+
+    exchanged: Exchanged[V]
+    membership: Membership
+    ledger: Ledger
+    planner: Planner
+    phase: Phase
+    meeting: Meeting
+    optimizer_state: OptimizerStateExchange[V] | None
+
+
+class Course(ABC, Generic[V]):
+    """Runs exchanges, and knows where the centers are.
+
+    Args:
+        setting: what an exchange needs to know.
+        place: where the center of the parameters lives, as the user has asked.
+        use_locking: whether exchanges in shared memory exclude each other.
+
+    Attributes:
+        steps_agree: ranks exchange at the same local steps.
+        setting: as given.
+        groups: what is exchanged, with the centers.
+        worker: leads to a center that no rank waits for, if there is one.
+    """
+
+    steps_agree: ClassVar[bool]
+    setting: Setting[V]
+    groups: TensorGroups[V]
+    worker: Worker | None = None
+
+    @classmethod
+    @abstractmethod
+    def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
+        """Return the algorithm for so many ranks that exchange like this.
+
+        Raises:
+            ValueError: it cannot, or its rates make no sense.
+        """
+
+    @classmethod
+    @abstractmethod
+    def check(cls, schedule: Schedule, policy: LocalState) -> None:
+        """Raise a ValueError where ranks that exchange like this cannot have such a schedule or policy."""
+
+    @abstractmethod
+    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None: ...
+
+    @property
+    def placement(self) -> Placement:
+        """Where the center of the parameters lives."""
+        return self.groups.parameters.placement
+
+    @property
+    @abstractmethod
+    def reads_together(self) -> bool:
+        """Whether all ranks have to take part where one reads the center."""
+
+    @property
+    @abstractmethod
+    def shows_loaded(self) -> bool:
+        """Whether a center that was loaded can be read before training begins."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, object]:
+        """Return what all ranks have to agree on."""
+
+    def open(self) -> None:
+        """Make the center, where construction has not; all ranks together."""
+
+    def restart(self) -> None:
+        """Set the centers to the values of this rank, wherever they live; all ranks together."""
+        self.groups.reset()
+
+    @abstractmethod
+    def first_plan(self, records: Sequence[Record]) -> Plan:
+        """Return when the first exchange takes place, once ranks have met."""
+
+    def report(self, loss: Any) -> None:
+        """Note a loss of this rank; of one that is not finite, tell the others.
+
+        Raises:
+            ValueError: NaN or infinity: this rank cannot go on.
+        """
+        try:
+            self.setting.ledger.report(loss)
+        except ValueError as error:
+            self.setting.meeting.failure = str(error)
+            self.tell_failure(error)
+            raise
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the other ranks that this one fails, where they would wait for it."""
+
+    @abstractmethod
+    def exchange(self, leaving: bool = False) -> Any:
+        """Exchange; return whether some rank is still training that this one waits for."""
+
+    def check_alive(self) -> None:
+        """Raise a RuntimeError where there is nobody left to leave."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Exchange what is left, so that all ranks end with the same center."""
+
+    @abstractmethod
+    def optimizer_state(self) -> Any:
+        """Return what a checkpoint holds of the center's optimizer."""
+
+    @abstractmethod
+    def check_load(self, state: dict[str, Any], begun: bool) -> None:
+        """Raise where a state cannot be loaded now; load that of the center's optimizer, where it is here."""
+
+    def has_loaded(self, state: dict[str, Any]) -> None:
+        """Take notice of a state that the groups have loaded."""
+
+    def resume(self, state: dict[str, Any] | None) -> None:
+        """Go on from what every rank has loaded; all ranks together."""
+
+    @abstractmethod
+    def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
+        """Return the centers that were loaded, whole; none where this rank has shares only."""
+
+    def begin_taking_over(self) -> None:
+        """Get ready to have all that another rank has."""
+
+    @abstractmethod
+    def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
+        """Return the state of the center's optimizer that other ranks are to take over, given what was loaded here."""
+
+    @abstractmethod
+    def take_over(self, legacy: Legacy) -> None:
+        """Give all ranks the workers' vectors and the centers of one of them."""
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """What one rank gives to others.
+
+    Attributes:
+        send: replaces a value by that of the rank which gives.
+        is_giver: this is that rank.
+        state: what was loaded here, where the center is not on every rank.
+        whole: the giver has loaded the whole of such a center.
+        optimizer_state: of the giver's center.
+    """
+
+    send: Callable[[Any], Any]
+    is_giver: bool
+    state: dict[str, Any] | None
+    whole: bool
+    optimizer_state: Any
+
+
+@contextmanager
+def failing(meeting: Meeting, local_steps: int) -> Iterator[None]:
+    """Remember an error that ends an exchange half-way: this rank cannot go on after it."""
+    try:
+        yield
+    except Exception as error:
+        meeting.failure = f"The exchange at step {local_steps} failed: {error}"
+        raise

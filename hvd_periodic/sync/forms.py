@@ -1,0 +1,33 @@
+"""The parts of a synchronizer of which a front end may have a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.gradients import Gradients
+from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.sync.view import View
+
+
+class Forms(NamedTuple):
+    """What makes the parts; by default those of the core, which know no framework.
+
+    Attributes:
+        ledger: keeps counters.
+        courses: run exchanges: of ranks that wait for each other, and of ranks that do not.
+        gradients: shows gradients to algorithms.
+        checkpoint: saves and loads.
+        view: reads the center.
+    """
+
+    ledger: Callable[[Schedule], Ledger] = Ledger
+    courses: tuple[type[Course[Any]], type[Course[Any]]] = (Synchronous, Asynchronous)
+    gradients: Callable[[Course[Any]], Gradients[Any]] = Gradients
+    checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
+    view: Callable[..., View[Any]] = View

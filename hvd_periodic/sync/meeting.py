@@ -1,0 +1,187 @@
+"""What a rank says when it meets the others, and what it learns of them: before any data travels."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hvd_periodic.comm.agreement import agree, join
+from hvd_periodic.comm.meeting import Purpose, Record, leading, meet
+from hvd_periodic.outer.framework import Hyperparameters
+from hvd_periodic.sync.knowledge import Agreement, Standpoint
+from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
+from hvd_periodic.sync.planner import Planner
+from hvd_periodic.sync.planning import agreed_clock
+
+logger = logging.getLogger("hvd_periodic")
+
+Check = Callable[[], str | None]
+"""Returns why this rank cannot go on, or None."""
+
+
+class Meeting:
+    """Speaks for one rank, and judges what all have said.
+
+    Args:
+        membership: the ranks that meet.
+        ledger: where this one stands.
+        planner: foresees exchanges.
+        hyperparameters: settings of the center's optimizer, which have to be the same.
+        optimizer_state: exchanges the state of local optimizers, if anything does.
+
+    Attributes:
+        checks: of what else might keep this rank from going on.
+        failure: why this rank can never exchange again; None while it can.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        ledger: Ledger,
+        planner: Planner,
+        hyperparameters: Hyperparameters,
+        optimizer_state: OptimizerStateExchange[Any] | None,
+    ) -> None:
+        self._membership, self._ledger, self._planner = membership, ledger, planner
+        self._hyperparameters, self._optimizer_state = hyperparameters, optimizer_state
+        self.checks: list[Check] = []
+        self.failure: str | None = None
+        self._warned = False
+
+    def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
+        """Return what all ranks have come for, and where they stand.
+
+        Args:
+            purpose: what this rank has come for.
+            problem: why it cannot go on, if it knows already.
+
+        Raises:
+            RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
+        """
+        own = Standpoint(self._ledger.counters, self._ledger.notes)
+        try:
+            own = self._ledger.standpoint()
+        except Exception as error:
+            problem = problem or f"{type(error).__name__}: {error}"
+        problem = problem or self.problem(own, purpose)
+        failure = None if problem is None else RuntimeError(problem)
+        return meet(self._membership.communicator, self.record(own, purpose, problem), failure)
+
+    def record(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
+        """Return what this rank tells the others before any data travels."""
+        settings = self._hyperparameters.settings()
+        rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
+        others = {key: value for key, value in settings.items() if key not in rates}
+        counters = own.counters
+        return Record(
+            purpose=purpose,
+            optimizer=self._membership.number,
+            problem=int(problem is not None),
+            settings=_fingerprint(others),
+            rate=_fingerprint(rates),
+            local_steps=counters.local_steps,
+            updates=counters.local_steps - counters.skipped_updates,
+            pending=counters.local_steps - counters.last_exchange,
+            period=own.clock.period,
+            learning_rate=own.learning_rate,
+            step_seconds=own.step_seconds,
+            loss=own.notes.loss,
+            optimizer_state=self._state_fingerprint() if problem is None and purpose != Purpose.START else 0,
+            foreseen=(self._planner.foreseen(own, purpose) or 0) if problem is None else 0,
+        )
+
+    def problem(self, own: Standpoint, purpose: Purpose) -> str | None:
+        """Return why this rank cannot do what it has come for, or None."""
+        if not math.isfinite(own.notes.loss_sum):
+            steps = own.counters.local_steps
+            return f"The losses reported until step {steps} are not all finite: {own.notes.loss_sum}"
+        try:
+            self._planner.foreseen(own, purpose)
+        except Exception as error:
+            return f"The schedule failed: {type(error).__name__}: {error}"
+        try:
+            found = self._membership.communicator.changed() or self.failure
+            found = found or next(filter(None, (check() for check in self.checks)), None)
+            return found or (None if purpose == Purpose.START else self._state_problem())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def agree(self, records: Sequence[Record], own: Standpoint) -> Agreement:
+        """Return what this exchange is, given what all ranks announced.
+
+        Raises:
+            RuntimeError: on all ranks, if they are at different steps, or the schedule says different things on them.
+            ValueError: on all ranks, if the hyper-parameters of the center optimizer differ; or what local optimizers
+                keep, where it is exchanged.
+        """
+        states = {record.optimizer_state for record in records}
+        if self._optimizer_state is not None and 0 not in states and len(states) > 1:
+            agree(self._membership.communicator, self._membership.name, self._optimizer_state.facts())
+        training = [record for record in records if record.training]
+        deciding = training or list(records)
+        steps = sorted({record.local_steps for record in training})
+        if len(steps) > 1:
+            raise RuntimeError(
+                f"Ranks exchange at different local steps, from {steps[0]} to {steps[-1]}; this rank is at "
+                f"{own.counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
+                "broadcast()? A rank that runs out of data calls finalize()"
+            )
+        step = max(record.local_steps for record in deciding)
+        period = max(record.period for record in deciding)
+        return Agreement(
+            bool(training),
+            own.counters.local_steps if training else step,
+            pending=max(record.pending for record in records),
+            period=period,
+            clock=agreed_clock(deciding, replace(own.clock, step=step, period=period)),
+            unforeseen=not deciding[0].foreseen or len({record.foreseen for record in deciding}) > 1,
+            settings=self._settings_of(records, deciding),
+            states_are_there=len(states) == 1,
+        )
+
+    def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:
+        """Return the hyper-parameters of the center optimizer where those of ranks differ; None where they do not.
+
+        They follow local optimizers, and a learning-rate scheduler is behind on a rank whose updates were skipped, and
+        ahead on one that has ended its epoch. Those that train decide; of them, who has made most updates; of several,
+        the first.
+        """
+        communicator, name = self._membership.communicator, self._membership.name
+        first = leading(deciding)
+        most = first.updates
+        if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):
+            return None
+        if any(record.settings != first.settings for record in deciding if record.updates == most):
+            agree(communicator, name, self._hyperparameters.settings())
+        of_ranks = communicator.allgather_object(self._hyperparameters.hyperparameters(), f"{name}.settings")
+        decides = records.index(first)
+        others = [r for r, record in enumerate(records) if record in deciding and record.rate != first.rate]
+        if any(records[rank].updates == most for rank in others) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "The learning rates of the ranks differ at local step %d: the optimizer of the center takes that of "
+                "rank %d, and not those of rank %s. A scheduler has to decide alike on all ranks",
+                first.local_steps,
+                decides,
+                join(others),
+            )
+        return of_ranks[decides]
+
+    def _state_problem(self) -> str | None:
+        return None if self._optimizer_state is None else self._optimizer_state.problem()
+
+    def _state_fingerprint(self) -> int:
+        """Return a number that is the same where local optimizers keep the same; 0 where this one keeps nothing yet."""
+        facts = {} if self._optimizer_state is None else self._optimizer_state.facts()
+        return _fingerprint(facts) if facts else 0
+
+
+def _fingerprint(settings: dict[str, object]) -> int:
+    """Return a number that is the same where settings are."""
+    return int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")

@@ -1,0 +1,77 @@
+"""The ranks that train together with this one, and its place among them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.together import Together
+
+
+class Membership:
+    """With whom a rank exchanges, from whom all start, and under which names.
+
+    Args:
+        communicator: the ranks that exchange.
+        root: the rank, within the communicator, whose values all start from.
+        name: prefix of the names of its collectives.
+
+    Attributes:
+        together: all ranks that train together, those that average gradients with one that exchanges included.
+        in_groups: gradients are averaged at every step inside of groups, between which ranks exchange.
+    """
+
+    def __init__(self, communicator: Communicator, root: int, name: str) -> None:
+        self.join(communicator, root, name)
+
+    def join(self, communicator: Communicator, root: int, name: str) -> None:
+        """Be a member of these ranks, and no longer of those before."""
+        self.communicator, self.root, self.name = communicator, root, name
+        self.together = Together(communicator)
+        self.in_groups = False
+
+    def average_within(self, group: Communicator, throughout: bool) -> None:
+        """Take notice of the ranks that average their gradients with this one; ``throughout`` all of training."""
+        self.in_groups = group.size > 1 and throughout
+        if not set(group.global_ranks) <= set(self.communicator.global_ranks):
+            self.together.average_within(group)
+
+    @property
+    def number(self) -> int:
+        """Which optimizer of its ranks this is, as the name says: 1 for the first."""
+        last = self.name.rpartition(".")[2]
+        return int(last) if last.isdigit() else 0
+
+    @property
+    def is_root(self) -> bool:
+        """Whether all start from the values of this rank."""
+        return self.communicator.rank == self.root
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, counted over the job."""
+        return self.communicator.global_ranks[self.communicator.rank]
+
+    @property
+    def global_root(self) -> int:
+        """The root, counted over the job."""
+        return self.communicator.global_ranks[self.root]
+
+    def sender(self, what: str) -> Callable[[Any], Any]:
+        """Return a function that gives the ranks that exchange the root's values, one after another."""
+        return sender(self.communicator, f"{self.name}.{what}", self.root)
+
+    def senders(self, what: str) -> list[Callable[[Any], Any]]:
+        """Return what gives all ranks the root's values: first those that exchange with it, then those of groups."""
+        found, together = [self.sender(what)], self.together
+        if together.group is not None:
+            found.append(sender(together.group, f"{together.group_name}.{what}", together.group_root))
+        return found
+
+
+def sender(communicator: Communicator, name: str, root: int) -> Callable[[Any], Any]:
+    """Return a function that broadcasts one value after the other, under names with a prefix."""
+    calls = itertools.count()
+    return lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", root)

@@ -1,0 +1,142 @@
+"""The parts of training, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.centers import placement_of
+from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.local_state import LocalStateLike, as_local_state
+from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.replica import Replica
+from hvd_periodic.schedules.base import Clock, Schedule
+from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.sync.beginning import Beginning
+from hvd_periodic.sync.counters import Counters
+from hvd_periodic.sync.course import Setting
+from hvd_periodic.sync.exchanged import Exchanged
+from hvd_periodic.sync.forms import Forms
+from hvd_periodic.sync.meeting import Meeting
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
+from hvd_periodic.sync.phase import Phase
+from hvd_periodic.sync.planner import Planner
+from hvd_periodic.sync.tensor_groups import TensorGroups
+
+V = TypeVar("V")
+
+
+class Parts(Generic[V]):
+    """What a synchronizer steers; each part is one file.
+
+    Args:
+        replica: the parameters of this rank, as a front end provides them.
+        algorithm: what an exchange computes.
+        schedule: when to exchange: a schedule, a function of the clock, or local steps.
+        communicator: with whom.
+        root: the rank, within the communicator, whose values all start from.
+        name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
+            to draw equally often.
+        center: where the center of the parameters lives: ``"replicated"`` on every rank; ``"root"``, on the root alone;
+            ``"sharded"``, one n-th of it on every rank. The last two make :meth:`center`, :meth:`distance` and
+            :meth:`state_dict` collective: all ranks call them. Statistics are replicated always.
+        asynchronous: exchange with one center, on the root, without waiting for other ranks. The center is then in
+            shared memory where all ranks are on one host; otherwise on the root, or with ``center="sharded"`` one n-th
+            of it on every rank. :meth:`center`, :meth:`distance` and :meth:`state_dict` are not collective.
+        use_locking: whether asynchronous exchanges in shared memory exclude each other; without it, additions that
+            collide may be lost.
+        outer: an optimizer of the framework that moves the center, for algorithms that take one.
+        rates: the learning rates of the local optimizer, for algorithms that ask for them.
+        optimizer_state: what becomes of the local optimizer's state at an exchange.
+        local_optimizer: that state, for policies that touch it.
+        forms: makes the parts of which a front end has a form of its own.
+
+    Attributes:
+        exchanged, membership, ledger, planner, phase, meeting, course, beginning, checkpoint, view, gradients: the
+            parts: what is exchanged, with whom, how far, when, whether it has begun to differ, what ranks say to each
+            other, how they exchange, from what they begin, what is saved, how the center is read, what algorithms see.
+
+    Raises:
+        ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
+        RuntimeError: asynchronous exchange is not possible between these ranks.
+    """
+
+    def __init__(
+        self,
+        replica: Replica[V],
+        algorithm: Algorithm,
+        schedule: int | Schedule | Callable[[Clock], int],
+        communicator: Communicator,
+        root: int = 0,
+        name: str | None = None,
+        center: str = "replicated",
+        asynchronous: bool = False,
+        use_locking: bool = True,
+        outer: OuterOptimizer | None = None,
+        rates: LearningRates | None = None,
+        optimizer_state: LocalStateLike = "local",
+        local_optimizer: OptimizerState[V] | None = None,
+        forms: Forms = Forms(),  # noqa: B008
+    ) -> None:
+        course = forms.courses[bool(asynchronous)]
+        self.policy, planned = as_local_state(optimizer_state), as_schedule(schedule, "schedule")
+        self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
+        course.check(planned, self.policy)
+        self.replica, self.algorithm = replica, self.exchanged.algorithm
+        self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
+        state = state_exchange(self.policy, local_optimizer, replica, self.membership)
+        self.ledger = forms.ledger(planned)
+        self.planner = Planner(planned, self.membership)
+        self.phase = Phase(self.planner, self.ledger)
+        hyperparameters = self.exchanged.hyperparameters
+        self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
+        setting = Setting(self.exchanged, self.membership, self.ledger, self.planner, self.phase, self.meeting, state)
+        self.course = course(setting, placement_of(center), use_locking)
+        self.gradients = forms.gradients(self.course)
+        self.checkpoint = forms.checkpoint(self.course)
+        self.beginning = Beginning(self.course, self.checkpoint)
+        self.view = forms.view(self.course, self.checkpoint, self.beginning)
+        self.meeting.checks.append(replica.changes)
+        if self.ledger.is_new:
+            self.course.groups.reset()
+
+    @property
+    def groups(self) -> TensorGroups[V]:
+        """What is exchanged: the parameters, and statistics of several kinds, with their centers."""
+        return self.course.groups
+
+    @property
+    def counters(self) -> Counters:
+        """Steps, rounds, bytes and seconds so far."""
+        return self.ledger.counters
+
+    @property
+    def local_steps(self) -> int:
+        """Iterations so far."""
+        return self.ledger.local_steps
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far."""
+        return self.ledger.rounds
+
+    @property
+    def learning_rate(self) -> Callable[[], Any] | None:
+        """Returns the learning rate of the local optimizer, for schedules; set where that optimizer is known."""
+        return self.ledger.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Callable[[], Any] | None) -> None:
+        self.ledger.learning_rate = learning_rate
+
+    @property
+    def begun(self) -> bool:
+        """Whether training has begun, since construction and since a state was loaded."""
+        return self.beginning.begun
+
+    def center_tensors(self) -> list[Any]:
+        """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
+        return self.groups.parameters.center.tensors()

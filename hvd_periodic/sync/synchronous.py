@@ -1,0 +1,214 @@
+"""All ranks exchange at the same local steps, and wait for each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.centers import Placement, Replicated
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.meeting import Purpose, Record, integers
+from hvd_periodic.local_state.base import LocalState
+from hvd_periodic.schedules.base import Schedule
+from hvd_periodic.sync.counters import Notes
+from hvd_periodic.sync.course import Course, Legacy, Setting, failing
+from hvd_periodic.sync.knowledge import Agreement
+from hvd_periodic.sync.planning import Plan
+from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.vectors.store import Store
+
+V = TypeVar("V")
+
+_BYTES_OF_RECORD = 8 * len(integers(Record(0, 0)))
+
+
+class Synchronous(Course[V]):
+    """Exchanges by collectives.
+
+    The center of the parameters lives where the user has asked, those of statistics on every rank.
+    """
+
+    steps_agree = True
+
+    @classmethod
+    def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
+        """Return the algorithm, whose rates make sense for so many ranks."""
+        algorithm.check(size)
+        return algorithm
+
+    @classmethod
+    def check(cls, schedule: Schedule, policy: LocalState) -> None:
+        """Allow all of them."""
+
+    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None:
+        membership, exchanged = setting.membership, setting.exchanged
+        self.setting = setting
+        tensors = exchanged.tensors()
+        ranks = membership.communicator, membership.root
+        placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
+        self.groups = TensorGroups(exchanged.groups(tensors, placements), exchanged.replica, membership)
+        parameters = self.groups.parameters
+        if parameters.total is not None:
+            self._outer.bind(parameters.center, parameters.total, parameters.values.layout)
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether all ranks have to take part where one reads the center: unless it is on every rank."""
+        return not self.placement.everywhere
+
+    @property
+    def shows_loaded(self) -> bool:
+        """True: the groups hold it."""
+        return True
+
+    def facts(self) -> dict[str, object]:
+        """Return that all ranks exchange like this."""
+        return {"asynchronous": False}
+
+    def first_plan(self, records: Sequence[Record]) -> Plan:
+        """Return when the first exchange takes place, the same on all ranks."""
+        return self.setting.planner.first(records)
+
+    def tell_failure(self, error: Exception) -> None:
+        """Meet the others, who wait for this rank at their next exchange."""
+        try:
+            self.setting.meeting.meet(Purpose.EXCHANGE)
+        except RuntimeError:
+            raise error from None
+
+    def exchange(self, leaving: bool = False) -> Any:
+        """Exchange with all ranks; return whether some of them is still training."""
+        setting, ledger = self.setting, self.setting.ledger
+        started, own = time.perf_counter(), ledger.standpoint()
+        purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
+        agreed = setting.meeting.agree(setting.meeting.meet(purpose, problem), own)
+        plan = setting.planner.following(agreed)
+        ledger.add(bytes_sent=_BYTES_OF_RECORD)
+        setting.exchanged.hyperparameters.follow(agreed.settings)
+        if agreed.training or agreed.pending:
+            with failing(setting.meeting, own.counters.local_steps):
+                sent = self._run(agreed)
+            ledger.add(bytes_sent=sent, rounds=1)
+            setting.exchanged.replica.constrain(self.groups.parameters.center)
+        counters = ledger.counters
+        ledger.counters = replace(
+            counters,
+            local_steps=agreed.step,
+            skipped_updates=counters.skipped_updates + agreed.step - counters.local_steps,
+            last_exchange=agreed.step,
+            next_exchange=agreed.step + plan.next_exchange - agreed.clock.step,
+            gradients=0,
+            exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
+        )
+        ledger.notes = Notes(memory=plan.memory)
+        ledger.time(agreed.step)
+        return agreed.training
+
+    def _run(self, agreed: Agreement) -> Any:
+        """Let data travel; return the bytes handed to collectives."""
+        setting, counters = self.setting, self.setting.ledger.counters
+        if setting.phase.equal:
+            self.groups.restart()
+            self.groups.audit()
+            return 0
+        exchange = Exchange(setting.membership.communicator.size, agreed.period, max(counters.gradients, 1))
+        sent = self.groups.exchange(exchange)
+        if agreed.states_are_there:
+            sent += self._exchange_state(exchange, counters.rounds)
+        return sent
+
+    def _exchange_state(self, exchange: Exchange, rounds: Any) -> Any:
+        """Exchange the local optimizer's state as its policy asks; return the bytes handed to collectives."""
+        setting = self.setting
+        if setting.optimizer_state is None:
+            return 0
+        communicator, name = setting.membership.communicator, setting.membership.name
+        return setting.optimizer_state.exchange(communicator, exchange, rounds, name, self._when)
+
+    def _when(self, condition: Any, run: Callable[[], int]) -> Any:
+        """Return what ``run`` does where the condition holds, 0 elsewhere."""
+        return run() if condition else 0
+
+    def leave(self) -> None:
+        """Take part in the exchanges of the others until all are done."""
+        while self.exchange(leaving=True):
+            pass
+        self.groups.audit()
+
+    def _moved_uncounted(self) -> str | None:
+        """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""
+        counters = self.setting.ledger.counters
+        if counters.local_steps > 0 or counters.rounds > 0 or not self.placement.everywhere or self.setting.phase.equal:
+            return None
+        if not self.groups.distance() > 0:
+            return None
+        return (
+            "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer; "
+            "without any training leave out finalize()"
+        )
+
+    @property
+    def _outer(self) -> Any:
+        return self.setting.exchanged.center_optimizer
+
+    def optimizer_state(self) -> Any:
+        """Return the state of the center's optimizer, of all ranks where each has a part of it."""
+        membership, state = self.setting.membership, self._outer.state()
+        if self.groups.parameters.total is None:
+            return state
+        return self.placement.gather(membership.communicator, state, f"{membership.name}.state")
+
+    def check_load(self, state: dict[str, Any], begun: bool) -> None:
+        """Load the state of the center's optimizer, of which this rank may have a part."""
+        self._load_optimizer_state(state["center_optimizer"])
+
+    def _load_optimizer_state(self, saved: Any) -> None:
+        state = self.placement.select(saved)
+        if state is not None:
+            self._outer.load(state)
+
+    def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
+        """Return the centers that were loaded, whole; none where this rank has shares only."""
+        stores: list[Store[Any]] = []
+        replica = self.setting.exchanged.replica
+        for group in self.groups.held_alike:
+            if group.center.layout is group.values.layout:
+                stores.append(group.center)
+            elif state is not None:
+                stores.append(replica.new_temporary_store(group.values.layout))
+                replica.load(stores[-1], state["vectors"][group.name]["center"])
+            else:
+                return []
+        return stores
+
+    def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
+        """Return the state of the center's optimizer; where this rank has a part of it, what was loaded."""
+        if self.placement.everywhere:
+            return self._outer.state()
+        return None if state is None else state["center_optimizer"]
+
+    def take_over(self, legacy: Legacy) -> None:
+        """Give all ranks the workers' vectors and the centers of one of them, or their shares of what it has loaded."""
+        for group in self.groups:
+            for store in group.worker.values():
+                self.groups.send_store(store, legacy.send)
+            if group.placement.everywhere:
+                for store in group.center_state.values():
+                    self.groups.send_store(store, legacy.send)
+            elif legacy.whole:
+                self._share_out(group, legacy)
+        if not legacy.is_giver and (self.placement.everywhere or legacy.whole):
+            self._load_optimizer_state(legacy.optimizer_state)
+
+    def _share_out(self, group: TensorGroup[V], legacy: Legacy) -> None:
+        """Give all ranks their shares of the center that one has loaded."""
+        layout, replica = group.values.layout, self.setting.exchanged.replica
+        held = replica.new_temporary_store(layout) if legacy.is_giver else group.values
+        for key in group.center_state:
+            if legacy.is_giver and legacy.state is not None:
+                replica.load(held, legacy.state["vectors"][group.name][key])
+            for bucket in layout.buckets:
+                group.set_share(key, bucket, legacy.send(held.read(bucket, out=replica.scratch(bucket, 0))))

@@ -1,0 +1,137 @@
+"""The groups of tensors of one rank, and what is done to all of them at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.agreement import audit
+from hvd_periodic.replica import Replica
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.vectors.store import Store
+
+V = TypeVar("V")
+
+
+class TensorGroups(Generic[V]):
+    """All groups of a rank: the parameters, and statistics of several kinds.
+
+    Args:
+        groups: the parameters first.
+        replica: of this rank.
+        membership: the ranks that hold the same.
+    """
+
+    def __init__(self, groups: Sequence[TensorGroup[V]], replica: Replica[V], membership: Membership) -> None:
+        self._groups, self._replica, self._membership = list(groups), replica, membership
+
+    def __iter__(self) -> Iterator[TensorGroup[V]]:
+        return iter(self._groups)
+
+    @property
+    def parameters(self) -> TensorGroup[V]:
+        """What the algorithm acts on."""
+        return self._groups[0]
+
+    @property
+    def statistics(self) -> list[TensorGroup[V]]:
+        """What is exchanged with them by rules that no algorithm changes."""
+        return self._groups[1:]
+
+    @property
+    def held_alike(self) -> list[TensorGroup[V]]:
+        """Those whose centers are the same on all ranks that train together.
+
+        Statistics of groups of ranks differ: every place in the groups has its own.
+        """
+        return self._groups if self._membership.together.group is None else self._groups[:1]
+
+    def reset(self) -> None:
+        """Set the centers to the values of this rank, and forget what was accumulated."""
+        for group in self:
+            group.reset()
+
+    def restart(self) -> None:
+        """Set the centers to the values of this rank, which are the same on all; but average statistics.
+
+        Those were not averaged as long as gradients were.
+        """
+        self.reset()
+        membership = self._membership
+        for group in self.statistics:
+            self.send_store(group.center, membership.sender(f"{group.name}.restart"))
+            alone = Exchange(membership.communicator.size, 1, 1)
+            group.exchange(membership.communicator, alone, membership.name)
+
+    def give_values(self) -> None:
+        """Give all ranks the root's parameters, statistics and constants."""
+        for send in self._membership.senders("values"):
+            self.send_values(send)
+
+    def give_statistics(self) -> None:
+        """Give all ranks the root's centers of statistics: a forward pass has changed those of each rank in its way."""
+        for group in self.statistics:
+            if group.placement.everywhere:
+                self.send_store(group.center, self._membership.sender(group.name))
+
+    def send_values(self, send: Callable[[Any], Any]) -> None:
+        """Replace the values of this rank by what ``send`` makes of them."""
+        for group in self:
+            self.send_store(group.values, send)
+        if self._replica.constants is not None:
+            self.send_store(self._replica.constants, send)
+        self._replica.follow_weights()
+
+    def send_store(self, store: Store[Any], send: Callable[[Any], Any]) -> None:
+        """Replace the values of a store by what ``send`` makes of them."""
+        for bucket in store.layout.buckets:
+            store.write(bucket, send(store.read(bucket, out=self._replica.scratch(bucket, 0))))
+
+    def exchange(self, exchange: Exchange) -> Any:
+        """Exchange all groups; return the bytes handed to collectives."""
+        communicator, name = self._membership.communicator, self._membership.name
+        return sum(group.exchange(communicator, exchange, name) for group in self)
+
+    def audit(self) -> None:
+        """Check on all ranks that they hold the same centers, to the bit; each what it holds of them for all.
+
+        Raises:
+            RuntimeError: they do not; names the ranks.
+        """
+        audit(
+            self._membership.together,
+            "center",
+            (
+                self._replica.to_bytes(store.read(bucket))
+                for group in self.held_alike
+                if group.placement.everywhere
+                for store in group.center_state.values()
+                for bucket in group.values.layout.buckets
+            ),
+        )
+
+    def replica_digest(self) -> str:
+        """Return a text that is the same where ranks may train without taking over the root's values."""
+        return f"{self.digest([self.parameters.values])} {self._replica.frozen().hex()}"
+
+    def digest(self, stores: Iterable[Store[Any]]) -> str:
+        """Return a text that is the same where the values are, to the bit; empty of no stores."""
+        digest, any_store = hashlib.sha256(), False
+        for store in stores:
+            any_store = True
+            for bucket in store.layout.buckets:
+                digest.update(self._replica.to_bytes(store.read(bucket)))
+        return digest.hexdigest() if any_store else ""
+
+    def distance(self) -> Any:
+        """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
+        group, replica, total = self.parameters, self._replica, 0.0
+        for bucket in group.values.layout.buckets:
+            x = group.values.read(bucket, out=replica.scratch(bucket, 0))
+            center = group.fetch(self._membership.communicator, bucket, self._membership.name)
+            d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
+            total += replica.space.dot(d, d)
+        return total**0.5

@@ -1,0 +1,87 @@
+"""Reading the center: in the model, or its distance to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.sync.beginning import Beginning
+from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.course import Course
+
+V = TypeVar("V")
+
+
+class View(Generic[V]):
+    """Shows the center to users, and changes nothing about training.
+
+    Args:
+        course: knows where the center lives.
+        checkpoint: knows whether one was loaded.
+        beginning: knows whether training has begun.
+
+    Attributes:
+        inside: the model holds the center now.
+    """
+
+    def __init__(self, course: Course[V], checkpoint: Checkpoint[V], beginning: Beginning[V]) -> None:
+        self._course, self._checkpoint, self._beginning = course, checkpoint, beginning
+        self.inside = False
+
+    def refuse_inside(self, method: str) -> None:
+        """Raise a RuntimeError inside :meth:`center`, in the name of a method that makes no sense there."""
+        if self.inside:
+            raise RuntimeError(
+                f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
+                "Leave the block first"
+            )
+
+    @contextmanager
+    def center(self, begin: Callable[[], object]) -> Iterator[None]:
+        """Hold the center in the model inside the block, the local values again after it, come what may."""
+        self.refuse_inside("center")
+        self.get_ready(begin)
+        membership = self._course.setting.membership
+        shown = list(self._course.groups) if self._is_known() else []
+        held = [[group.values.read(bucket) for bucket in group.values.layout.buckets] for group in shown]
+        self.inside = True
+        try:
+            for group in shown:
+                for bucket in group.values.layout.buckets:
+                    group.values.write(bucket, group.fetch(membership.communicator, bucket, membership.name))
+            yield
+        finally:
+            for group, vectors in zip(shown, held, strict=True):
+                for bucket, vector in zip(group.values.layout.buckets, vectors, strict=True):
+                    group.values.write(bucket, vector)
+            self.inside = False
+
+    def distance(self, begin: Callable[[], object]) -> float:
+        """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
+        self.get_ready(begin)
+        return float(self._course.groups.distance())
+
+    def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
+        """Return what a checkpoint holds; collective, where the center is not on every rank."""
+        if not self._beginning.begun:
+            return self._checkpoint.save_before_training(begin)
+        self.follow_equal_replicas()
+        return self._checkpoint.save()
+
+    def get_ready(self, begin: Callable[[], object]) -> None:
+        """Get ready to read the center: where all ranks have to, they ``begin`` training first."""
+        if self._course.reads_together:
+            begin()
+        self.follow_equal_replicas()
+
+    def follow_equal_replicas(self) -> None:
+        """While gradients are averaged over all, let the center be what the replicas are."""
+        if self._course.setting.phase.equal and not self.inside:
+            self._course.groups.reset()
+
+    def _is_known(self) -> bool:
+        """Whether the center can be read, and be another thing than the model: before training, if it was loaded."""
+        if self._beginning.begun or not self._checkpoint.has_loaded():
+            return self._beginning.begun
+        return self._course.shows_loaded

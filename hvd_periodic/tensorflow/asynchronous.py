@@ -1,0 +1,110 @@
+"""Asynchronous exchange in a graph: one call of Python on host memory, between reading the replica and its pull."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers.tensor_group import all_buckets
+from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.tensorflow.host import to_integers, unpacked
+from hvd_periodic.tensorflow.ledger import seconds
+from hvd_periodic.tensorflow.meeting import GraphMeeting, ledger_of
+from hvd_periodic.tensorflow.outer import FollowsRate
+from hvd_periodic.tensorflow.store import VariableStore
+from hvd_periodic.tensorflow.synchronous import kinds_of
+from hvd_periodic.vectors.layout import Bucket
+
+
+@dataclass(frozen=True)
+class _Pushed:
+    """What Python knows after an asynchronous exchange in a graph.
+
+    Attributes:
+        missed: pushes of other workers since this one's last.
+        staleness_max: the most of them at one exchange.
+        next_exchange: local steps at which the next exchange is due.
+    """
+
+    missed: Any
+    staleness_max: Any
+    next_exchange: Any
+
+
+class GraphAsynchronous(Asynchronous[Any]):
+    """Outside of graphs as in the core.
+
+    Attributes:
+        as_read, as_left: where a graph keeps the center of the parameters as this rank read it last, and as it was
+            after its own push.
+    """
+
+    as_read: VariableStore | None = None
+    as_left: VariableStore | None = None
+
+    def exchange(self, leaving: bool = False) -> Any:
+        """Exchange with the center; in a graph, return a boolean scalar."""
+        if tf.executing_eagerly():
+            return super().exchange(leaving)
+        setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
+        variables = ledger.variables
+        period = variables["next_exchange"] - variables["last_exchange"]
+        gradients = tf.maximum(variables["gradients"], 1)
+        size = setting.membership.communicator.size
+        exchange: Any = Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
+        decided, pulled = self._pushed(GraphMeeting(setting), exchange)
+        pushed = _Pushed(**{field.name: decided.pop(field.name) for field in fields(_Pushed)})
+        buckets = list(all_buckets(self.groups))
+        for (group, bucket), vector in zip(buckets, pulled, strict=True):
+            center = tf.ensure_shape(vector, [bucket.size])
+            if group is self.groups.parameters:
+                self._mirror(bucket, center, exchange)
+            group.pull(bucket, center, exchange)
+        ledger.add(pushes_missed=pushed.missed)
+        counted = {"next_exchange": pushed.next_exchange, "staleness_max": pushed.staleness_max}
+        ledger.exchanged(sum(bucket.nbytes for _, bucket in buckets), counted, decided)
+        ledger.timed(started)
+        return tf.constant(True)
+
+    def _pushed(self, meeting: GraphMeeting, exchange: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        """Push what this rank has; return what Python knows after it by name, and what is to be pulled."""
+        setting, ledger, worker = self.setting, ledger_of(self.setting), self.worker
+        kinds = ledger.kinds_remembered | kinds_of(_Pushed)
+        payloads = [group.payload(bucket, exchange) for group, bucket in all_buckets(self.groups)]
+
+        def run(before: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
+            own = meeting.standpoint(before.numpy().tolist())
+            plan = setting.planner.following_alone(own)
+            alone = Exchange(setting.membership.communicator.size, own.clock.period, max(own.counters.gradients, 1))
+            worker.go_on()
+            pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
+            missed = worker.transport.missed
+            pushed = _Pushed(missed, max(missed, own.counters.staleness_max), plan.next_exchange)
+            return [np.array(to_integers(asdict(pushed) | ledger.remembered(plan), kinds)), *pulled]
+
+        # What Python reads by itself, a local step in the same graph must have written.
+        follower = setting.exchanged.hyperparameters
+        followed = follower.followed() if isinstance(follower, FollowsRate) else []
+        written = [tf.convert_to_tensor(variable) for variable in followed]
+        with tf.device("CPU:0"), tf.control_dependencies(written):
+            results = tf.py_function(
+                run, [meeting.before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)]
+            )
+        return unpacked(tf.ensure_shape(results[0], [len(kinds)]), kinds), results[1:]
+
+    def _mirror(self, bucket: Bucket, center: Any, exchange: Exchange) -> None:
+        """Keep what was pulled of the center, and what the transaction made of it."""
+        if self.as_read is not None:
+            self.as_read.write(bucket, center)
+        if self.as_left is None:
+            return
+        parameters, space = self.groups.parameters, self.setting.exchanged.replica.space
+        algorithm = parameters.algorithm
+        if not algorithm.reads_after:
+            message, _ = algorithm.message(space, parameters.values.read(bucket), {}, center, exchange)
+            center = algorithm.move(space, {"center": center}, message, exchange)["center"]
+        self.as_left.write(bucket, center)

@@ -1,0 +1,203 @@
+"""Counters and notes in variables, which compiled functions and checkpoints know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.schedules import Clock, Schedule
+from hvd_periodic.sync.counters import Counters, Notes
+from hvd_periodic.sync.knowledge import Standpoint
+from hvd_periodic.sync.ledger import Ledger, rate_of
+from hvd_periodic.sync.planning import Plan, ask
+from hvd_periodic.tensorflow.host import Numbers, in_session
+
+NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
+"""``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
+
+_INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
+
+MEMORY = "memory."
+"""Begins the names of variables of what a schedule remembers."""
+
+
+class VariableLedger(Ledger):
+    """The ledger of the core with its numbers in variables.
+
+    Outside of graphs it is read and set like that of the core; in a graph, numbers are tensors.
+
+    Args:
+        new_variable: makes the variables.
+        schedule: as in the core.
+        learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
+
+    Attributes:
+        variables: of the counters, by name.
+        note_variables: of what is kept for the schedule, by name.
+    """
+
+    def __init__(
+        self, new_variable: NewVariable, schedule: Schedule, learning_rate: Callable[[], Any] | None = None
+    ) -> None:
+        self._new_variable, self._remembers = new_variable, schedule.remembers
+        self.learning_rate = learning_rate
+        self.variables: dict[str, tf.Variable] = {}
+        self.note_variables: dict[str, tf.Variable] = {}
+        super().__init__(schedule)
+
+    def make_notes(self) -> None:
+        """Make the variables of what is kept for the schedule; last, for checkpoints of versions that had none.
+
+        Nothing reports losses in graphs of TensorFlow 1.
+        """
+        if not in_session():
+            self.note_variables["loss_sum"] = self._new_variable("loss_sum", (), tf.float64, 0.0)
+            self.note_variables["losses"] = self._new_variable("losses", (), tf.int64, 0)
+        for name in self._remembers:
+            self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, np.nan)
+
+    @property
+    def counters(self) -> Counters:
+        """Steps, rounds, bytes and seconds so far; outside of graphs."""
+        with tf.init_scope():
+            return Counters(**{name: variable.numpy().item() for name, variable in self.variables.items()})
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        for field, value in zip(fields(Counters), astuple(counters), strict=True):
+            if field.name in self.variables:
+                self.variables[field.name].assign(value)
+            else:
+                dtype = tf.int64 if field.name in _INTEGERS else tf.float64
+                self.variables[field.name] = self._new_variable(field.name, (), dtype, value)
+
+    @property
+    def notes(self) -> Notes:
+        """What this rank keeps for its schedule; outside of graphs."""
+        with tf.init_scope():
+            return _notes_of({name: variable.numpy().item() for name, variable in self.note_variables.items()})
+
+    @notes.setter
+    def notes(self, notes: Notes) -> None:
+        for name, variable in self.note_variables.items():
+            remembered = notes.memory.get(name.removeprefix(MEMORY), np.nan)
+            variable.assign(remembered if name.startswith(MEMORY) else getattr(notes, name))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no checkpoint has just given its values to the new variables; in a session, that is not known yet."""
+        return not in_session() and self.counters.local_steps == 0
+
+    @property
+    def local_steps(self) -> int:
+        """Iterations so far; outside of graphs."""
+        return int(self.variables["local_steps"].numpy())
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far; outside of graphs."""
+        return int(self.variables["rounds"].numpy())
+
+    def _first_exchange(self, schedule: Schedule) -> int:
+        """Return the step of the first exchange; sessions of TensorFlow 1 do not decide it when training begins."""
+        if in_session():
+            return ask(schedule, Clock(learning_rate=self.current_rate())).next_exchange
+        return super()._first_exchange(schedule)
+
+    def add(self, **increments: Any) -> None:
+        """Add to counters, by name; also in a graph."""
+        for name, more in increments.items():
+            variable = self.variables[name]
+            variable.assign_add(tf.cast(more, variable.dtype))
+
+    def count(self, updated: Any) -> Any:
+        """Count one iteration; return whether an exchange is due then, as a boolean scalar."""
+        self.add(local_steps=1, skipped_updates=tf.logical_not(updated))
+        return self.variables["local_steps"] >= self.variables["next_exchange"]
+
+    def steps_to(self, step: int) -> tf.Tensor:
+        """Return in a graph how many local steps are left until there have been so many."""
+        return step - self.variables["local_steps"].read_value()
+
+    def report(self, loss: Any) -> None:
+        """Note a loss of this rank; in a compiled function, one of NaN is an error at the next exchange."""
+        if tf.executing_eagerly():
+            super().report(loss)
+            return
+        reported = tf.convert_to_tensor(loss)
+        if reported.shape.rank != 0:
+            raise TypeError(f"The loss that is reported must be a number. Received: a tensor of shape {reported.shape}")
+        self.note_variables["loss_sum"].assign_add(tf.cast(reported, tf.float64))
+        self.note_variables["losses"].assign_add(1)
+
+    def known(self) -> dict[str, tf.Tensor]:
+        """Return what this rank knows by itself, in a graph."""
+        variables = {name: self.variables[name] for name in _INTEGERS} | self.note_variables
+        rate = None if self.learning_rate is None else self.learning_rate()
+        known = {name: variable.read_value() for name, variable in variables.items()}
+        return known | {"learning_rate": tf.cast(np.nan if rate is None else rate, tf.float64)}
+
+    def standpoint_of(self, known: Numbers) -> Standpoint:
+        """Return the same in Python, while the graph runs."""
+        counters = Counters(**{name: known[name] for name in _INTEGERS})
+        seconds = self.step_seconds(counters.local_steps)
+        return Standpoint(counters, _notes_of(known), rate_of(known["learning_rate"]), seconds)
+
+    def remembered(self, plan: Plan) -> Numbers:
+        """Return what the schedule wants to be remembered under the names of its variables; None for nothing."""
+        return {MEMORY + name: plan.memory.get(name) for name in self._remembers}
+
+    @property
+    def kinds_remembered(self) -> dict[str, tf.DType]:
+        """The names of :meth:`remembered`, and what they are in a graph."""
+        return {MEMORY + name: tf.float64 for name in self._remembers}
+
+    def exchanged(self, sent: Any, decided: Mapping[str, tf.Tensor], memory: Mapping[str, tf.Tensor]) -> None:
+        """Note in a graph that an exchange has taken place.
+
+        Args:
+            sent: bytes that this rank has pushed, or handed to collectives.
+            decided: counters that take these values.
+            memory: what the schedule wants to be remembered.
+        """
+        self.add(rounds=1, bytes_sent=sent)
+        self.variables["last_exchange"].assign(self.variables["local_steps"])
+        for name, value in decided.items():
+            self.variables[name].assign(value)
+        self.variables["gradients"].assign(0)
+        for name, variable in self.note_variables.items():  # Losses are of the round that ends.
+            variable.assign(memory[name] if name in memory else tf.zeros((), variable.dtype))
+
+    def timed(self, started: tf.Tensor) -> None:
+        """Count in a graph the seconds of an exchange that is over, and measure steps from now on."""
+        with tf.control_dependencies(list(tf.compat.v1.get_default_graph().get_operations())):
+            self.add(exchange_seconds=seconds() - started)
+
+            def begin(steps: tf.Tensor) -> tf.Tensor:
+                self.time(int(steps))
+                return steps
+
+            with tf.device("CPU:0"):
+                tf.py_function(begin, [self.variables["local_steps"]], tf.int64)
+
+
+def _notes_of(values: Mapping[str, Any]) -> Notes:
+    """Return notes from the values of their variables, some of which may not be there."""
+    memory = {
+        name.removeprefix(MEMORY): value
+        for name, value in values.items()
+        if name.startswith(MEMORY) and value is not None and not np.isnan(value)
+    }
+    losses = values.get("loss_sum", 0.0)
+    return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory)
+
+
+def seconds() -> tf.Tensor:
+    """Return the time of a clock when the graph runs; TensorFlow's own refuses where determinism is enabled."""
+    with tf.device("CPU:0"):
+        return tf.ensure_shape(tf.py_function(time.perf_counter, [], tf.float64), [])

@@ -1,0 +1,90 @@
+"""Ranks that meet while a graph runs: what they tell each other is gathered there, and judged in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import tensorflow as tf
+
+from hvd_periodic.comm.agreement import audit
+from hvd_periodic.comm.meeting import Purpose, Record, check, integers, records_of
+from hvd_periodic.sync.course import Setting
+from hvd_periodic.sync.knowledge import Standpoint
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
+from hvd_periodic.tensorflow.ledger import VariableLedger
+
+
+class GraphMeeting:
+    """One meeting in a graph.
+
+    Args:
+        setting: of the exchange.
+
+    Attributes:
+        before: what this rank knew by itself, as one vector of integers.
+    """
+
+    def __init__(self, setting: Setting[Any]) -> None:
+        self._setting = setting
+        known = ledger_of(setting).known()
+        self._kinds = {name: scalar.dtype for name, scalar in known.items()}
+        self.before = packed(known)
+
+    def gather(self, purpose: Purpose) -> tf.Tensor:
+        """Return what all ranks have come for, and where they stand, in integers."""
+        meeting, membership = self._setting.meeting, self._setting.membership
+
+        def announce(mine: list[int]) -> list[int]:
+            own = self.standpoint(mine)
+            return integers(meeting.record(own, purpose, meeting.problem(own, purpose)))
+
+        announced = on_host(announce, [self.before])
+        with tf.device("CPU:0"):
+            return membership.communicator.allgather(announced, _meeting_name(membership))
+
+    def standpoint(self, before: list[int]) -> Standpoint:
+        """Return in Python what this rank knew by itself."""
+        return ledger_of(self._setting).standpoint_of(from_integers(before, self._kinds))
+
+    def judge(self, before: list[int], gathered: Sequence[int], purpose: Purpose) -> list[Record]:
+        """Return in Python what was gathered.
+
+        Raises:
+            RuntimeError, ValueError: on all ranks, where one cannot go on, or where they have come for other things.
+        """
+        problem = self._setting.meeting.problem(self.standpoint(before), purpose)
+        communicator, records = self._setting.membership.communicator, records_of(gathered)
+        # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
+        kind = RuntimeError if communicator.changed() is None else ValueError
+        check(communicator, records, None if problem is None else kind(problem))
+        return records
+
+
+def ledger_of(setting: Setting[Any]) -> VariableLedger:
+    """Return the ledger, which in this front end is one of variables."""
+    return cast(VariableLedger, setting.ledger)
+
+
+def audit_in_graph(groups: TensorGroups[Any], setting: Setting[Any], advice: str) -> tf.Tensor:
+    """Let all ranks check, when the graph runs, that they hold the same centers, to the bit; ``advice`` if not."""
+    alike = [group for group in groups.held_alike if group.placement.everywhere]
+    centers = [group.center.read(bucket) for group in alike for bucket in group.values.layout.buckets]
+    together, to_bytes = setting.membership.together, setting.exchanged.replica.to_bytes
+
+    def compare(*vectors: tf.Tensor) -> tf.Tensor:
+        audit(together, "center", map(to_bytes, vectors), advice)
+        return tf.constant(True)
+
+    with tf.device("CPU:0"):
+        return tf.ensure_shape(tf.py_function(compare, centers, tf.bool), [])
+
+
+def _meeting_name(membership: Membership) -> str:
+    """Return the name of the collective in which ranks meet; in TensorFlow 1 of this optimizer alone.
+
+    Exchanges of several optimizers in one session might run at the same time.
+    """
+    return f"{membership.name}.meeting" if in_session() else membership.communicator.meeting_name

@@ -1,0 +1,122 @@
+"""Forms of the core's parts that read, save and show: their numbers are in variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import tensorflow as tf
+
+from hvd_periodic.sync.beginning import Beginning
+from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.gradients import Gradients
+from hvd_periodic.sync.view import View
+from hvd_periodic.tensorflow.host import in_session
+from hvd_periodic.tensorflow.meeting import ledger_of
+from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.space import in_form_of
+
+
+class VariableView(View[Any]):
+    """Reading the center, which steps that were compiled before notice as well."""
+
+    def __init__(self, course: Course[Any], checkpoint: Checkpoint[Any], beginning: Beginning[Any]) -> None:
+        super().__init__(course, checkpoint, beginning)
+        self._distance = course.groups.distance
+        if course.worker is None:
+            self._distance = tf.function(self._distance, autograph=False)
+        self._held: tf.Variable | None = None
+        if not in_session():
+            with tf.init_scope():
+                self._held = tf.Variable(False, trainable=False)
+
+    @contextmanager
+    def center(self, begin: Callable[[], object]) -> Iterator[None]:
+        """Hold the center in the variables inside the block."""
+        with super().center(begin):
+            self._hold(True)
+            try:
+                yield
+            finally:
+                self._hold(False)
+
+    def distance(self, begin: Callable[[], object]) -> float:
+        """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
+        self.follow_equal_replicas()
+        return float(self._distance())
+
+    def checks(self) -> list[tf.Operation]:
+        """Return what fails in a compiled step inside the block."""
+        if self._held is None or tf.executing_eagerly():
+            return []
+        message = "step() inside the center() block: the model holds the center there. Leave the block first"
+        return [tf.debugging.Assert(tf.logical_not(self._held), [message])]
+
+    def _hold(self, held: bool) -> None:
+        if self._held is not None:
+            self._held.assign(held)
+
+
+class VariableCheckpoint(Checkpoint[Any]):
+    """A checkpoint that may also have been restored into the variables.
+
+    Attributes:
+        saved_center: what it held of an asynchronous center, in the form of :meth:`save`, until training begins.
+    """
+
+    saved_center: dict[str, Any] | None = None
+
+    def has_loaded(self) -> bool:
+        """Return whether a state was loaded, in whatever way."""
+        return self.loaded or self._course.setting.ledger.local_steps > 0 or self.saved_center is not None
+
+    def adopt(self) -> None:
+        """Let training begin from the asynchronous center that a checkpoint held."""
+        self.state = self.state or self.saved_center
+
+    def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
+        """Return what was loaded, of an asynchronous center as well."""
+        saved, replica = self.saved_center, self._course.setting.exchanged.replica
+        if saved is None:
+            return super().save_before_training(begin)
+        vectors = {
+            group.name: saved["vectors"][group.name] | {key: replica.save(store) for key, store in group.worker.items()}
+            for group in self._course.groups
+        }
+        return self.assembled(vectors, saved["center_optimizer"])
+
+    def forget(self) -> None:
+        """Forget what was loaded: training has begun from it."""
+        super().forget()
+        self.saved_center = None
+
+
+class GraphGradients(Gradients[Any]):
+    """Shows gradients to algorithms; in a graph, the graph knows whether they are still averaged."""
+
+    def show(self) -> None:
+        """Run the local rule, where exchanges have begun."""
+        setting = self.course.setting
+        until, replica = setting.phase.until, cast(VariableReplica, setting.exchanged.replica)
+        if tf.executing_eagerly() or until is None:
+            super().show()
+            return
+        gradients = list(replica.gradients)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        shown: list[Any] = []
+
+        def show() -> list[Any]:
+            replica.gradients = list(gradients)
+            self.run()
+            shown[:] = [replica.gradients[i] for i in present]
+            return shown
+
+        def leave() -> list[Any]:
+            return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
+
+        begun = ledger_of(setting).steps_to(until) <= 0
+        for i, gradient in zip(present, tf.cond(begun, show, leave), strict=True):
+            gradients[i] = gradient
+        replica.gradients = gradients
