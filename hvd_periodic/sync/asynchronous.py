@@ -11,6 +11,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement, Sharded
+from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.meeting import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
@@ -55,7 +56,9 @@ class Asynchronous(Course[V]):
             membership.communicator, exchanged.replica, outer, shared, membership.root, sharded, use_locking
         )
         groups = exchanged.groups(tensors, self.worker.placements)
-        self.groups = TensorGroups(groups, exchanged.replica, membership)
+        for group in groups:
+            _refuse_state(group)
+        self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
 
     @property
     def shows_loaded(self) -> bool:
@@ -73,7 +76,7 @@ class Asynchronous(Course[V]):
     def restart(self) -> None:
         """Set the center to the root's values."""
         super().restart()
-        self.worker.start(list(self.groups))
+        self.worker.start(list(self.tensor_groups))
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when this rank exchanges first."""
@@ -89,7 +92,7 @@ class Asynchronous(Course[V]):
         plan = setting.planner.following_alone(own)
         exchange = Exchange(setting.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
         with failing(setting.meeting, counters.local_steps):
-            sent = self.worker.exchange(list(self.groups), exchange)
+            sent = self.worker.exchange(list(self.tensor_groups), exchange)
         missed = self.worker.transport.missed
         ledger.counters = replace(
             counters,
@@ -133,11 +136,11 @@ class Asynchronous(Course[V]):
 
     def has_loaded(self, state: dict[str, Any]) -> None:
         """Let what was loaded be read as the center."""
-        self.worker.read_from_saved(list(self.groups), state)
+        self.worker.read_from_saved(list(self.tensor_groups), state)
 
     def resume(self, state: dict[str, Any] | None) -> None:
         """Set the center to what the root has loaded."""
-        self.worker.resume(list(self.groups), state)
+        self.worker.resume(list(self.tensor_groups), state)
 
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
         """Return none: each rank has loaded the center of another moment, and that of the root counts."""
@@ -154,7 +157,17 @@ class Asynchronous(Course[V]):
     def take_over(self, legacy: Legacy) -> None:
         """Set the center to what the root has loaded, where it has; give all ranks its worker's vectors."""
         if legacy.whole:
-            self.worker.resume(list(self.groups), legacy.state)
-        for group in self.groups:
+            self.worker.resume(list(self.tensor_groups), legacy.state)
+        for group in self.tensor_groups:
             for store in group.worker.values():
-                self.groups.send_store(store, legacy.send)
+                self.tensor_groups.send_store(store, legacy.send)
+
+
+def _refuse_state(group: TensorGroup[Any]) -> None:
+    """Raise a ValueError where an algorithm keeps more with the center than transactions know."""
+    kept = sorted(group.center_state.keys() - {"center"})
+    if kept:
+        raise ValueError(
+            f"{type(group.algorithm).__name__} keeps {', '.join(map(repr, kept))} with the center, and asynchronous "
+            "exchange knows the center alone: let `one_by_one` return an algorithm that needs no more"
+        )

@@ -41,7 +41,7 @@ class Beginning(Generic[V]):
             begin()
             return
         _, self._checkpoint.run = next(iter(found))
-        self._course.groups.give_values()
+        self._course.tensor_groups.give_values()
         self._course.restart()
 
     def begin(self, moment: Moment) -> bool:
@@ -103,13 +103,13 @@ class Beginning(Generic[V]):
         if different:
             if self._setting.membership.is_root:
                 logger.warning("The parameters of the ranks differ at the first step: all take over the root's")
-            self._course.groups.give_values()
+            self._course.tensor_groups.give_values()
         self._course.restart()
-        self._course.groups.give_statistics()
+        self._course.tensor_groups.give_statistics()
 
     def _standing(self, moment: Moment) -> Standing:
         """Return where this rank stands, for the others."""
-        counters, checkpoint, groups = self._setting.ledger.counters, self._checkpoint, self._course.groups
+        counters, checkpoint, groups = self._setting.ledger.counters, self._checkpoint, self._course.tensor_groups
         loaded = checkpoint.has_loaded()
         return Standing(
             loaded,
@@ -137,7 +137,7 @@ class Beginning(Generic[V]):
                 f"With center={placement.name!r}, ranks that average their gradients hold other parts of the "
                 "center: load the state on every rank"
             )
-        course.groups.send_values(send)
+        course.tensor_groups.send_values(send)
         if not is_root:
             ledger.counters, ledger.notes = counters, notes
         if known:

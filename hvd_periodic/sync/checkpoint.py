@@ -43,7 +43,9 @@ class Checkpoint(Generic[V]):
         course = self._course
         membership, optimizer_state = course.setting.membership, course.optimizer_state()
         communicator, name = membership.communicator, membership.name
-        return self.assembled({group.name: group.save(communicator, name) for group in course.groups}, optimizer_state)
+        return self.assembled(
+            {group.name: group.save(communicator, name) for group in course.tensor_groups}, optimizer_state
+        )
 
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what was loaded; or of a new training, in which the center is what the model holds.
@@ -58,10 +60,10 @@ class Checkpoint(Generic[V]):
             begin()
             return self.save()
         if not self.has_loaded():
-            course.groups.reset()
+            course.tensor_groups.reset()
         if course.placement.everywhere:
             return self.save()
-        return self.assembled({group.name: group.save_initial() for group in course.groups}, None)
+        return self.assembled({group.name: group.save_initial() for group in course.tensor_groups}, None)
 
     def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
         """Return a state with these vectors and this state of the center's optimizer."""
@@ -92,7 +94,7 @@ class Checkpoint(Generic[V]):
             raise ValueError(f"The state was saved by {state['algorithm']}, this optimizer runs {algorithm}")
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
-        for group in self._course.groups:
+        for group in self._course.tensor_groups:
             group.check_state(state["vectors"].get(group.name, {}))
 
     def load(self, state: dict[str, Any], begun: bool) -> None:
@@ -105,7 +107,7 @@ class Checkpoint(Generic[V]):
         self.check(state)
         course, ledger = self._course, self._course.setting.ledger
         course.check_load(state, begun)
-        for group in course.groups:
+        for group in course.tensor_groups:
             group.load(state["vectors"][group.name])
         course.has_loaded(state)
         self.state = None if course.placement.everywhere else state

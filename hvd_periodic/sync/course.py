@@ -62,13 +62,13 @@ class Course(ABC, Generic[V]):
     Attributes:
         steps_agree: ranks exchange at the same local steps.
         setting: as given.
-        groups: what is exchanged, with the centers.
+        tensor_groups: what is exchanged, with the centers.
         worker: leads to a center that no rank waits for, if there is one.
     """
 
     steps_agree: ClassVar[bool]
     setting: Setting[V]
-    groups: TensorGroups[V]
+    tensor_groups: TensorGroups[V]
     worker: Worker | None = None
 
     @classmethod
@@ -91,7 +91,7 @@ class Course(ABC, Generic[V]):
     @property
     def placement(self) -> Placement:
         """Where the center of the parameters lives."""
-        return self.groups.parameters.placement
+        return self.tensor_groups.parameters.placement
 
     @property
     @abstractmethod
@@ -112,7 +112,7 @@ class Course(ABC, Generic[V]):
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, wherever they live; all ranks together."""
-        self.groups.reset()
+        self.tensor_groups.reset()
 
     @abstractmethod
     def first_plan(self, records: Sequence[Record]) -> Plan:

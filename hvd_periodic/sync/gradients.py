@@ -33,7 +33,7 @@ class Gradients(Generic[V]):
 
     def run(self) -> None:
         """Run the local rule, and count it."""
-        setting, worker = self.course.setting, self.course.groups.parameters.worker
+        setting, worker = self.course.setting, self.course.tensor_groups.parameters.worker
         setting.ledger.add(gradients=setting.exchanged.replica.local(self._algorithm, worker))
 
     def check(self, updated: bool) -> None:

@@ -101,12 +101,12 @@ class Parts(Generic[V]):
         self.view = forms.view(self.course, self.checkpoint, self.beginning)
         self.meeting.checks.append(replica.changes)
         if self.ledger.is_new:
-            self.course.groups.reset()
+            self.course.tensor_groups.reset()
 
     @property
-    def groups(self) -> TensorGroups[V]:
+    def tensor_groups(self) -> TensorGroups[V]:
         """What is exchanged: the parameters, and statistics of several kinds, with their centers."""
-        return self.course.groups
+        return self.course.tensor_groups
 
     @property
     def counters(self) -> Counters:
@@ -139,4 +139,4 @@ class Parts(Generic[V]):
 
     def center_tensors(self) -> list[Any]:
         """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
-        return self.groups.parameters.center.tensors()
+        return self.tensor_groups.parameters.center.tensors()

@@ -179,7 +179,7 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: they do not; names the ranks.
         """
-        self.groups.audit()
+        self.tensor_groups.audit()
 
     def restart_center(self) -> Any:
         """Let exchanges begin: set the center to the parameters, which have to be the same on all ranks.
@@ -187,8 +187,8 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: the parameters are not the same.
         """
-        self.groups.restart()
-        self.groups.audit()
+        self.tensor_groups.restart()
+        self.tensor_groups.audit()
 
     def broadcast(self) -> None:
         """Give all ranks the root's parameters, buffers, center, counters and schedule position.

@@ -49,8 +49,8 @@ class Synchronous(Course[V]):
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
-        self.groups = TensorGroups(exchanged.groups(tensors, placements), exchanged.replica, membership)
-        parameters = self.groups.parameters
+        self.tensor_groups = TensorGroups(exchanged.groups(tensors, placements), exchanged.replica, membership)
+        parameters = self.tensor_groups.parameters
         if parameters.total is not None:
             self._outer.bind(parameters.center, parameters.total, parameters.values.layout)
 
@@ -92,7 +92,7 @@ class Synchronous(Course[V]):
             with failing(setting.meeting, own.counters.local_steps):
                 sent = self._run(agreed)
             ledger.add(bytes_sent=sent, rounds=1)
-            setting.exchanged.replica.constrain(self.groups.parameters.center)
+            setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         counters = ledger.counters
         ledger.counters = replace(
             counters,
@@ -111,11 +111,11 @@ class Synchronous(Course[V]):
         """Let data travel; return the bytes handed to collectives."""
         setting, counters = self.setting, self.setting.ledger.counters
         if setting.phase.equal:
-            self.groups.restart()
-            self.groups.audit()
+            self.tensor_groups.restart()
+            self.tensor_groups.audit()
             return 0
         exchange = Exchange(setting.membership.communicator.size, agreed.period, max(counters.gradients, 1))
-        sent = self.groups.exchange(exchange)
+        sent = self.tensor_groups.exchange(exchange)
         if agreed.states_are_there:
             sent += self._exchange_state(exchange, counters.rounds)
         return sent
@@ -136,14 +136,14 @@ class Synchronous(Course[V]):
         """Take part in the exchanges of the others until all are done."""
         while self.exchange(leaving=True):
             pass
-        self.groups.audit()
+        self.tensor_groups.audit()
 
     def _moved_uncounted(self) -> str | None:
         """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""
         counters = self.setting.ledger.counters
         if counters.local_steps > 0 or counters.rounds > 0 or not self.placement.everywhere or self.setting.phase.equal:
             return None
-        if not self.groups.distance() > 0:
+        if not self.tensor_groups.distance() > 0:
             return None
         return (
             "The parameters have moved, but no step was counted: call step() of the wrapper or the synchronizer; "
@@ -157,7 +157,7 @@ class Synchronous(Course[V]):
     def optimizer_state(self) -> Any:
         """Return the state of the center's optimizer, of all ranks where each has a part of it."""
         membership, state = self.setting.membership, self._outer.state()
-        if self.groups.parameters.total is None:
+        if self.tensor_groups.parameters.total is None:
             return state
         return self.placement.gather(membership.communicator, state, f"{membership.name}.state")
 
@@ -174,7 +174,7 @@ class Synchronous(Course[V]):
         """Return the centers that were loaded, whole; none where this rank has shares only."""
         stores: list[Store[Any]] = []
         replica = self.setting.exchanged.replica
-        for group in self.groups.held_alike:
+        for group in self.tensor_groups.held_alike:
             if group.center.layout is group.values.layout:
                 stores.append(group.center)
             elif state is not None:
@@ -192,12 +192,12 @@ class Synchronous(Course[V]):
 
     def take_over(self, legacy: Legacy) -> None:
         """Give all ranks the workers' vectors and the centers of one of them, or their shares of what it has loaded."""
-        for group in self.groups:
+        for group in self.tensor_groups:
             for store in group.worker.values():
-                self.groups.send_store(store, legacy.send)
+                self.tensor_groups.send_store(store, legacy.send)
             if group.placement.everywhere:
                 for store in group.center_state.values():
-                    self.groups.send_store(store, legacy.send)
+                    self.tensor_groups.send_store(store, legacy.send)
             elif legacy.whole:
                 self._share_out(group, legacy)
         if not legacy.is_giver and (self.placement.everywhere or legacy.whole):

@@ -43,7 +43,7 @@ class View(Generic[V]):
         self.refuse_inside("center")
         self.get_ready(begin)
         membership = self._course.setting.membership
-        shown = list(self._course.groups) if self._is_known() else []
+        shown = list(self._course.tensor_groups) if self._is_known() else []
         held = [[group.values.read(bucket) for bucket in group.values.layout.buckets] for group in shown]
         self.inside = True
         try:
@@ -60,7 +60,7 @@ class View(Generic[V]):
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
         self.get_ready(begin)
-        return float(self._course.groups.distance())
+        return float(self._course.tensor_groups.distance())
 
     def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what a checkpoint holds; collective, where the center is not on every rank."""
@@ -78,7 +78,7 @@ class View(Generic[V]):
     def follow_equal_replicas(self) -> None:
         """While gradients are averaged over all, let the center be what the replicas are."""
         if self._course.setting.phase.equal and not self.inside:
-            self._course.groups.reset()
+            self._course.tensor_groups.reset()
 
     def _is_known(self) -> bool:
         """Whether the center can be read, and be another thing than the model: before training, if it was loaded."""

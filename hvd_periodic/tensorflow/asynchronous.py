@@ -58,10 +58,10 @@ class GraphAsynchronous(Asynchronous[Any]):
         exchange: Any = Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
         decided, pulled = self._pushed(GraphMeeting(setting), exchange)
         pushed = _Pushed(**{field.name: decided.pop(field.name) for field in fields(_Pushed)})
-        buckets = list(all_buckets(self.groups))
+        buckets = list(all_buckets(self.tensor_groups))
         for (group, bucket), vector in zip(buckets, pulled, strict=True):
             center = tf.ensure_shape(vector, [bucket.size])
-            if group is self.groups.parameters:
+            if group is self.tensor_groups.parameters:
                 self._mirror(bucket, center, exchange)
             group.pull(bucket, center, exchange)
         ledger.add(pushes_missed=pushed.missed)
@@ -74,7 +74,7 @@ class GraphAsynchronous(Asynchronous[Any]):
         """Push what this rank has; return what Python knows after it by name, and what is to be pulled."""
         setting, ledger, worker = self.setting, ledger_of(self.setting), self.worker
         kinds = ledger.kinds_remembered | kinds_of(_Pushed)
-        payloads = [group.payload(bucket, exchange) for group, bucket in all_buckets(self.groups)]
+        payloads = [group.payload(bucket, exchange) for group, bucket in all_buckets(self.tensor_groups)]
 
         def run(before: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
             own = meeting.standpoint(before.numpy().tolist())
@@ -102,7 +102,7 @@ class GraphAsynchronous(Asynchronous[Any]):
             self.as_read.write(bucket, center)
         if self.as_left is None:
             return
-        parameters, space = self.groups.parameters, self.setting.exchanged.replica.space
+        parameters, space = self.tensor_groups.parameters, self.setting.exchanged.replica.space
         algorithm = parameters.algorithm
         if not algorithm.reads_after:
             message, _ = algorithm.message(space, parameters.values.read(bucket), {}, center, exchange)

@@ -173,3 +173,27 @@ class ReportExchanges(keras.callbacks.Callback):
             if synchronizer.course.worker is not None:
                 logs["staleness_mean"] = counters.staleness_mean
                 logs["staleness_max"] = counters.staleness_max
+
+
+class ReportLoss(keras.callbacks.Callback):
+    """Tell schedules such as :class:`~hvd_periodic.AdaComm` the loss of every batch, at its end.
+
+    A batch that is the last before an exchange therefore counts for the round after it. Keras tells callbacks the mean
+    over the epoch so far, from which the losses of single batches are worked out as if all batches were of one size.
+    All ranks have to use it.
+
+    Raises:
+        TypeError: the model's optimizer is not a periodic one.
+        ValueError: a loss of NaN or infinity.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begin a mean."""
+        self._batches, self._total = 0, 0.0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the mean over the batches since the last call."""
+        batches = batch + 1
+        total = batches * float((logs or {})["loss"])
+        _optimizer_of(self).synchronizer.report((total - self._total) / (batches - self._batches))
+        self._batches, self._total = batches, total

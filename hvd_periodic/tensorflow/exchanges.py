@@ -94,7 +94,7 @@ class Exchanges:
             **of_exchange(options),
         )
         synchronizer.opening = opening
-        saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.groups)
+        saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
         if saved is not None:
             synchronizer.course.has_loaded(saved)
         if plan.center is not None and not plan.asynchronous:

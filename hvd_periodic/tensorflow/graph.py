@@ -57,7 +57,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         )
         super().__init__(*arguments, **options | {"forms": forms})
         alone = self.course.worker is not None
-        self.replica.refuse_constraints(self.groups.parameters.center.layout, alone)
+        self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, alone)
         follower, self._share = self.exchanged.hyperparameters, None
         if isinstance(follower, FollowsRate) and not alone:
             follower.maximum = self._maximum
@@ -168,9 +168,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Let exchanges begin, as in the core; also in a graph."""
         if tf.executing_eagerly():
             return super().restart_center()
-        self.groups.restart()
+        self.tensor_groups.restart()
         return audit_in_graph(
-            self.groups,
+            self.tensor_groups,
             self.course.setting,
             "They were to average all gradients until now: did they start alike, and does hvd.DistributedOptimizer "
             "average those of all variables?",

@@ -24,7 +24,7 @@ class VariableView(View[Any]):
 
     def __init__(self, course: Course[Any], checkpoint: Checkpoint[Any], beginning: Beginning[Any]) -> None:
         super().__init__(course, checkpoint, beginning)
-        self._distance = course.groups.distance
+        self._distance = course.tensor_groups.distance
         if course.worker is None:
             self._distance = tf.function(self._distance, autograph=False)
         self._held: tf.Variable | None = None
@@ -83,7 +83,7 @@ class VariableCheckpoint(Checkpoint[Any]):
             return super().save_before_training(begin)
         vectors = {
             group.name: saved["vectors"][group.name] | {key: replica.save(store) for key, store in group.worker.items()}
-            for group in self._course.groups
+            for group in self._course.tensor_groups
         }
         return self.assembled(vectors, saved["center_optimizer"])
 

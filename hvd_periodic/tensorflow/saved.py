@@ -142,7 +142,7 @@ def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:
         )
     values = {
         f"{_CENTER}.{group.name}.{i}": state["vectors"][group.name]["center"][spec.name]
-        for group in synchronizer.groups
+        for group in synchronizer.tensor_groups
         for i, spec in enumerate(group.values.layout.specs)
     }
     return values | {f"{_CENTER}_optimizer.{i}": value for i, value in enumerate(state["center_optimizer"] or [])}

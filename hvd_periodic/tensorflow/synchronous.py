@@ -66,9 +66,9 @@ class GraphSynchronous(Synchronous[Any]):
             gradients = tf.maximum(ledger.variables["gradients"], 1)
             size = setting.membership.communicator.size
             exchange: Any = Exchange(size, tf.cast(plan.period, tf.float64), tf.cast(gradients, tf.float64))
-            sent = self.groups.exchange(exchange)
+            sent = self.tensor_groups.exchange(exchange)
             sent += self._exchange_state(exchange, ledger.variables["rounds"].read_value())
-            setting.exchanged.replica.constrain(self.groups.parameters.center)
+            setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided)
         ledger.timed(started)
         return tf.constant(True)
@@ -100,7 +100,9 @@ class GraphSynchronous(Synchronous[Any]):
         advice = self.how_to_start
         with tf.control_dependencies([concluded]):
             first = tf.equal(ledger_of(self.setting).variables["rounds"], 0)
-        return [tf.cond(first, lambda: audit_in_graph(self.groups, self.setting, advice), lambda: tf.constant(True))]
+        return [
+            tf.cond(first, lambda: audit_in_graph(self.tensor_groups, self.setting, advice), lambda: tf.constant(True))
+        ]
 
     def _when(self, condition: Any, run: Callable[[], int]) -> Any:
         """Return what ``run`` does where the condition holds, 0 elsewhere; in a graph, a branch of it."""

@@ -140,11 +140,11 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned, as every synchronizer does."""
-        super().load_state_dict(translated(state, self.groups, self.replica.named))
+        super().load_state_dict(translated(state, self.tensor_groups, self.replica.named))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict()`` would raise; change nothing."""
-        self.checkpoint.check(translated(state, self.groups, self.replica.named))
+        self.checkpoint.check(translated(state, self.tensor_groups, self.replica.named))
 
     @contextmanager
     def center(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ def measure(kind: str, center: str, parameters: list[torch.nn.Parameter], repeti
         synchronizer.sync()
         wait()
         seconds.append(slowest(time.perf_counter() - started))
-    state = synchronizer.exchanged.outer.state() or {"state": {}}
+    state = synchronizer.exchanged.center_optimizer.state() or {"state": {}}
     held = {
         "center": size_of(synchronizer.center_tensors()),
         "state": size_of(

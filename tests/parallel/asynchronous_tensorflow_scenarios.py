@@ -482,7 +482,7 @@ def resume_of_a_synchronizer(center: str) -> Any:
 
 
 def first_name(synchronizer: Any) -> str:
-    return str(synchronizer.groups.parameters.values.layout.specs[0].name)
+    return str(synchronizer.tensor_groups.parameters.values.layout.specs[0].name)
 
 
 @on_all("window", "service")

@@ -333,7 +333,7 @@ def torch_program() -> Program:
             self.optimizer.step()
 
         def center_state_elements(self) -> int:
-            state = self.synchronizer.exchanged.outer.state() or {"state": {}}
+            state = self.synchronizer.exchanged.center_optimizer.state() or {"state": {}}
             tensors = [(key, value) for of_one in state["state"].values() for key, value in of_one.items()]
             return sum(value.numel() for key, value in tensors if isinstance(value, torch.Tensor) and key != "step")
 
@@ -444,7 +444,7 @@ def torch_program() -> Program:
                     inner = torch.optim.SGD([w], lr=0.1)
                     moves = getattr(torch.optim, name)
                     optimizer = hvdp.AGNOptimizer(inner, [("w", w)], 1, center_optimizer=moves, **PLACES[place])
-                    step = optimizer.synchronizer.exchanged.outer.step
+                    step = optimizer.synchronizer.exchanged.center_optimizer.step
                     results[f"{name}, {place}"] = attempt(step, ArithmeticError)
             return results
 
@@ -510,7 +510,7 @@ def tensorflow_program() -> Program:
             self.apply([tf.constant(gradient) for gradient in shown])
 
         def center_state_elements(self) -> int:
-            state = self.synchronizer.exchanged.outer.state() or [0, 0]
+            state = self.synchronizer.exchanged.center_optimizer.state() or [0, 0]
             return sum(np.size(value) for value in state[2:])
 
         def save(self) -> bytes:

@@ -365,7 +365,7 @@ def restore_on_root_only() -> Any:
     if hvd.rank() == 0:
         optimizer.load_state_dict(saved)
         optimizer.synchronizer.replica.load(
-            optimizer.synchronizer.groups.parameters.center, {"w": torch.tensor([77.0], dtype=torch.float64)}
+            optimizer.synchronizer.tensor_groups.parameters.center, {"w": torch.tensor([77.0], dtype=torch.float64)}
         )
     return restored, steps, attempt(optimizer.synchronizer.audit)
 

@@ -223,6 +223,23 @@ def test_what_cannot_be_asynchronous_says_so(algorithm: Algorithm) -> None:
         assert f"{type(algorithm).__name__} is for synchronous exchange" in message
 
 
+class Claims(BMUF):
+    """Says that it can be asynchronous, with a vector that no transaction knows."""
+
+    def one_by_one(self, size: int) -> Algorithm:
+        return self
+
+
+def test_what_is_kept_with_an_asynchronous_center_is_refused() -> None:
+    def work(communicator: Communicator) -> None:
+        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, Claims(), 2, asynchronous=True, communicator=communicator)
+
+    for kind, message in errors(2, work):
+        assert kind is ValueError
+        assert "Claims keeps" in message
+        assert "asynchronous exchange knows the center alone" in message
+
+
 @pytest.mark.parametrize("algorithm", [EASGD(), Averaging(), SlowMo(), BMUF()], ids=lambda made: type(made).__name__)
 def test_an_outer_optimizer_that_nobody_would_use(algorithm: Algorithm) -> None:
     with pytest.raises(ValueError, match=r"takes no outer optimizer. Received: SGD"):

@@ -157,3 +157,33 @@ def test_another_optimizer_is_refused(name: str) -> None:
     model.compile("sgd", loss="mse")
     with pytest.raises(TypeError, match=f"{name} needs a model that is compiled with an optimizer of hvd_periodic"):
         fit(model, getattr(hvdp.callbacks, name)())
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_the_loss_of_every_batch_is_reported(at_once: int) -> None:
+    """Losses 0, 1, 4, 9 and so on; the batch that ends a round counts for the next, and epochs begin anew."""
+    heard: list[float | None] = []
+
+    def every_third(clock: hvdp.Clock) -> int:
+        if clock.round:
+            heard.append(clock.loss)
+        return 3
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    optimizer = hvdp.PeriodicOptimizer(
+        keras.optimizers.SGD(0.0), model, hvdp.Averaging(), every_third, process_set=LocalCommunicator()
+    )
+    model.compile(optimizer, loss="mse", steps_per_execution=at_once)
+    x = np.arange(6.0, dtype="float32")[:, None]
+    model.fit(x, 0 * x, 1, epochs=2, shuffle=False, verbose=0, callbacks=[hvdp.callbacks.ReportLoss()])
+    if at_once == 1:
+        expected = [np.mean(losses) for losses in ([0, 1], [4, 9, 16], [25, 0, 1], [4, 9, 16])]
+    else:  # Keras calls back after two batches.
+        means = [0.5, 6.5, 20.5]
+        expected = [means[0], means[1], np.mean([means[2], means[0]]), means[1]]
+    assert [loss for loss in heard if loss is not None] == pytest.approx(expected, rel=1e-4)
+
+
+def test_only_finite_losses_are_reported(model: Any) -> None:
+    with pytest.raises(ValueError, match="A loss of nan was reported at step 1"):
+        model.fit(IMAGES * np.nan, TARGETS, batch_size=6, verbose=0, callbacks=[hvdp.callbacks.ReportLoss()])

@@ -200,7 +200,7 @@ def test_scaled_gradients_of_16_bits_do_not_vanish(make: Any, loop: str) -> None
     assert optimizer.synchronizer.counters.skipped_updates == 0
     assert w.numpy().tolist() == [2.0**-10 - (0.5 if make is easgd else 0.0)]
     if make is agn:
-        (accumulated,) = optimizer.synchronizer.groups.parameters.worker["gradient"].tensors()
+        (accumulated,) = optimizer.synchronizer.tensor_groups.parameters.worker["gradient"].tensors()
         assert accumulated.numpy().tolist() == [-(2.0**-20) - 2.0**-28]
 
 

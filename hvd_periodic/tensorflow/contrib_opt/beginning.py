@@ -125,7 +125,7 @@ class Start:
         )
         store.load_variables()
         for send in self._synchronizer.membership.senders(name):
-            self._synchronizer.groups.send_store(store, send)
+            self._synchronizer.tensor_groups.send_store(store, send)
         with tf.control_dependencies(store.tensors()):
             return store.assign()
 

@@ -283,7 +283,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
         )
-        course, groups = synchronizer.course, synchronizer.groups
+        course, groups = synchronizer.course, synchronizer.tensor_groups
         if isinstance(course, GraphAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])

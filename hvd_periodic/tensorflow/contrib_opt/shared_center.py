@@ -31,10 +31,10 @@ class SharedCenter:
             raise ValueError("The synchronizer is not asynchronous")
         self._worker = course.worker
         self._is_root = synchronizer.membership.is_root
-        self.centers = TensorStore(course.groups.parameters.values.layout, centers)
+        self.centers = TensorStore(course.tensor_groups.parameters.values.layout, centers)
         self._stores = [self.centers]
         if statistics:
-            self._stores.append(TensorStore(course.groups.statistics[0].values.layout, statistics))
+            self._stores.append(TensorStore(course.tensor_groups.statistics[0].values.layout, statistics))
 
     def write(self) -> tf.Operation:
         """Return the operation that lets the root set the center to the values of the variables."""

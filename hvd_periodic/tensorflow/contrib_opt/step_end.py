@@ -74,7 +74,7 @@ class StepEnd:
         with tf.control_dependencies([due]):
             remaining = synchronizer.steps_to_switch()
         return [
-            tf.cond(remaining > 0, branch(lambda: self._follow(synchronizer.groups.reset)), _nothing),
+            tf.cond(remaining > 0, branch(lambda: self._follow(synchronizer.tensor_groups.reset)), _nothing),
             tf.cond(tf.equal(remaining, 0), branch(lambda: self._follow(synchronizer.restart_center)), _nothing),
         ]
 
@@ -90,7 +90,7 @@ class StepEnd:
     def _synchronized(self) -> Assigned:
         """Return what an exchange assigns to replicas and centers."""
         synchronizer, optimizer, outer = self._synchronizer, self._center_optimizer, self._synchronizer.exchanged.outer
-        parameters: Any = synchronizer.groups.parameters
+        parameters: Any = synchronizer.tensor_groups.parameters
         if not isinstance(optimizer, CenterOptimizer) or not isinstance(outer, GraphOuterOptimizer):
             return self._branches.on_values(synchronizer.sync)
         # Following a center that an optimizer moved asks no more.
