@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.schedules import Schedule
@@ -37,10 +39,10 @@ class Phase:
         """Whether gradients have been averaged over the ranks that exchange, and no longer are."""
         return self.until is not None and self._ledger.local_steps >= self.until
 
-    @property
-    def ends_now(self) -> bool:
-        """Whether the step that was just counted was the last of them."""
-        return self._ledger.local_steps == self.until
+    def at_its_end(self, then: Callable[[], object]) -> None:
+        """Call ``then`` if the step that was just counted was the last of the phase."""
+        if self._ledger.local_steps == self.until:
+            then()
 
 
 def schedule_around(

@@ -134,8 +134,7 @@ class ReplicaSynchronizer(Parts[V]):
         self.gradients.check(updated)
         self.begin(Moment.AFTER_UPDATE if updated else Moment.BEFORE_UPDATE)
         due = self.ledger.count(updated)
-        if self.phase.ends_now:
-            self.restart_center()
+        self.phase.at_its_end(self.restart_center)
         if due:
             self.sync()
         return bool(due)
