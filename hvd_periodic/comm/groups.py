@@ -130,6 +130,8 @@ def make_groups(
         raise ValueError(f"All ranks must pass the same groups. Received here: {lists}; on rank {number}: {other}")
     rank = hvd.rank()
     sets = {tuple(members): _register(hvd, framework, members) for members in [*lists, *across(lists)]}
+    # Horovod tells ranks of a new set at different times; one that ends now would shut it down before others know.
+    communicator.allgather_object(None, "hvd_periodic.registered")
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
     if rank == 0:
         logger.info("Groups of ranks: %s", lists)

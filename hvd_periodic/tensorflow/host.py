@@ -21,10 +21,8 @@ def packed(scalars: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 def unpacked(vector: tf.Tensor, kinds: Mapping[str, tf.DType]) -> dict[str, tf.Tensor]:
     """Return the scalars that a vector of integers holds."""
-    return {
-        name: tf.bitcast(vector[i], kind) if kind == tf.float64 else vector[i]
-        for i, (name, kind) in enumerate(kinds.items())
-    }
+    scalars = zip(kinds.items(), tf.unstack(vector, len(kinds)), strict=True)
+    return {name: tf.bitcast(scalar, kind) if kind == tf.float64 else scalar for (name, kind), scalar in scalars}
 
 
 def from_integers(integers: list[int], kinds: Mapping[str, tf.DType]) -> Numbers:

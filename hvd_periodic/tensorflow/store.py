@@ -31,19 +31,21 @@ class VariableStore(Store[Any]):
         parts = []
         for piece in bucket.pieces:
             flat = tf.reshape(self._variables[piece.tensor], [-1])
-            parts.append(tf.cast(flat[piece.start : piece.stop], bucket.kind))
+            if piece.stop - piece.start < self.layout.specs[piece.tensor].size:
+                flat = flat[piece.start : piece.stop]
+            parts.append(tf.cast(flat, bucket.kind))
         return tf.concat(parts, axis=0) if parts else tf.zeros([0], bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Assign what a bucket completes."""
-        for piece in bucket.pieces:
+        parts = tf.split(value, [piece.stop - piece.start for piece in bucket.pieces]) if bucket.pieces else []
+        for piece, part in zip(bucket.pieces, parts, strict=True):
             spec = self.layout.specs[piece.tensor]
             if piece.start == 0:  # also where an exchange failed halfway
                 self._pieces[piece.tensor] = []
-            self._pieces[piece.tensor].append(value[piece.offset : piece.offset + piece.stop - piece.start])
+            self._pieces[piece.tensor].append(part)
             if piece.stop == spec.size:
-                whole = tf.reshape(tf.concat(self._pieces.pop(piece.tensor), axis=0), spec.shape)
-                self._assign(piece.tensor, whole)
+                self._assign(piece.tensor, tf.reshape(tf.concat(self._pieces.pop(piece.tensor), axis=0), spec.shape))
 
     def tensors(self) -> list[Any]:
         """Return the variables."""

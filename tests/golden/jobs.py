@@ -10,6 +10,7 @@ from tests.parallel.launch import start
 
 FRONT_ENDS = ("numpy", "torch", "keras", "contrib")
 SIZES = (1, 2, 3)
+FRAMEWORKS = {"torch": "torch", "keras": "tensorflow", "contrib": "tensorflow"}
 TIMEOUT_SECONDS = 120.0
 
 
@@ -19,5 +20,5 @@ def run(front_end: str, size: int, folder: Path, *options: str, timeout_seconds:
     if front_end == "numpy":
         start("python", 1, [*command, str(size), *options], timeout_seconds)
     else:
-        start("mpirun", size, [*command, *options], timeout_seconds)
+        start("mpirun", size, [*command, *options], timeout_seconds, FRAMEWORKS[front_end])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]

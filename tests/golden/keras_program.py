@@ -169,6 +169,8 @@ def is_kept(case: Case, size: int) -> bool:
     """Return whether a case is worth its time: graphs cost more of it than arithmetic."""
     some, replicated = case.algorithm in SOME, case.center == "replicated"
     if size == 2:
+        if case.algorithm in ("elastic", "agn_average"):
+            return replicated and is_plain(case) and case.local == "momentum"
         return replicated or is_plain(case) or (some and case.center == "sharded" and case.dtype == "float32")
     special = case.kind in ("groups", "asynchronous", "statistics") or case.course == "uneven"
     return (replicated and (is_plain(case) or (some and special))) or (size > 1 and some and is_plain(case))
@@ -178,7 +180,7 @@ def is_compiled(case: Case, size: int) -> bool:
     """Return whether a case is run in a tf.function as well."""
     some, replicated = case.algorithm in SOME, case.center == "replicated"
     if is_plain(case) and case.local == "momentum":
-        return some or (size == 2 and replicated)
+        return some
     special = (
         case.kind in ("post_local", "statistics", "distributed") or case.course == "uneven" or case.local == "adam"
     )

@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -60,6 +60,12 @@ def wrap(name: str, inner: Any, getter: Any, period: int = 2, **options: Any) ->
     return contrib_opt.ElasticAverageOptimizer(inner, hvd.size(), getter, period, **options)
 
 
+def of_this_transport(cases: Sequence[Any]) -> list[Any]:
+    """Return every second case, the others with the other transport; all of them where there is one rank."""
+    first = 0 if os.environ[VARIABLE] == "window" else 1
+    return list(cases[first :: min(2, hvd.size())])
+
+
 def flat(values: list[Any]) -> list[float]:
     return [float(element) for value in values for element in np.ravel(value)]
 
@@ -94,36 +100,36 @@ def one_worker() -> Any:
         "unlocked": {"use_locking": False},
         "synchronous": {"asynchronous": False, "rho": None},
     }
-    for case, options in cases.items():
-        for use_resource in KINDS:
-            with tf.Graph().as_default():
-                getter, w = variable("easgd", use_resource)
-                optimizer = wrap("easgd", tf.train.GradientDescentOptimizer(1.0), getter, **options)
-                global_step = tf.train.get_or_create_global_step()
-                train = optimizer.minimize(tf.reduce_sum(-w), global_step=global_step)
-                read = [w, centers()[0], global_step]
-                final = [] if case == "synchronous" else [optimizer.get_final_op()]
-                seen = []
-                with started(optimizer) as session:
-                    for _ in range(6):
-                        session.run(train)
-                        seen.append([float(np.ravel(value)[0]) for value in session.run(read)])
-                    session.run(final)
-                    last = [float(np.ravel(value)[0]) for value in session.run(read)]
-                monitored = []
-                after = AtEnd(read)
-                with tf.train.MonitoredTrainingSession(hooks=[hook(optimizer), after]) as session:
-                    for _ in range(6):
-                        session.run(train)
-                        now = outside_of_hooks(session, lambda plain, read=read: plain.run(read))
-                        monitored.append([float(np.ravel(value)[0]) for value in now])
-                ended = [float(np.ravel(value)[0]) for value in after.values]
-                results[f"{case} {use_resource}"] = {
-                    "plain": seen,
-                    "final": last,
-                    "monitored": monitored,
-                    "ended": ended,
-                }
+    kinds = {"zero": KINDS, "default": (True, False), "synchronous": (True, False), "unlocked": (None,)}
+    for case, use_resource in ((name, kind) for name, of_case in kinds.items() for kind in of_case):
+        with tf.Graph().as_default():
+            getter, w = variable("easgd", use_resource)
+            optimizer = wrap("easgd", tf.train.GradientDescentOptimizer(1.0), getter, **cases[case])
+            global_step = tf.train.get_or_create_global_step()
+            train = optimizer.minimize(tf.reduce_sum(-w), global_step=global_step)
+            read = [w, centers()[0], global_step]
+            final = [] if case == "synchronous" else [optimizer.get_final_op()]
+            seen = []
+            with started(optimizer) as session:
+                for _ in range(6):
+                    session.run(train)
+                    seen.append([float(np.ravel(value)[0]) for value in session.run(read)])
+                session.run(final)
+                last = [float(np.ravel(value)[0]) for value in session.run(read)]
+            monitored = []
+            after = AtEnd(read)
+            with tf.train.MonitoredTrainingSession(hooks=[hook(optimizer), after]) as session:
+                for _ in range(6):
+                    session.run(train)
+                    now = outside_of_hooks(session, lambda plain, read=read: plain.run(read))
+                    monitored.append([float(np.ravel(value)[0]) for value in now])
+            ended = [float(np.ravel(value)[0]) for value in after.values]
+            results[f"{case} {use_resource}"] = {
+                "plain": seen,
+                "final": last,
+                "monitored": monitored,
+                "ended": ended,
+            }
     return results
 
 
@@ -183,33 +189,31 @@ def one_worker_normalized() -> Any:
 def different_numbers_of_steps() -> Any:
     """Ranks with more, fewer and no steps, in a monitored session and in a plain one: final centers, rounds."""
     results: dict[str, Any] = {}
-    for name in ("easgd", "easgd_rho", "agn"):
-        for use_resource in KINDS[1:] if name == "easgd_rho" else KINDS[:1]:
-            with tf.Graph().as_default():
-                getter, w = variable(name.partition("_")[0], use_resource, float(hvd.rank()))
-                inner = tf.train.MomentumOptimizer(0.25, 0.5)
-                optimizer = wrap(name, inner, getter, **({"rho": 0.5} if name == "easgd_rho" else {}))
-                global_step = tf.train.get_or_create_global_step()
-                train = optimizer.minimize(tf.reduce_sum(-w) * (1.0 + hvd.rank()), global_step=global_step)
-                read = [centers()[0], global_step]
-                after = AtEnd(read)
-                steps = (4, 0, 9)[hvd.rank()]
-                with tf.train.MonitoredTrainingSession(
-                    is_chief=hvd.rank() == 0, hooks=[hook(optimizer), after]
-                ) as session:
-                    for _ in range(steps):
-                        time.sleep(0.01 * (hvd.rank() == 2))
-                        session.run(train)
-                final = optimizer.get_final_op()
-                with started(optimizer) as session:
-                    for _ in range(steps):
-                        session.run(train)
-                    session.run(final)
-                    last = session.run(read)
-                results[f"{name} {use_resource}"] = {
-                    "monitored": [float(after.values[0][0]), int(after.values[1])],
-                    "plain": [float(last[0][0]), int(last[1])],
-                }
+    cases = (("easgd", None), ("easgd_rho", True), ("easgd_rho", False), ("agn", None))
+    for name, use_resource in of_this_transport(cases):
+        with tf.Graph().as_default():
+            getter, w = variable(name.partition("_")[0], use_resource, float(hvd.rank()))
+            inner = tf.train.MomentumOptimizer(0.25, 0.5)
+            optimizer = wrap(name, inner, getter, **({"rho": 0.5} if name == "easgd_rho" else {}))
+            global_step = tf.train.get_or_create_global_step()
+            train = optimizer.minimize(tf.reduce_sum(-w) * (1.0 + hvd.rank()), global_step=global_step)
+            read = [centers()[0], global_step]
+            after = AtEnd(read)
+            steps = (4, 0, 9)[hvd.rank()]
+            with tf.train.MonitoredTrainingSession(is_chief=hvd.rank() == 0, hooks=[hook(optimizer), after]) as session:
+                for _ in range(steps):
+                    time.sleep(0.01 * (hvd.rank() == 2))
+                    session.run(train)
+            final = optimizer.get_final_op()
+            with started(optimizer) as session:
+                for _ in range(steps):
+                    session.run(train)
+                session.run(final)
+                last = session.run(read)
+            results[f"{name} {use_resource}"] = {
+                "monitored": [float(after.values[0][0]), int(after.values[1])],
+                "plain": [float(last[0][0]), int(last[1])],
+            }
     return results
 
 
@@ -217,7 +221,7 @@ def different_numbers_of_steps() -> Any:
 def conservation() -> Any:
     """Ranks at their own pace, learning rate 0: replicas at the start and at the end, and the center, from ones."""
     results = {}
-    for use_resource, partitioned in ((None, False), (True, True), (False, True)):
+    for use_resource, partitioned in of_this_transport(((None, False), (True, True), (False, True))):
         with tf.Graph().as_default():
             getter = getter_of("easgd")
             partitioner = tf.fixed_size_partitioner(2) if partitioned else None
@@ -302,7 +306,8 @@ def trained(name: str, folder: str, partitioned: bool, use_resource: bool) -> di
 def restart() -> Any:
     """Twice; the second time from the checkpoint that the chief's last hook has saved."""
     results = {}
-    for name, partitioned, use_resource in (("easgd", True, False), ("agn", False, True), ("agn", True, False)):
+    cases = (("easgd", True, False), ("agn", False, True), ("agn", True, False))
+    for name, partitioned, use_resource in of_this_transport(cases):
         with tempfile.TemporaryDirectory() as folder:
             kind = f"{name} {'partitioned ' if partitioned else ''}{'resource' if use_resource else 'reference'}"
             results[kind] = [trained(name, folder, partitioned, use_resource) for _ in range(2)]

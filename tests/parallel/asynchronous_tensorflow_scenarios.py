@@ -37,7 +37,7 @@ from tests.parallel.keras_scenarios import (
     scaled_step,
     train_step,
 )
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, rotated
 
 MODES: dict[str, tuple[str, str]] = {
     "window": ("window", "replicated"),
@@ -77,6 +77,16 @@ def on_all(*modes: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]
     return register
 
 
+def place(center: str) -> int:
+    """Return the number of the place where the center is now: other loops and algorithms are tested in every one."""
+    return list(MODES.values()).index((os.environ[VARIABLE], center))
+
+
+def loop_of(number: int) -> tuple[str, Callable[[Callable[[], Any]], Callable[[], Any]]]:
+    """Return one loop after the other."""
+    return list(LOOPS.items())[number % len(LOOPS)]
+
+
 def gather(value: Any) -> list[Any]:
     return list(hvd.allgather_object(value))
 
@@ -113,23 +123,24 @@ def one_worker() -> Any:
     if hvd.size() > 1:
         return None
     results = {}
-    for name in ("easgd", "easgd_rho", "agn"):
-        for local, make in LOCAL.items():
-            for loop, compiled in LOOPS.items() if local == "momentum" else [("function", tf.function)]:
-                trajectories = []
-                for asynchronous in (False, True):
-                    w = keras.Variable([0.0, 1.0], dtype="float64", name="w")
-                    optimizer = OPTIMIZERS[name](make(), asynchronous=asynchronous)
-                    optimizer.build([w])
-                    step = compiled(quadratic(optimizer, w))
-                    trajectory: list[list[float]] = []
-                    for _ in range(9):
-                        step()
-                        trajectory.append([*w.numpy().tolist(), *read_center(optimizer, w)])
-                    optimizer.synchronizer.finalize()
-                    trajectory.append([*w.numpy().tolist(), *read_center(optimizer, w)])
-                    trajectories.append(trajectory)
-                results[f"{name} {local} {loop}"] = trajectories
+    cases = [*(("agn", local) for local in LOCAL), ("easgd", "momentum"), ("easgd", "adam")]
+    cases += [("easgd_rho", "scheduled"), ("easgd_rho", "scaled")]
+    for i, (name, local) in enumerate(cases):
+        loop, compiled = loop_of(i)
+        trajectories = []
+        for asynchronous in (False, True):
+            w = keras.Variable([0.0, 1.0], dtype="float64", name="w")
+            optimizer = OPTIMIZERS[name](LOCAL[local](), asynchronous=asynchronous)
+            optimizer.build([w])
+            step = compiled(quadratic(optimizer, w))
+            trajectory: list[list[float]] = []
+            for _ in range(9):
+                step()
+                trajectory.append([*w.numpy().tolist(), *read_center(optimizer, w)])
+            optimizer.synchronizer.finalize()
+            trajectory.append([*w.numpy().tolist(), *read_center(optimizer, w)])
+            trajectories.append(trajectory)
+        results[f"{name} {local} {loop}"] = trajectories
     return results
 
 
@@ -186,35 +197,36 @@ def turns(count: int) -> list[int]:
 def in_turn(center: str) -> Any:
     """A period and an exchange of one rank at a time, gradient −1 − 2 rank: x, c and counters."""
     results = {}
-    for name, period in (("easgd", 2), ("easgd_default", 2), ("agn", 4)):
-        for loop, compiled in LOOPS.items():
-            w = keras.Variable([0.0, 0.0, 0.0], dtype="float64", name="w")
-            rate = tf.constant(0.1 if name == "agn" else 1.0, tf.float64)
-            optimizer = OPTIMIZERS[name](keras.optimizers.SGD(lambda rate=rate: rate), asynchronous=True, center=center)
-            optimizer.build([w])
+    for i, (name, period) in enumerate((("easgd", 2), ("easgd_default", 2), ("agn", 4))):
+        loop, compiled = loop_of(i + place(center))
+        w = keras.Variable([0.0, 0.0, 0.0], dtype="float64", name="w")
+        rate = tf.constant(0.1 if name == "agn" else 1.0, tf.float64)
+        optimizer = OPTIMIZERS[name](keras.optimizers.SGD(lambda rate=rate: rate), asynchronous=True, center=center)
+        optimizer.build([w])
+        barrier()
+        step = compiled(vector_step(optimizer, w))
+        order, seen = turns(7), []
+        first = True
+        for turn in order:
+            for _ in range(period):
+                if first or turn == hvd.rank():  # All ranks take the first step together.
+                    step()
+                first = False
             barrier()
-            step = compiled(vector_step(optimizer, w))
-            order, seen = turns(7), []
-            first = True
-            for turn in order:
-                for _ in range(period):
-                    if first or turn == hvd.rank():  # All ranks take the first step together.
-                        step()
-                    first = False
-                barrier()
-                seen.append([w.numpy().tolist(), read_center(optimizer, w)])
-                barrier()
-            counters = optimizer.synchronizer.counters
+            seen.append([w.numpy().tolist(), read_center(optimizer, w)])
             barrier()
-            optimizer.synchronizer.finalize()
-            results[f"{name} {loop}"] = {
-                "order": order,
-                "seen": seen,
-                "rounds": counters.rounds,
-                "missed": counters.pushes_missed,
-                "staleness": counters.staleness_max,
-                "final": read_center(optimizer, w),
-            }
+        counters = optimizer.synchronizer.counters
+        barrier()
+        optimizer.synchronizer.finalize()
+        results[name] = {
+            "loop": loop,
+            "order": order,
+            "seen": seen,
+            "rounds": counters.rounds,
+            "missed": counters.pushes_missed,
+            "staleness": counters.staleness_max,
+            "final": read_center(optimizer, w),
+        }
     return results
 
 
@@ -241,31 +253,29 @@ class OwnPeriod:
 @on_all("window", "service", "sharded")
 def conservation(center: str) -> Any:
     """Ranks at their own pace: the sum of all replicas and the center, and how far the center went."""
-    results = {}
-    for loop, compiled in LOOPS.items():
-        shapes = [(3, 2), (), (7,), (0,), (2, 1, 2)]
-        variables = [keras.Variable(np.ones(shape), dtype="float64", name=f"w{i}") for i, shape in enumerate(shapes)]
-        schedule, generator = OwnPeriod(), random.Random(hvd.rank())
-        optimizer = hvdp.ElasticAverageOptimizer(
-            keras.optimizers.SGD(0.0), None, schedule, moving_rate=0.3, asynchronous=True, center=center
-        )
-        optimizer.build(variables)
-        gradients = [tf.ones(shape, tf.float64) for shape in shapes]
-        step = compiled(applied(optimizer, gradients, variables))
+    loop, compiled = loop_of(place(center))
+    shapes = [(3, 2), (), (7,), (0,), (2, 1, 2)]
+    variables = [keras.Variable(np.ones(shape), dtype="float64", name=f"w{i}") for i, shape in enumerate(shapes)]
+    schedule, generator = OwnPeriod(), random.Random(hvd.rank())
+    optimizer = hvdp.ElasticAverageOptimizer(
+        keras.optimizers.SGD(0.0), None, schedule, moving_rate=0.3, asynchronous=True, center=center
+    )
+    optimizer.build(variables)
+    gradients = [tf.ones(shape, tf.float64) for shape in shapes]
+    step = compiled(applied(optimizer, gradients, variables))
+    step()
+    schedule.period = 1 + hvd.rank()
+    random_values = np.random.default_rng(hvd.rank())
+    for variable in variables:
+        variable.assign(random_values.standard_normal(variable.shape))
+    total = sum(gather(flat(variables))) + 1.0
+    for _ in range(20 + 9 * hvd.rank()):
+        time.sleep(generator.choice([0, 0, 1e-3, 4e-3]))
         step()
-        schedule.period = 1 + hvd.rank()
-        random_values = np.random.default_rng(hvd.rank())
-        for variable in variables:
-            variable.assign(random_values.standard_normal(variable.shape))
-        total = sum(gather(flat(variables))) + 1.0
-        for _ in range(20 + 9 * hvd.rank()):
-            time.sleep(generator.choice([0, 0, 1e-3, 4e-3]))
-            step()
-        optimizer.synchronizer.finalize()
-        center_found = center_of(optimizer, variables)
-        error = np.abs(sum(gather(flat(variables))) + center_found - total)
-        results[loop] = [float(error.max()), float(np.abs(center_found - 1.0).max())]
-    return results
+    optimizer.synchronizer.finalize()
+    center_found = center_of(optimizer, variables)
+    error = np.abs(sum(gather(flat(variables))) + center_found - total)
+    return {loop: [float(error.max()), float(np.abs(center_found - 1.0).max())]}
 
 
 STEPS = {0: (3, 0, 1), 1: (0, 5, 0), 2: (9, 1, 0)}
@@ -276,36 +286,37 @@ STEPS = {0: (3, 0, 1), 1: (0, 5, 0), 2: (9, 1, 0)}
 def uneven_data(center: str) -> Any:
     """Ranks with more, fewer and no steps; center and counters after each epoch."""
     results = {}
-    for name, wrap in {
+    wraps = {
         "easgd": OPTIMIZERS["easgd"],
         "easgd_rho": OPTIMIZERS["easgd_rho"],
         "agn": lambda o, m=None, **k: hvdp.AGNOptimizer(o, m, 2, **k),
-    }.items():
-        for loop, compiled in LOOPS.items():
-            w = scalar(float(hvd.rank()))
-            optimizer = wrap(keras.optimizers.SGD(0.5, momentum=0.5), asynchronous=True, center=center)
-            optimizer.build([w])
-            step = compiled(constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank()))
-            centers = []
-            for steps in STEPS[hvd.rank()]:
-                for _ in range(steps):
-                    time.sleep(0.01 * (hvd.rank() == 2))
-                    step()
-                optimizer.synchronizer.finalize()
-                centers.append(read_center(optimizer, w)[0])
-                optimizer.synchronizer.finalize()
-                centers.append(read_center(optimizer, w)[0])
-                barrier()  # The next epoch moves the center.
-            counters = optimizer.synchronizer.counters
-            results[f"{name} {loop}"] = {
-                "centers": centers,
-                "steps": counters.local_steps,
-                "rounds": counters.rounds,
-                "missed": counters.pushes_missed,
-                "staleness": counters.staleness_max,
-                "mean": counters.staleness_mean,
-                "x": float(w.numpy()[0]),
-            }
+    }
+    for i, (name, wrap) in enumerate(wraps.items()):
+        loop, compiled = loop_of(i + place(center))
+        w = scalar(float(hvd.rank()))
+        optimizer = wrap(keras.optimizers.SGD(0.5, momentum=0.5), asynchronous=True, center=center)
+        optimizer.build([w])
+        step = compiled(constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank()))
+        centers = []
+        for steps in STEPS[hvd.rank()]:
+            for _ in range(steps):
+                time.sleep(0.01 * (hvd.rank() == 2))
+                step()
+            optimizer.synchronizer.finalize()
+            centers.append(read_center(optimizer, w)[0])
+            optimizer.synchronizer.finalize()
+            centers.append(read_center(optimizer, w)[0])
+            barrier()  # The next epoch moves the center.
+        counters = optimizer.synchronizer.counters
+        results[f"{name} {loop}"] = {
+            "centers": centers,
+            "steps": counters.local_steps,
+            "rounds": counters.rounds,
+            "missed": counters.pushes_missed,
+            "staleness": counters.staleness_max,
+            "mean": counters.staleness_mean,
+            "x": float(w.numpy()[0]),
+        }
     return results
 
 
@@ -342,8 +353,8 @@ def all_bits(model: Any, optimizer: Any) -> list[Any]:
 def resume(center: str) -> Any:
     """A model per rank, saved in mid-period or at the end; loaded, it goes on like the other, one rank at a time."""
     results: dict[str, Any] = {}
-    for name, wrap in RESUMED.items():
-        finalized = name == "agn"
+    for name in ("easgd_rho", "agn") if place(center) == 0 else ("agn of its own",):
+        wrap, finalized = RESUMED[name], name == "agn"
         keras.utils.set_random_seed(hvd.rank())
         model = network(dropout=0.0)
         optimizer = wrap(model)
@@ -534,26 +545,26 @@ def callbacks(center: str) -> Any:
 def overflow_on_one_rank(center: str) -> Any:
     """The last rank overflows at step 2 of 4, one rank at a time: counters, x and c."""
     results: dict[str, Any] = {}
-    for name in ("easgd", "agn"):
-        for loop, compiled in LOOPS.items():
-            w = scalar(0.0)
-            inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
-            optimizer = OPTIMIZERS[name](inner, asynchronous=True)
-            optimizer.build([w])
-            taken = compiled(scaled_step(optimizer, w))
-            taken(tf.constant(1.0))
-            for rank in range(hvd.size()):
-                barrier()
-                for i in range(2, 5) if rank == hvd.rank() else []:
-                    overflow = hvd.rank() == hvd.size() - 1 and i == 2
-                    taken(tf.constant(np.inf if overflow else 1.0))
-            optimizer.synchronizer.finalize()
-            counters = optimizer.synchronizer.counters
-            results[f"{name} {loop}"] = [
-                [counters.local_steps, counters.rounds, counters.skipped_updates],
-                float(w.numpy()[0]),
-                read_center(optimizer, w)[0],
-            ]
+    for i, name in enumerate(("easgd", "agn")):
+        _, compiled = loop_of(i + place(center))
+        w = scalar(0.0)
+        inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+        optimizer = OPTIMIZERS[name](inner, asynchronous=True)
+        optimizer.build([w])
+        taken = compiled(scaled_step(optimizer, w))
+        taken(tf.constant(1.0))
+        for rank in range(hvd.size()):
+            barrier()
+            for step in range(2, 5) if rank == hvd.rank() else []:
+                overflow = hvd.rank() == hvd.size() - 1 and step == 2
+                taken(tf.constant(np.inf if overflow else 1.0))
+        optimizer.synchronizer.finalize()
+        counters = optimizer.synchronizer.counters
+        results[name] = [
+            [counters.local_steps, counters.rounds, counters.skipped_updates],
+            float(w.numpy()[0]),
+            read_center(optimizer, w)[0],
+        ]
     return results
 
 
@@ -585,8 +596,8 @@ def embeddings_and_statistics(center: str) -> Any:
     """Sparse gradients, and batch normalization; bits of the final center, and on one worker how far from a
     synchronous run.
     """
-    results = {}
-    for name in ("easgd", "easgd_rho", "agn"):
+    results, names = {}, ("easgd", "easgd_rho", "agn")
+    for name in names if hvd.size() == 1 else names[place(center) :][:1]:
         finals = []
         for asynchronous in (True, False) if hvd.size() == 1 else (True,):
             keras.utils.set_random_seed(1 + hvd.rank())
@@ -618,21 +629,20 @@ def embeddings_and_statistics(center: str) -> Any:
 def kinds_of_variables(center: str) -> Any:
     """Half precision, and statistics of integers; centers of two ranks that follow each other."""
     results: dict[str, Any] = {}
-    for dtype in ("float16", "bfloat16"):
+    for dtype, name in rotated(("float16", "bfloat16"), ("easgd", "agn")):
         variables = [
             keras.Variable(np.full(5, float(hvd.rank())), dtype=dtype, name="w"),
             keras.Variable(np.zeros((2, 2)), dtype="float32", name="v"),
         ]
-        for name in ("easgd", "agn"):
-            optimizer = OPTIMIZERS[name](keras.optimizers.SGD(1.0), asynchronous=True, center=center)
-            optimizer.build(variables)
-            gradients = [-tf.ones(v.shape, v.dtype) for v in variables]
-            step = tf.function(applied(optimizer, gradients, variables))
-            for _ in range(8):
-                step()
-            optimizer.synchronizer.finalize()
-            with optimizer.center():
-                results[f"{name} {dtype}"] = [bits(variables), float(np.asarray(variables[0].numpy())[0])]
+        optimizer = OPTIMIZERS[name](keras.optimizers.SGD(1.0), asynchronous=True, center=center)
+        optimizer.build(variables)
+        gradients = [-tf.ones(v.shape, v.dtype) for v in variables]
+        step = tf.function(applied(optimizer, gradients, variables))
+        for _ in range(8):
+            step()
+        optimizer.synchronizer.finalize()
+        with optimizer.center():
+            results[f"{name} {dtype}"] = [bits(variables), float(np.asarray(variables[0].numpy())[0])]
     model = keras.Sequential([keras.Input((1,)), Count()])
     optimizer = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1), model, 1, asynchronous=True, center=center)
     step = tf.function(applied(optimizer, [tf.zeros([])], model.trainable_variables))

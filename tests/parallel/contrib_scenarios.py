@@ -22,7 +22,7 @@ import tensorflow.compat.v1 as tf
 
 from hvd_periodic.tensorflow import contrib_opt
 from tests import oracle
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import Scenarios, attempt, rotated
 
 scenario = Scenarios()
 
@@ -80,24 +80,26 @@ def bits(values: list[Any]) -> str:
 
 @scenario
 def constant_gradients() -> Any:
-    """Gradient −1 − 2 rank, every kind of variable: x, c and global_step after each step."""
-    results = {}
+    """Gradient −1 − 2 rank, of every kind of variable in one graph: x, c and global_step after each step."""
+    results: dict[str, Any] = {}
     for name, wrap in OPTIMIZERS.items():
-        for use_resource in (None, True, False):
-            with tf.Graph().as_default():
-                getter = getter_of(name)
+        with tf.Graph().as_default():
+            getter, weights = getter_of(name), {}
+            for use_resource in (None, True, False):
                 with tf.variable_scope("", custom_getter=getter, use_resource=use_resource):
-                    w = tf.get_variable("w", initializer=tf.constant([float(hvd.rank())], tf.float64))
-                global_step = tf.train.get_or_create_global_step()
-                optimizer = wrap(tf.train.GradientDescentOptimizer(0.1 if name == "agn" else 1.0), getter)
-                train = optimizer.minimize(tf.reduce_sum(w * (-1.0 - 2.0 * hvd.rank())), global_step=global_step)
-                trajectory = []
-                with started(optimizer) as session:
-                    for _ in range(8):
-                        session.run(train)
-                        x, c, rounds = session.run([w, centers()[0], global_step])
-                        trajectory.append((float(x[0]), float(c[0]), int(rounds)))
-            results[f"{name} {use_resource}"] = trajectory
+                    start = tf.constant([float(hvd.rank())], tf.float64)
+                    weights[use_resource] = tf.get_variable(f"w{use_resource}", initializer=start)
+            global_step = tf.train.get_or_create_global_step()
+            optimizer = wrap(tf.train.GradientDescentOptimizer(0.1 if name == "agn" else 1.0), getter)
+            loss = tf.reduce_sum(tf.concat(list(weights.values()), 0) * (-1.0 - 2.0 * hvd.rank()))
+            train = optimizer.minimize(loss, global_step=global_step)
+            results |= {f"{name} {use_resource}": [] for use_resource in weights}
+            with started(optimizer) as session:
+                for _ in range(8):
+                    session.run(train)
+                    *values, rounds = session.run([*weights.values(), *centers(), global_step])
+                    for use_resource, x, c in zip(weights, values[:3], values[3:], strict=True):
+                        results[f"{name} {use_resource}"].append((float(x[0]), float(c[0]), int(rounds)))
     return results
 
 
@@ -188,29 +190,28 @@ def networks() -> Any:
     """Adam and momentum inside, other data on each rank: bits of centers, averages and replicas after an exchange."""
     results = {}
     inner = {"adam": lambda: tf.train.AdamOptimizer(0.05), "momentum": lambda: tf.train.MomentumOptimizer(0.05, 0.9)}
-    for name in ("easgd", "easgd_rho", "average", "agn"):
-        for kind, make in inner.items():
-            with tf.Graph().as_default():
-                inputs, gradients, train, optimizer, _ = build(name, make(), kind == "adam", kind == "momentum")
-                random = np.random.default_rng(hvd.rank())
-                statistics = [v for v in tf.global_variables() if v.op.name == "normalization/average"]
-                seen = []
-                with started(optimizer) as session:
-                    start = bits(session.run(tf.trainable_variables()))
-                    for step in range(1, 9):
-                        session.run(train, {inputs: random.standard_normal((8, 3))})
-                        if step % 4 == 0:
-                            seen.append([bits(session.run(centers())), bits(session.run(statistics))])
+    for name, kind in (*rotated(("easgd", "easgd_rho", "average", "agn"), tuple(inner)), ("agn", "adam")):
+        with tf.Graph().as_default():
+            inputs, gradients, train, optimizer, _ = build(name, inner[kind](), kind == "adam", kind == "momentum")
+            random = np.random.default_rng(hvd.rank())
+            statistics = [v for v in tf.global_variables() if v.op.name == "normalization/average"]
+            seen = []
+            with started(optimizer) as session:
+                start = bits(session.run(tf.trainable_variables()))
+                for step in range(1, 9):
                     session.run(train, {inputs: random.standard_normal((8, 3))})
-                    results[f"{name} {kind}"] = {
-                        "start": start,
-                        "exchanged": seen,
-                        "local": bits(session.run(tf.trainable_variables())),
-                        "sparse": [isinstance(g, tf.IndexedSlices) for g, _ in gradients],
-                        "slots": optimizer.get_slot_names(),
-                        "slot": optimizer.get_slot(gradients[0][1], optimizer.get_slot_names()[0]).op.name,
-                        "variables": len(optimizer.variables()),
-                    }
+                    if step % 4 == 0:
+                        seen.append([bits(session.run(centers())), bits(session.run(statistics))])
+                session.run(train, {inputs: random.standard_normal((8, 3))})
+                results[f"{name} {kind}"] = {
+                    "start": start,
+                    "exchanged": seen,
+                    "local": bits(session.run(tf.trainable_variables())),
+                    "sparse": [isinstance(g, tf.IndexedSlices) for g, _ in gradients],
+                    "slots": optimizer.get_slot_names(),
+                    "slot": optimizer.get_slot(gradients[0][1], optimizer.get_slot_names()[0]).op.name,
+                    "variables": len(optimizer.variables()),
+                }
     return results
 
 
@@ -268,7 +269,7 @@ def train_and_save(name: str, folder: str) -> dict[str, Any]:
 def monitored_session() -> Any:
     """Train, save on the root alone, and go on in a new session: steps, and what all ranks start from."""
     results = {}
-    for name in ("easgd", "average", "agn"):
+    for name in ("average", "agn"):
         with tempfile.TemporaryDirectory() as folder:
             results[name] = [train_and_save(name, folder) for _ in range(2)]
     return results
@@ -418,31 +419,30 @@ def contribs_tests() -> Any:
 def initializers_built_too_early() -> Any:
     """Before minimize: what a session says, with reference variables and resources."""
     results = {}
-    for name in ("easgd", "average", "agn"):
-        for with_getter in (True, False):
-            for use_resource in (True, False):
-                with tf.Graph().as_default(), warnings.catch_warnings(record=True) as told:
-                    warnings.simplefilter("always")
-                    getter = getter_of(name) if with_getter else None
-                    with tf.variable_scope("", custom_getter=getter, use_resource=use_resource):
-                        w = tf.get_variable("w", initializer=tf.constant([1.0]))
-                        step = tf.get_variable("global_step", initializer=0, trainable=False)
-                    early = [tf.global_variables_initializer(), tf.local_variables_initializer()]
-                    if not with_getter:
-                        early.append(hvd.broadcast_global_variables(0))
-                    optimizer = OPTIMIZERS[name](tf.train.AdamOptimizer(0.1), getter)
-                    train = optimizer.minimize(tf.reduce_sum(w), global_step=step)
-                    then = [init_op(optimizer)] if with_getter else []
-                    late = [tf.global_variables_initializer(), tf.local_variables_initializer()]
-                    session = tf.Session()
-                    for operation in early:
-                        session.run(operation)
-                    errors = [attempt(lambda: session.run([*then, train]), tf.errors.OpError)]  # noqa: B023
-                    for operation in (*late, *then):
-                        session.run(operation)
-                    errors.append(attempt(lambda: session.run(train), tf.errors.OpError))  # noqa: B023
-                    warned = [str(one.message) for one in told if "initializer" in str(one.message)]
-                results[f"{name} {with_getter} {use_resource}"] = [errors, warned]
+    cases = [(name, with_getter) for name in ("easgd", "average", "agn") for with_getter in (True, False)]
+    for (name, with_getter), use_resource in rotated(cases, (True, True, False, False)):
+        with tf.Graph().as_default(), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            getter = getter_of(name) if with_getter else None
+            with tf.variable_scope("", custom_getter=getter, use_resource=use_resource):
+                w = tf.get_variable("w", initializer=tf.constant([1.0]))
+                step = tf.get_variable("global_step", initializer=0, trainable=False)
+            early = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+            if not with_getter:
+                early.append(hvd.broadcast_global_variables(0))
+            optimizer = OPTIMIZERS[name](tf.train.AdamOptimizer(0.1), getter)
+            train = optimizer.minimize(tf.reduce_sum(w), global_step=step)
+            then = [init_op(optimizer)] if with_getter else []
+            late = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+            session = tf.Session()
+            for operation in early:
+                session.run(operation)
+            errors = [attempt(lambda: session.run([*then, train]), tf.errors.OpError)]  # noqa: B023
+            for operation in (*late, *then):
+                session.run(operation)
+            errors.append(attempt(lambda: session.run(train), tf.errors.OpError))  # noqa: B023
+            warned = [str(one.message) for one in told if "initializer" in str(one.message)]
+        results[f"{name} {with_getter} {use_resource}"] = [errors, warned]
     return results
 
 

@@ -75,18 +75,18 @@ def report(model: Any) -> list[Any]:
 def weights_of_a_compiled_model_loaded_on_the_root() -> Any:
     """They carry counters and center: all go on from them, in every loop and place; or the error of all."""
     results = {}
-    for name in MADE:
-        for place in ("replicated", "root", "sharded"):
+    places = {"easgd": ("root",), "average": ("replicated",), "agn": ("replicated", "sharded")}
+    for name, place in ((name, place) for name, found in places.items() for place in found):
+        model = make(name, center=place)
+        train(model, 3)
+        path = FOLDER[0] / f"{name}.{place}.{hvd.rank()}.weights.h5"
+        model.save_weights(path)
+        for loop in LOOPS if name == "easgd" else ("fit",):
             model = make(name, center=place)
-            train(model, 3)
-            path = FOLDER[0] / f"{name}.{place}.{hvd.rank()}.weights.h5"
-            model.save_weights(path)
-            for loop in LOOPS if (name, place) == ("easgd", "root") else ("fit",):
-                model = make(name, center=place)
-                if hvd.rank() == 0:
-                    model.load_weights(path)
-                error = attempt(lambda model=model, loop=loop: train(model, 3, loop))
-                results[f"{name} {place} {loop}"] = [error, *([] if error else report(model))]
+            if hvd.rank() == 0:
+                model.load_weights(path)
+            error = attempt(lambda model=model, loop=loop: train(model, 3, loop))
+            results[f"{name} {place} {loop}"] = [error, *([] if error else report(model))]
     return results
 
 
@@ -136,6 +136,39 @@ def a_state_loaded_after_a_compiled_step() -> Any:
         synchronizer.load_state_dict(state)
         train(model, 6)
         results[place] = [state["counters"]["local_steps"], synchronizer.state_dict()["counters"]["local_steps"]]
+    return results
+
+
+@scenario
+def a_state_loaded_into_a_synchronizer_on_the_root() -> Any:
+    """AGN, gradient −1 − 2 rank: what prepare_gradients returns at the next step, and the center after it."""
+
+    def begin() -> tuple[Any, Any]:
+        w = tf.Variable([float(hvd.rank())])
+        return w, hvdp.Synchronizer([w], hvdp.AGN(), 2, outer_optimizer=keras.optimizers.SGD(1.0))
+
+    def stepping(w: Any, synchronizer: Any) -> Callable[[], Any]:
+        def step() -> Any:
+            (gradient,) = synchronizer.prepare_gradients([tf.constant([-1.0 - 2.0 * hvd.rank()])])
+            w.assign_sub(0.5 * gradient)
+            synchronizer.step()
+            return gradient
+
+        return step
+
+    results, once = {}, begin()
+    for _ in range(3):
+        stepping(*once)()
+    state, weights = once[1].state_dict(), once[0].numpy()
+    for loop in LOOPS[1:]:
+        w, synchronizer = begin()
+        if hvd.rank() == 0:
+            w.assign(weights)
+            synchronizer.load_state_dict(state)
+        step = stepping(w, synchronizer)
+        gradient = (tf.function(step, autograph=False) if loop == "compiled" else step)()
+        with synchronizer.center():
+            results[loop] = [float(gradient[0]), synchronizer.counters.rounds, float(w.numpy()[0])]
     return results
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,14 @@ class Scenarios:
             results[name] = function()
         (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+def rotated(longest: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the elements of ``longest``, each with one of every other sequence in turn.
+
+    For choices that do not depend on each other: every one is tested, in as few combinations as that takes.
+    """
+    return [(first, *(other[i % len(other)] for other in others)) for i, first in enumerate(longest)]
 
 
 def attempt(function: Callable[[], Any], *more: type[Exception]) -> str:

@@ -107,7 +107,7 @@ def test_collections(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_monitored_sessions_go_on_from_the_checkpoint_of_the_root(ranks: list[dict[str, Any]]) -> None:
-    for name in ("easgd", "average", "agn"):
+    for name in ("average", "agn"):
         rounds = 2 if name == "agn" else 4
         for report in column(ranks, "monitored_session", name):
             first, second = report

@@ -8,13 +8,20 @@ import pytest
 
 from tests.golden import files, jobs
 from tests.golden.course import difference
+from tests.parallel.tiers import thorough
 
 NEEDED = {"numpy": "numpy", "torch": "horovod.torch", "keras": "horovod.tensorflow", "contrib": "horovod.tensorflow"}
 
 
+JOBS = [
+    (front_end, size) if front_end == "numpy" or size == {"torch": 2}.get(front_end, 1) else thorough(front_end, size)
+    for front_end in jobs.FRONT_ENDS
+    for size in jobs.SIZES
+]
+
+
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("size", jobs.SIZES)
-@pytest.mark.parametrize("front_end", jobs.FRONT_ENDS)
+@pytest.mark.parametrize(("front_end", "size"), JOBS)
 def test_to_the_bit(front_end: str, size: int, tmp_path: Path) -> None:
     pytest.importorskip(NEEDED[front_end])
     found, recorded = jobs.run(front_end, size, tmp_path), files.read(front_end, size)

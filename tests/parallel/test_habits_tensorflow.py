@@ -61,6 +61,18 @@ def test_a_state_loaded_after_a_compiled_step(ranks: Reports) -> None:
         assert report == {place: [4, 10] for place in ("replicated", "root", "sharded")}
 
 
+def test_gradients_of_replaced_parameters_are_not_applied(ranks: Reports) -> None:
+    """In a compiled step they are of the values that the state has brought; in an eager one they were there before."""
+    size, found = len(ranks), column(ranks, "a_state_loaded_into_a_synchronizer_on_the_root")
+    gradients = [-1.0 - 2.0 * rank for rank in range(size)]
+    first = -sum(gradients)  # Two steps, normalized by two.
+    for loop, reports in {loop: column(found, loop) for loop in found[0]}.items():
+        returned = [gradient if rank == 0 or loop == "compiled" else 0.0 for rank, gradient in enumerate(gradients)]
+        # All have taken over the root's accumulator, with its gradient of step 3.
+        second = -sum(gradients[0] + gradient for gradient in returned) / 2
+        assert reports == [[gradient, 2, first + second] for gradient in returned], loop
+
+
 def test_rates_that_are_set_per_epoch_where_steps_are_uneven(ranks: Reports) -> None:
     found = column(ranks, "rates_set_per_epoch")
     assert found == [["", 39, found[0][2]]] * len(ranks)

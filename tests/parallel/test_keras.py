@@ -15,7 +15,7 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [("python", 1), thorough(("mpirun", 2)), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
+JOBS = [("python", 1), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,14 +29,15 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("loop", ["eager", "function"])
 def test_numbers_worked_out_by_hand(loop: str, ranks: list[dict[str, Any]]) -> None:
     reported = column(ranks, "constant_gradients")
-    for (name, size), expected in EXPECTED.items():
-        if size == len(ranks):
-            found = reported[0][f"{name} {loop}"][: len(expected)]
-            assert found == [pytest.approx(pair) for pair in expected], name
-    if len(ranks) == 2:
-        for name, expected_x in EXPECTED_OF_RANK_1.items():
-            found = [x for x, _ in reported[1][f"{name} {loop}"][: len(expected_x)]]
-            assert found == pytest.approx(expected_x)
+    names = [case.partition(" ")[0] for case in reported[0] if case.endswith(loop)]
+    assert set(names) >= {"easgd", "agn"}
+    for name in names:
+        expected = EXPECTED.get((name, len(ranks)), [])
+        found = reported[0][f"{name} {loop}"][: len(expected)]
+        assert found == [pytest.approx(pair) for pair in expected], name
+        if len(ranks) == 2 and name in EXPECTED_OF_RANK_1:
+            expected_x = EXPECTED_OF_RANK_1[name]
+            assert [x for x, _ in reported[1][f"{name} {loop}"][: len(expected_x)]] == pytest.approx(expected_x)
 
 
 def test_fit_takes_the_same_steps(ranks: list[dict[str, Any]]) -> None:
@@ -54,7 +55,7 @@ def test_agreement_with_the_oracle(ranks: list[dict[str, Any]], monkeypatch: pyt
     monkeypatch.setattr(oracle, "MOMENTUM", 0.5)  # as in the scenario: Keras rounds 0.6 to float32
     expected = oracle.parallel_results(len(ranks))
     found = column(ranks, "quadratics")
-    assert len(found[0]) == 2 * len(expected) + 4
+    assert len(found[0]) == len(expected) + 2
     for case in found[0]:
         replicas, center = expected[case.partition(" ")[0]]
         for rank, report in enumerate(found):
@@ -93,7 +94,7 @@ def test_buckets_and_graphs_change_nothing(ranks: list[dict[str, Any]]) -> None:
 
 def test_resume_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "resume"):
-        assert len(report) == 6
+        assert len(report) == 5
         assert all(report.values()), report
     assert column(ranks, "resume_of_a_synchronizer") == [[True, True]] * len(ranks)
 

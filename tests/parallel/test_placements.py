@@ -118,7 +118,8 @@ def test_uneven_data(ranks: Reports) -> None:
 def test_resume_to_the_bit(ranks: Reports) -> None:
     """In mid-period on all ranks, and on the root alone."""
     for report in reported(ranks, "resume"):
-        assert len(report) == len(SOME_CASES) * 3 * 2
+        assert len(report) >= len(SOME_CASES) * 3
+        assert {case.split(", ")[-1] for case in report} == {"all", "root"}
         assert all(report.values()), report
 
 
