@@ -22,10 +22,14 @@ class ExchangeOptions(TypedDict, total=False):
             own; ``"reset"``, it begins anew; ``"average"``, it becomes the mean over ranks; or a dict of multiples of
             the exchange period by entry, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``, at which these are averaged.
             What is not in the shape of a parameter, such as step counters and factored moments, is left alone.
+        overlap: local steps d during which an exchange may travel while training goes on: it begins at a step s and is
+            taken at min(s + d, next exchange). ``"period"``: just before the next one. For PyTorch and numpy, with a
+            replicated center. Elastic averaging goes exactly where it goes without; the others lose no local progress.
     """
 
     center: Annotated[str, "replicated"]
     optimizer_state: Annotated[LocalStateLike, "local"]
+    overlap: Annotated[int | str, 0]
 
 
 class Options(ExchangeOptions, total=False):
@@ -62,12 +66,12 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ...     def __init__(self, size, **options):
         ...         self.options = options
         >>> Setup(3).options
-        {'center': 'replicated', 'optimizer_state': 'local'}
+        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state']
+        ['size', 'center', 'optimizer_state', 'overlap']
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, optimizer_state
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, optimizer_state, overlap
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

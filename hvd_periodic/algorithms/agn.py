@@ -76,5 +76,5 @@ class AGN(Algorithm):
         return space.scale(1.0 / (exchange.gradients * workers), worker["gradient"]), {}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center, which its optimizer has moved, and start to accumulate anew."""
-        return center, {"gradient": space.zeros_like(worker["gradient"], out=worker["gradient"])}
+        """Become the center, which its optimizer has moved."""
+        return center, {}

@@ -56,8 +56,8 @@ class Algorithm(ABC):
         reads_after: ``pull`` needs what the center hands out after it has moved; otherwise it takes what ``message``
             saw.
         uses_learning_rate: ``move`` reads ``exchange.learning_rate``.
-        spent: name of the worker's vector that nobody needs between ``message`` and ``pull``, if there is one: its
-            memory may hold the total meanwhile.
+        spent: name of the worker's vector that a message has used up, if there is one: it becomes zeros. Until ``pull``
+            its memory may hold the total.
         takes_outer_optimizer: an optimizer of the framework may take the place of ``move``: it descends on what
             ``gradient`` makes of the total.
         needs_outer_optimizer: it has to; by default it is a copy of the local one.
@@ -157,3 +157,16 @@ class Algorithm(ABC):
 
         The replica may be the center itself: it is copied into the parameters at once.
         """
+
+    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
+        """Return the replica that takes a pull some local steps late; may overwrite all but the center.
+
+        So that no local progress is lost, by default ``x + (pulled − snapshot)``; Shen et al. 2019, arXiv 1906.12043.
+
+        Args:
+            space: the verbs.
+            x: the replica now.
+            snapshot: the replica that the message was formed from.
+            pulled: what ``pull`` makes of the snapshot.
+        """
+        return space.axpy(1.0, space.sub(pulled, snapshot, out=snapshot), x)

@@ -44,3 +44,7 @@ class Broadcast(Algorithm):
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""
         return center, {}
+
+    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
+        """Become what is pulled."""
+        return pulled

@@ -58,6 +58,10 @@ class Statistics(Averaging):
         """Become the center, where that is finite."""
         return space.where_finite(center, center, x), {}
 
+    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
+        """Become what is pulled: a difference would make variances negative, and infinities NaN."""
+        return pulled
+
 
 def _finite(space: VectorSpace[V], center: V) -> V:
     return space.where_finite(center, center, 0.0)

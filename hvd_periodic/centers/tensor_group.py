@@ -54,11 +54,14 @@ class TensorGroup(Generic[V]):
         outer: the optimizer of the framework that moves the center, if one does.
         rates: the learning rates, for algorithms that ask for them.
         every: takes part in every such exchange.
+        lasting: local steps go on while an exchange is under way: what travels is apart from what they change.
 
     Attributes:
         center_state: the center and what belongs to it, by name, this rank's share.
         worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
         total: where an outer optimizer finds its gradient: of this rank's share.
+        travelling: the messages that are under way, where exchanges last.
+        snapshot: the replica that they were formed from, where it has yet to pull.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class TensorGroup(Generic[V]):
         outer: OuterOptimizer | None = None,
         rates: LearningRates | None = None,
         every: int = 1,
+        lasting: bool = False,
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self.every = every
@@ -84,7 +88,14 @@ class TensorGroup(Generic[V]):
             key: replica.new_store(values.layout, f"{name}.{key}")
             for key in algorithm.init_worker(replica.space, first)
         }
-        self._spent = algorithm.spent if outer is not None and self.share is values.layout else None
+        self.travelling: Store[V] | None = None
+        self.snapshot: Store[V] | None = None
+        if lasting:
+            self.travelling = replica.new_store(values.layout, f"{name}.travelling")
+            if algorithm.reads_after:
+                self.snapshot = replica.new_store(values.layout, f"{name}.snapshot")
+        lent = outer is not None and self.share is values.layout and not lasting
+        self._spent = algorithm.spent if lent else None
         self.total: Store[V] | None = None
         if outer is not None:
             self.total = self.worker[self._spent] if self._spent else replica.new_store(self.share, f"{name}.total")
@@ -138,9 +149,9 @@ class TensorGroup(Generic[V]):
         while under_way:
             sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
         if self._outer is not None:
-            self._outer.step()
+            self.move_by_outer_optimizer()
             for bucket in self.values.layout.buckets:
-                self.pull(bucket, self._handed_out(communicator, bucket, exchange, prefix), exchange)
+                self.pull(bucket, self.handed_out(communicator, bucket, exchange, prefix), exchange)
                 sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         return sent
 
@@ -150,15 +161,20 @@ class TensorGroup(Generic[V]):
         """Let the message of a bucket travel; return what :meth:`finish` takes, and the bytes handed to collectives."""
         algorithm, slot, sent = self.algorithm, 2 * (bucket.index % IN_FLIGHT), bucket.nbytes
         x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
+        if self.snapshot is not None:
+            x = self._kept(self.snapshot, bucket, x)
         center = x
         if algorithm.reads_before:
-            center = self._handed_out(communicator, bucket, exchange, prefix)
+            center = self.handed_out(communicator, bucket, exchange, prefix)
             sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         message, changed = algorithm.message(
             self._replica.space, x, worker, center, exchange, out=self._replica.scratch(bucket, slot + 1)
         )
         self._write(self.worker, bucket, worker, changed)
         worker |= changed
+        if self.travelling is not None:
+            message = self._kept(self.travelling, bucket, message)
+            self._forget_spent(bucket, worker)
         if not algorithm.reads_after:
             self._pull(bucket, x, worker, center, exchange)
         name = f"{prefix}.{self.name}.{bucket.index}"
@@ -166,27 +182,48 @@ class TensorGroup(Generic[V]):
 
     def finish(self, pending: Pending[V], communicator: Communicator, exchange: Exchange, prefix: str) -> int:
         """Move the center by what has come of a bucket, and let the replica pull; return the bytes handed on."""
-        algorithm, bucket = self.algorithm, pending.bucket
-        total, share = pending.wait(), self._share_of(bucket)
-        start, stop = self.placement.bounds(bucket)
-        moved: State[V] | None = None
-        if self.total is not None:
-            if stop > start:
-                gradient = algorithm.gradient(self._replica.space, total, exchange)
-                if self._spent is None or gradient is not pending.worker[self._spent]:
-                    self.total.write(share, gradient)
-            return 0
-        if stop > start:
-            center = self._read_all(self.center_state, share)
-            moved = center | self._move(share, center, total, exchange)
-            if self.center_state:
-                self._write(self.center_state, share, center, moved)
-        if not algorithm.reads_after:
+        bucket, moved = pending.bucket, self.arrive(pending, exchange)
+        if self.total is not None or not self.algorithm.reads_after:
             return 0
         # Not read again: a store may keep what is written of a tensor until its last bucket is there.
-        handed_out = self._handed_out(communicator, bucket, exchange, prefix, moved)
+        handed_out = self.handed_out(communicator, bucket, exchange, prefix, moved)
         self._pull(bucket, pending.x, pending.worker, handed_out, exchange)
         return self.placement.bytes_to_hand_out(bucket.nbytes)
+
+    def arrive(self, pending: Pending[V], exchange: Exchange) -> State[V] | None:
+        """Wait for the total of a bucket, and move this rank's share of the center by it; return that, if it moved.
+
+        Where an outer optimizer moves the center, it finds its gradient in ``total`` afterwards.
+        """
+        bucket, total = pending.bucket, pending.wait()
+        share, (start, stop) = self._share_of(bucket), self.placement.bounds(bucket)
+        if stop == start:
+            return None
+        if self.total is not None:
+            gradient = self.algorithm.gradient(self._replica.space, total, exchange)
+            if self._spent is None or gradient is not pending.worker[self._spent]:
+                self.total.write(share, gradient)
+            return None
+        center = self._read_all(self.center_state, share)
+        moved = center | self._move(share, center, total, exchange)
+        if self.center_state:
+            self._write(self.center_state, share, center, moved)
+        return moved
+
+    def move_by_outer_optimizer(self) -> None:
+        """Let the outer optimizer step, if there is one: the gradient of the whole center is there."""
+        if self._outer is not None:
+            self._outer.step()
+
+    def catch_up(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
+        """Let the replica pull some local steps late, from what the center handed out to its snapshot."""
+        if self.snapshot is None:
+            raise RuntimeError(f"Exchanges of the {self.name} do not last")
+        snapshot, worker = self.snapshot.read(bucket), self._read_all(self.worker, bucket)
+        pulled, changed = self.algorithm.pull(self._replica.space, snapshot, worker, center, exchange)
+        x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
+        self.values.write(bucket, self.algorithm.catch_up(self._replica.space, x, snapshot, pulled))
+        self._write(self.worker, bucket, worker, changed)
 
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:
         """Return what an asynchronous transaction takes: the replica, or the message if that needs no center."""
@@ -259,7 +296,7 @@ class TensorGroup(Generic[V]):
         state = self.algorithm.init_center(self._replica.space, x)
         return {"center": state["center"]} if self._outer is not None else state
 
-    def _handed_out(
+    def handed_out(
         self,
         communicator: Communicator,
         bucket: Bucket,
@@ -314,6 +351,20 @@ class TensorGroup(Generic[V]):
         values, changed = self.algorithm.pull(self._replica.space, x, worker, center, exchange)
         self.values.write(bucket, values)
         self._write(self.worker, bucket, worker, changed)
+        if self.travelling is None:
+            self._forget_spent(bucket, worker)
+
+    def _forget_spent(self, bucket: Bucket, worker: State[V]) -> None:
+        """Set to zeros what a message has used up."""
+        spent = self.algorithm.spent
+        if spent is not None:
+            zeros = self._replica.space.zeros_like(worker[spent], out=worker[spent])
+            self._write(self.worker, bucket, worker, {spent: zeros})
+
+    def _kept(self, store: Store[V], bucket: Bucket, value: V) -> V:
+        """Return a copy of a vector that stays as it is until the next exchange."""
+        store.write(bucket, value)
+        return store.read(bucket)
 
     def _share_of(self, bucket: Bucket) -> Bucket:
         return self.share.buckets[bucket.index]

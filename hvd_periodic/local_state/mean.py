@@ -46,3 +46,7 @@ class Mean(Algorithm):
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the mean."""
         return center, {}
+
+    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
+        """Become what is pulled."""
+        return pulled

@@ -41,6 +41,7 @@ class Checkpoint(Generic[V]):
     def save(self) -> dict[str, Any]:
         """Return copies of all there is; collective, where the center is not on every rank."""
         course = self._course
+        course.arrive()
         membership, optimizer_state = course.setting.membership, course.optimizer_state()
         communicator, name = membership.communicator, membership.name
         return self.assembled(
@@ -67,7 +68,7 @@ class Checkpoint(Generic[V]):
 
     def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
         """Return a state with these vectors and this state of the center's optimizer."""
-        setting = self._course.setting
+        setting, under_way = self._course.setting, self._course.under_way()
         return {
             "version": _VERSION,
             "run": self.run,
@@ -78,6 +79,7 @@ class Checkpoint(Generic[V]):
             "center_optimizer": optimizer_state,
             "outer": setting.exchanged.center_optimizer.name,
             "vectors": vectors,
+            "under_way": under_way,
         }
 
     def check(self, state: dict[str, Any]) -> None:
@@ -107,6 +109,7 @@ class Checkpoint(Generic[V]):
         self.check(state)
         course, ledger = self._course, self._course.setting.ledger
         course.check_load(state, begun)
+        course.load_under_way(state.get("under_way"))
         for group in course.tensor_groups:
             group.load(state["vectors"][group.name])
         course.has_loaded(state)

@@ -40,6 +40,7 @@ class Setting(Generic[V]):
         phase: whether gradients are still averaged.
         meeting: speaks with the other ranks.
         optimizer_state: exchanges the state of local optimizers, if anything does.
+        overlap: local steps for which an exchange may be under way, or ``"period"``.
     """
 
     exchanged: Exchanged[V]
@@ -49,6 +50,7 @@ class Setting(Generic[V]):
     phase: Phase
     meeting: Meeting
     optimizer_state: OptimizerStateExchange[V] | None
+    overlap: int | str = 0
 
 
 class Course(ABC, Generic[V]):
@@ -137,6 +139,28 @@ class Course(ABC, Generic[V]):
     @abstractmethod
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange; return whether some rank is still training that this one waits for."""
+
+    def proceed(self) -> None:
+        """Do what is due after a local step without exchange."""
+
+    def arrive(self) -> None:
+        """Let the centers be what they become by an exchange that is under way."""
+
+    def under_way(self) -> Any:
+        """Return what a checkpoint holds of an exchange that is under way; None for nothing."""
+        return None
+
+    def load_under_way(self, saved: Any) -> None:
+        """Go on with what :meth:`under_way` returned.
+
+        Raises:
+            ValueError: no exchange can be under way here.
+        """
+        if saved is not None:
+            raise ValueError(
+                "The state was saved while an exchange was under way: load it into an optimizer with overlap > 0, as "
+                "the one that saved it"
+            )
 
     def check_alive(self) -> None:
         """Raise a RuntimeError where there is nobody left to leave."""

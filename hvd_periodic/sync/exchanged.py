@@ -84,10 +84,12 @@ class Exchanged(Generic[V]):
         ]
         return [Tensors(name, values, algorithm) for name, values, algorithm in kinds if values is not None]
 
-    def groups(self, tensors: Sequence[Tensors], placements: Sequence[Placement]) -> list[TensorGroup[V]]:
+    def groups(
+        self, tensors: Sequence[Tensors], placements: Sequence[Placement], lasting: bool = False
+    ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each where its placement says; the first has the outer optimizer."""
         rates = self.rates if self.algorithm.uses_learning_rate else None
         return [
-            TensorGroup(*kind, self.replica, placement, *((self.outer, rates) if i == 0 else ()))
+            TensorGroup(*kind, self.replica, placement, *((self.outer, rates) if i == 0 else ()), lasting=lasting)
             for i, (kind, placement) in enumerate(zip(tensors, placements, strict=True))
         ]

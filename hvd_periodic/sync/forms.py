@@ -11,6 +11,7 @@ from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course
 from hvd_periodic.sync.gradients import Gradients
 from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.view import View
 
@@ -24,6 +25,7 @@ class Forms(NamedTuple):
         gradients: shows gradients to algorithms.
         checkpoint: saves and loads.
         view: reads the center.
+        overlapped: runs exchanges that travel during local steps; None where the framework has no such thing.
     """
 
     ledger: Callable[[Schedule], Ledger] = Ledger
@@ -31,3 +33,24 @@ class Forms(NamedTuple):
     gradients: Callable[[Course[Any]], Gradients[Any]] = Gradients
     checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
     view: Callable[..., View[Any]] = View
+    overlapped: type[Course[Any]] | None = Overlapped
+
+    def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
+        """Return what runs exchanges.
+
+        Raises:
+            TypeError, ValueError: no such overlap; or it makes no sense here.
+        """
+        if as_overlap(overlap) == 0:
+            return self.courses[asynchronous]
+        if asynchronous:
+            raise ValueError(
+                "`overlap` is for synchronous exchange: with asynchronous=True no rank waits for another. Received: "
+                f"overlap={overlap!r}"
+            )
+        if self.overlapped is None:
+            raise ValueError(
+                "`overlap` needs a collective that stays under way between two steps, which PyTorch and numpy have: in "
+                f"TensorFlow choose a longer period. Received: overlap={overlap!r}"
+            )
+        return self.overlapped

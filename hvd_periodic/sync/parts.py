@@ -52,6 +52,7 @@ class Parts(Generic[V]):
         rates: the learning rates of the local optimizer, for algorithms that ask for them.
         optimizer_state: what becomes of the local optimizer's state at an exchange.
         local_optimizer: that state, for policies that touch it.
+        overlap: local steps for which an exchange may be under way, or ``"period"``.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -79,9 +80,10 @@ class Parts(Generic[V]):
         rates: LearningRates | None = None,
         optimizer_state: LocalStateLike = "local",
         local_optimizer: OptimizerState[V] | None = None,
+        overlap: int | str = 0,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
-        course = forms.courses[bool(asynchronous)]
+        course = forms.course(bool(asynchronous), overlap)
         self.policy, planned = as_local_state(optimizer_state), as_schedule(schedule, "schedule")
         self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
         course.check(planned, self.policy)
@@ -93,7 +95,8 @@ class Parts(Generic[V]):
         self.phase = Phase(self.planner, self.ledger)
         hyperparameters = self.exchanged.hyperparameters
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
-        setting = Setting(self.exchanged, self.membership, self.ledger, self.planner, self.phase, self.meeting, state)
+        known = self.membership, self.ledger, self.planner, self.phase, self.meeting
+        setting = Setting(self.exchanged, *known, state, overlap)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)
@@ -139,4 +142,5 @@ class Parts(Generic[V]):
 
     def center_tensors(self) -> list[Any]:
         """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
+        self.course.arrive()
         return self.tensor_groups.parameters.center.tensors()

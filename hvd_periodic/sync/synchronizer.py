@@ -137,6 +137,8 @@ class ReplicaSynchronizer(Parts[V]):
         self.phase.at_its_end(self.restart_center)
         if due:
             self.sync()
+        else:
+            self.course.proceed()
         return bool(due)
 
     def sync(self) -> None:
@@ -178,6 +180,7 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: they do not; names the ranks.
         """
+        self.course.arrive()
         self.tensor_groups.audit()
 
     def restart_center(self) -> Any:

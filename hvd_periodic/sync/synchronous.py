@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.centers import Placement, Replicated
@@ -32,6 +32,8 @@ class Synchronous(Course[V]):
     """
 
     steps_agree = True
+    lasting: ClassVar[bool] = False
+    """Local steps go on while an exchange is under way."""
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
@@ -49,7 +51,8 @@ class Synchronous(Course[V]):
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
-        self.tensor_groups = TensorGroups(exchanged.groups(tensors, placements), exchanged.replica, membership)
+        groups = exchanged.groups(tensors, placements, self.lasting)
+        self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         parameters = self.tensor_groups.parameters
         if parameters.total is not None:
             self._outer.bind(parameters.center, parameters.total, parameters.values.layout)
@@ -115,10 +118,14 @@ class Synchronous(Course[V]):
             self.tensor_groups.audit()
             return 0
         exchange = Exchange(setting.membership.communicator.size, agreed.period, max(counters.gradients, 1))
-        sent = self.tensor_groups.exchange(exchange)
+        sent = self._send(exchange, agreed.step, agreed.training)
         if agreed.states_are_there:
             sent += self._exchange_state(exchange, counters.rounds)
         return sent
+
+    def _send(self, exchange: Exchange, step: int, training: bool) -> Any:
+        """Exchange parameters and statistics at a step; return the bytes handed to collectives."""
+        return self.tensor_groups.exchange(exchange)
 
     def _exchange_state(self, exchange: Exchange, rounds: Any) -> Any:
         """Exchange the local optimizer's state as its policy asks; return the bytes handed to collectives."""

@@ -73,6 +73,7 @@ class View(Generic[V]):
         """Get ready to read the center: where all ranks have to, they ``begin`` training first."""
         if self._course.reads_together:
             begin()
+        self._course.arrive()
         self.follow_equal_replicas()
 
     def follow_equal_replicas(self) -> None:

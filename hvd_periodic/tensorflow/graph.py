@@ -54,6 +54,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             GraphGradients,
             VariableCheckpoint,
             VariableView,
+            overlapped=None,
         )
         super().__init__(*arguments, **options | {"forms": forms})
         alone = self.course.worker is not None
