@@ -82,7 +82,7 @@ class TensorGroup(Generic[V]):
         self.share = placement.share(values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
         self.center_state: dict[str, Store[V]] = {
-            key: replica.new_store(self.share, f"{name}.{key}") for key in self._initial_center(first)
+            key: replica.new_store(self.share, f"{name}.{key}") for key in self.initial_center(first)
         }
         self.worker: dict[str, Store[V]] = {
             key: replica.new_store(values.layout, f"{name}.{key}")
@@ -119,7 +119,7 @@ class TensorGroup(Generic[V]):
         space = self._replica.space
         for bucket in self.values.layout.buckets:
             x = self._read(bucket, slot=0)
-            for key, vector in self._initial_center(x).items():
+            for key, vector in self.initial_center(x).items():
                 self.set_share(key, bucket, vector)
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
 
@@ -241,58 +241,8 @@ class TensorGroup(Generic[V]):
         x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
         self._pull(bucket, x, self._read_all(self.worker, bucket), center, exchange)
 
-    def save(self, communicator: Communicator, prefix: str) -> dict[str, dict[str, Any]]:
-        """Return copies of all vectors by name, the center's whole; collective, unless the center is everywhere."""
-        saved = {key: self._replica.save(store) for key, store in self.worker.items()}
-        for key, whole in self.center_state.items():
-            if not self.placement.everywhere:
-                whole = self._replica.new_temporary_store(self.values.layout)
-                for bucket in self.values.layout.buckets:
-                    whole.write(bucket, self.fetch(communicator, bucket, prefix, key))
-            saved[key] = self._replica.save(whole)
-        return saved
-
-    def save_initial(self) -> dict[str, dict[str, Any]]:
-        """Return what :meth:`save` returns at the start of training from the values of now; nothing is communicated."""
-        saved = {key: self._replica.save(store) for key, store in self.worker.items()}
-        stores = {key: self._replica.new_temporary_store(self.values.layout) for key in self.center_state}
-        for bucket in self.values.layout.buckets:
-            for key, vector in self._initial_center(self._read(bucket, slot=0)).items():
-                stores[key].write(bucket, vector)
-        return saved | {key: self._replica.save(store) for key, store in stores.items()}
-
-    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the worker's vectors and this rank's share of the center's to what :meth:`save` returned."""
-        for key, store in self.worker.items():
-            self._replica.load(store, dict(saved[key]))
-        for key, store in self.center_state.items():
-            share: dict[str, Any] = {}
-            for spec, (tensor, start, stop) in zip(self.share.specs, self.share.sources, strict=True):
-                whole = saved[key][self.values.layout.specs[tensor].name]
-                share[spec.name] = whole.reshape(-1)[start:stop].reshape(spec.shape)
-            self._replica.load(store, share)
-
-    def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Check that saved vectors have the names and shapes of these.
-
-        Raises:
-            ValueError: names the first tensor that differs.
-        """
-        here = {spec.name: spec.shape for spec in self.values.layout.specs}
-        for key in self.vectors:
-            if key not in saved and saved:
-                raise ValueError(
-                    f"The saved state has no {key!r} of the {self.name}: it was saved by an algorithm of other settings"
-                )
-            there = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
-            differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-            if differing:
-                raise ValueError(
-                    f"The saved {key!r} of the {self.name} is of another model: {differing[0]!r} is "
-                    f"{_shape(there, differing[0])} there and {_shape(here, differing[0])} here"
-                )
-
-    def _initial_center(self, x: V) -> State[V]:
+    def initial_center(self, x: V) -> State[V]:
+        """Return the vectors of the center when training starts from a replica."""
         state = self.algorithm.init_center(self._replica.space, x)
         return {"center": state["center"]} if self._outer is not None else state
 
@@ -372,10 +322,6 @@ class TensorGroup(Generic[V]):
 
 def _cut(state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
     return {key: vector[start:stop] for key, vector in state.items()}
-
-
-def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
-    return f"of shape {shapes[name]}" if name in shapes else "missing"
 
 
 def all_buckets(groups: Iterable[TensorGroup[V]]) -> Iterator[tuple[TensorGroup[V], Bucket]]:

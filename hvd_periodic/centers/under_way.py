@@ -17,8 +17,8 @@ V = TypeVar("V")
 class UnderWay(Generic[V]):
     """The exchange of one group of tensors, between its beginning and the step at which the replica takes it.
 
-    The center moves as soon as somebody looks: before the next exchange nothing but the pull of the replica reads it, so
-    that looking early changes nothing about training.
+    The center moves as soon as somebody looks: before the next exchange nothing but the pull of the replica reads it,
+    so that looking early changes nothing about training.
 
     Args:
         group: whose exchanges last.

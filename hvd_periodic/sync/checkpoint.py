@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
+from hvd_periodic.centers.saved_vectors import SavedVectors
 from hvd_periodic.sync.counters import Counters, Notes
 from hvd_periodic.sync.course import Course
 
@@ -45,7 +46,7 @@ class Checkpoint(Generic[V]):
         membership, optimizer_state = course.setting.membership, course.optimizer_state()
         communicator, name = membership.communicator, membership.name
         return self.assembled(
-            {group.name: group.save(communicator, name) for group in course.tensor_groups}, optimizer_state
+            {group: vectors.save(communicator, name) for group, vectors in self._vectors()}, optimizer_state
         )
 
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Checkpoint(Generic[V]):
             course.tensor_groups.reset()
         if course.placement.everywhere:
             return self.save()
-        return self.assembled({group.name: group.save_initial() for group in course.tensor_groups}, None)
+        return self.assembled({group: vectors.save_initial() for group, vectors in self._vectors()}, None)
 
     def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
         """Return a state with these vectors and this state of the center's optimizer."""
@@ -96,8 +97,8 @@ class Checkpoint(Generic[V]):
             raise ValueError(f"The state was saved by {state['algorithm']}, this optimizer runs {algorithm}")
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
-        for group in self._course.tensor_groups:
-            group.check_state(state["vectors"].get(group.name, {}))
+        for group, vectors in self._vectors():
+            vectors.check(state["vectors"].get(group, {}))
 
     def load(self, state: dict[str, Any], begun: bool) -> None:
         """Restore what :meth:`save` returned; training that has ``begun`` has to begin again.
@@ -110,8 +111,8 @@ class Checkpoint(Generic[V]):
         course, ledger = self._course, self._course.setting.ledger
         course.check_load(state, begun)
         course.load_under_way(state.get("under_way"))
-        for group in course.tensor_groups:
-            group.load(state["vectors"][group.name])
+        for group, vectors in self._vectors():
+            vectors.load(state["vectors"][group])
         course.has_loaded(state)
         self.state = None if course.placement.everywhere else state
         self.loaded = True
@@ -119,6 +120,11 @@ class Checkpoint(Generic[V]):
         ledger.get_ready()
         ledger.counters = Counters(**state["counters"])
         ledger.notes = Notes(**state.get("notes", {}))  # Version 0.1 has none.
+
+    def _vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
+        """Yield the name of every group of tensors, and what saves its vectors."""
+        replica = self._course.setting.exchanged.replica
+        return ((group.name, SavedVectors(group, replica)) for group in self._course.tensor_groups)
 
     def forget(self) -> None:
         """Forget what was loaded: training has begun from it."""

@@ -140,8 +140,12 @@ class Course(ABC, Generic[V]):
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange; return whether some rank is still training that this one waits for."""
 
-    def proceed(self) -> None:
-        """Do what is due after a local step without exchange."""
+    def has_to_land(self) -> bool:
+        """Return whether the replica has to take what is under way, after the local step that was counted last."""
+        return False
+
+    def land(self) -> None:
+        """Let the replica take what is under way."""
 
     def arrive(self) -> None:
         """Let the centers be what they become by an exchange that is under way."""

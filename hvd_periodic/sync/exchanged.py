@@ -90,6 +90,13 @@ class Exchanged(Generic[V]):
         """Return the groups with their centers, each where its placement says; the first has the outer optimizer."""
         rates = self.rates if self.algorithm.uses_learning_rate else None
         return [
-            TensorGroup(*kind, self.replica, placement, *((self.outer, rates) if i == 0 else ()), lasting=lasting)
+            TensorGroup(
+                *kind,
+                self.replica,
+                placement,
+                self.outer if i == 0 else None,
+                rates if i == 0 else None,
+                lasting=lasting,
+            )
             for i, (kind, placement) in enumerate(zip(tensors, placements, strict=True))
         ]

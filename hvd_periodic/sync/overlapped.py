@@ -56,6 +56,11 @@ class Overlapped(Synchronous[V]):
         self._under_way: list[UnderWay[V]] = []
         self._due: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Wait for what is under way before it is copied: a copy has nothing to wait for."""
+        self.arrive()
+        return self.__dict__
+
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
         return super().facts() | {"overlap": self.setting.overlap}
@@ -65,10 +70,9 @@ class Overlapped(Synchronous[V]):
         self.land()
         return super().exchange(leaving)
 
-    def proceed(self) -> None:
-        """Take what is under way, if that is due."""
-        if self._due is not None and self.setting.ledger.local_steps >= self._due:
-            self.land()
+    def has_to_land(self) -> bool:
+        """Return whether so many local steps have been counted since the exchange began."""
+        return self._due is not None and self.setting.ledger.local_steps >= self._due
 
     def arrive(self) -> None:
         """Wait for what is under way, and move the centers; the replica takes it when that is due."""

@@ -137,8 +137,8 @@ class ReplicaSynchronizer(Parts[V]):
         self.phase.at_its_end(self.restart_center)
         if due:
             self.sync()
-        else:
-            self.course.proceed()
+        elif self.course.has_to_land():
+            self.land()
         return bool(due)
 
     def sync(self) -> None:
@@ -150,6 +150,15 @@ class ReplicaSynchronizer(Parts[V]):
         self.view.refuse_inside("sync")
         self.begin(Moment.AFTER_UPDATE)
         self.course.exchange()
+
+    def land(self) -> None:
+        """Let the replica take an exchange that is under way, if one is, before it is due.
+
+        Raises:
+            RuntimeError: called inside ``center()``.
+        """
+        self.view.refuse_inside("land")
+        self.course.land()
 
     def finalize(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center.

@@ -18,8 +18,7 @@ def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> An
     if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
         return state
     vectors = {
-        name: {key: {original_name(tensor): x for tensor, x in tensors.items()} for key, tensors in saved.items()}
-        for name, saved in state["vectors"].items()
+        name: {key: _renamed(tensors) for key, tensors in saved.items()} for name, saved in state["vectors"].items()
     }
     buffers = {name for name, _ in named.buffers}
     for group in groups.statistics:
@@ -27,4 +26,12 @@ def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> An
         then = vectors.get(group.name, {}).get("center", {})
         kept = {name: value for name, value in then.items() if name in present or name not in buffers}
         vectors[group.name] = {"center": {name: value.clone() for name, value in present.items()} | kept}
-    return state | {"vectors": vectors}
+    under_way = state.get("under_way")
+    if under_way is not None:
+        left = {name: saved | {"snapshot": _renamed(saved["snapshot"])} for name, saved in under_way["groups"].items()}
+        under_way = under_way | {"groups": left}
+    return state | {"vectors": vectors, "under_way": under_way}
+
+
+def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {original_name(name): tensor for name, tensor in tensors.items()}

@@ -129,6 +129,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)
     sync = neutrally(ReplicaSynchronizer.sync)
+    land = neutrally(ReplicaSynchronizer.land)
     finalize = neutrally(ReplicaSynchronizer.finalize)
     leave = neutrally(ReplicaSynchronizer.leave)
     audit = neutrally(ReplicaSynchronizer.audit)
@@ -136,6 +137,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     restart_center = neutrally(ReplicaSynchronizer.restart_center)
     distance = neutrally(ReplicaSynchronizer.distance)
     state_dict = neutrally(ReplicaSynchronizer.state_dict)
+    center_tensors = neutrally(ReplicaSynchronizer.center_tensors)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,6 +181,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "name": membership.name,
             "center": self.course.placement.name,
             "optimizer_state": self.policy,
+            "overlap": self.course.setting.overlap,
         }
         return _restore, (of_rank, moving, arguments), self.state_dict()
 

@@ -25,11 +25,12 @@ from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
-from tests.parallel import torch_life
+from tests.parallel import torch_life, torch_overlap
 from tests.parallel.program import Scenarios, attempt
 
 scenario = Scenarios()
 scenario.include(torch_life.scenario)
+scenario.include(torch_overlap.scenario)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),

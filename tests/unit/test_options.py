@@ -24,7 +24,8 @@ from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
-SHARED = ["center", "optimizer_state", "root_rank", "process_set"]
+SHARED = ["center", "optimizer_state", "overlap", "root_rank", "process_set"]
+DEFAULTS = {"center": "replicated", "optimizer_state": "local", "overlap": 0}
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
     "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous"],
@@ -59,7 +60,7 @@ def test_signatures_list_every_option(framework: str, name: str) -> None:
     assert list(parameters) == [*first, *OWN[name], *SHARED, *more]
     for option in (*SHARED, *more):
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[option].default == {"center": "replicated", "optimizer_state": "local"}.get(option)
+        assert parameters[option].default == DEFAULTS.get(option)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
@@ -106,9 +107,8 @@ def test_a_new_option_is_declared_once() -> None:
             super().__init__(3, **options)
 
     made = Outer(compression="half")
-    defaults = {"center": "replicated", "optimizer_state": "local"}
-    assert made.options == {**defaults, "root_rank": None, "process_set": None, "compression": "half"}
-    assert of_exchange(made.options) == defaults
+    assert made.options == {**DEFAULTS, "root_rank": None, "process_set": None, "compression": "half"}
+    assert of_exchange(made.options) == DEFAULTS
     assert list(inspect.signature(Outer).parameters) == [*SHARED, "compression"]
 
 

@@ -1,0 +1,90 @@
+"""What a checkpoint holds of the vectors of a group of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.replica import Replica
+
+V = TypeVar("V")
+
+Saved = Mapping[str, Mapping[str, Any]]
+"""Tensors by the name of the vector, then by that of the parameter."""
+
+
+class SavedVectors(Generic[V]):
+    """Saves and loads the worker's vectors and those of the center, which is whole in what is saved.
+
+    Args:
+        group: whose vectors they are.
+        replica: knows how its framework saves.
+    """
+
+    def __init__(self, group: TensorGroup[V], replica: Replica[V]) -> None:
+        self._group, self._replica = group, replica
+
+    def save(self, communicator: Communicator, prefix: str) -> dict[str, Any]:
+        """Return copies of all vectors by name; collective, unless the center is everywhere."""
+        group, replica = self._group, self._replica
+        saved = self._save_workers()
+        for key, whole in group.center_state.items():
+            if not group.placement.everywhere:
+                whole = replica.new_temporary_store(group.values.layout)
+                for bucket in group.values.layout.buckets:
+                    whole.write(bucket, group.fetch(communicator, bucket, prefix, key))
+            saved[key] = replica.save(whole)
+        return saved
+
+    def save_initial(self) -> dict[str, Any]:
+        """Return what :meth:`save` returns at the start of training from the values of now; nothing is communicated."""
+        group, replica, saved = self._group, self._replica, self._save_workers()
+        stores = {key: replica.new_temporary_store(group.values.layout) for key in group.center_state}
+        for bucket in group.values.layout.buckets:
+            x = group.values.read(bucket, out=replica.scratch(bucket, 0))
+            for key, vector in group.initial_center(x).items():
+                stores[key].write(bucket, vector)
+        return saved | {key: replica.save(store) for key, store in stores.items()}
+
+    def load(self, saved: Saved) -> None:
+        """Set the worker's vectors and this rank's share of the center's to what :meth:`save` returned."""
+        group, replica = self._group, self._replica
+        for key, store in group.worker.items():
+            replica.load(store, dict(saved[key]))
+        for key, store in group.center_state.items():
+            share: dict[str, Any] = {}
+            for spec, (tensor, start, stop) in zip(group.share.specs, group.share.sources, strict=True):
+                whole = saved[key][group.values.layout.specs[tensor].name]
+                share[spec.name] = whole.reshape(-1)[start:stop].reshape(spec.shape)
+            replica.load(store, share)
+
+    def check(self, saved: Saved) -> None:
+        """Check that saved vectors have the names and shapes of these.
+
+        Raises:
+            ValueError: names the first tensor that differs.
+        """
+        group = self._group
+        here = {spec.name: spec.shape for spec in group.values.layout.specs}
+        for key in group.vectors:
+            if key not in saved and saved:
+                raise ValueError(
+                    f"The saved state has no {key!r} of the {group.name}: it was saved by an algorithm of other "
+                    "settings"
+                )
+            there = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
+            differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+            if differing:
+                raise ValueError(
+                    f"The saved {key!r} of the {group.name} is of another model: {differing[0]!r} is "
+                    f"{_shape(there, differing[0])} there and {_shape(here, differing[0])} here"
+                )
+
+    def _save_workers(self) -> dict[str, Any]:
+        return {key: self._replica.save(store) for key, store in self._group.worker.items()}
+
+
+def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return f"of shape {shapes[name]}" if name in shapes else "missing"
