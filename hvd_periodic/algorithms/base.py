@@ -58,6 +58,8 @@ class Algorithm(ABC):
         uses_learning_rate: ``move`` reads ``exchange.learning_rate``.
         spent: name of the worker's vector that a message has used up, if there is one: it becomes zeros. Until ``pull``
             its memory may hold the total.
+        keeps_progress: a pull that is taken late goes through ``catch_up``; otherwise ``pull`` is given the replica of
+            then.
         takes_outer_optimizer: an optimizer of the framework may take the place of ``move``: it descends on what
             ``gradient`` makes of the total.
         needs_outer_optimizer: it has to; by default it is a copy of the local one.
@@ -68,6 +70,7 @@ class Algorithm(ABC):
     reads_after: ClassVar[bool] = True
     uses_learning_rate: ClassVar[bool] = False
     spent: ClassVar[str | None] = None
+    keeps_progress: ClassVar[bool] = True
     takes_outer_optimizer: ClassVar[bool] = False
     needs_outer_optimizer: ClassVar[bool] = False
 
@@ -159,9 +162,9 @@ class Algorithm(ABC):
         """
 
     def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
-        """Return the replica that takes a pull some local steps late; may overwrite all but the center.
+        """Return the replica that takes a pull some local steps late; may overwrite the replica and the snapshot.
 
-        So that no local progress is lost, by default ``x + (pulled − snapshot)``; Shen et al. 2019, arXiv 1906.12043.
+        So that no local progress is lost, ``x + (pulled − snapshot)``; Shen et al. 2019, arXiv 1906.12043.
 
         Args:
             space: the verbs.

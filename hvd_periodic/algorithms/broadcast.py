@@ -26,6 +26,7 @@ class Broadcast(Algorithm):
 
     reduction: ClassVar[str] = "root"
     reads_before: ClassVar[bool] = False
+    keeps_progress: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
         """Raise: the root may not be there when another worker exchanges."""
@@ -44,7 +45,3 @@ class Broadcast(Algorithm):
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""
         return center, {}
-
-    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
-        """Become what is pulled."""
-        return pulled

@@ -32,6 +32,7 @@ class Maximum(Algorithm):
 
     reduction: ClassVar[str] = "max"
     reads_before: ClassVar[bool] = False
+    keeps_progress: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
         """Return the maximum that also the center takes part in."""
@@ -51,7 +52,3 @@ class Maximum(Algorithm):
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center."""
         return center, {}
-
-    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
-        """Become what is pulled."""
-        return pulled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
@@ -38,6 +38,8 @@ class Statistics(Averaging):
 
     alone: bool = False
 
+    keeps_progress: ClassVar[bool] = False
+
     def one_by_one(self, size: int) -> Algorithm:
         """Return the mean that recovers from a center that is not finite."""
         return replace(self, alone=True)
@@ -57,10 +59,6 @@ class Statistics(Averaging):
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the center, where that is finite."""
         return space.where_finite(center, center, x), {}
-
-    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
-        """Become what is pulled: a difference would make variances negative, and infinities NaN."""
-        return pulled
 
 
 def _finite(space: VectorSpace[V], center: V) -> V:

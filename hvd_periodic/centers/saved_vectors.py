@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
+from hvd_periodic.vectors.layout import Layout
 
 V = TypeVar("V")
 
@@ -67,23 +68,28 @@ class SavedVectors(Generic[V]):
             ValueError: names the first tensor that differs.
         """
         group = self._group
-        here = {spec.name: spec.shape for spec in group.values.layout.specs}
         for key in group.vectors:
             if key not in saved and saved:
                 raise ValueError(
                     f"The saved state has no {key!r} of the {group.name}: it was saved by an algorithm of other "
                     "settings"
                 )
-            there = {name: tuple(tensor.shape) for name, tensor in saved.get(key, {}).items()}
-            differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-            if differing:
-                raise ValueError(
-                    f"The saved {key!r} of the {group.name} is of another model: {differing[0]!r} is "
-                    f"{_shape(there, differing[0])} there and {_shape(here, differing[0])} here"
-                )
+            check_names(f"{key!r} of the {group.name}", group.values.layout, saved.get(key, {}))
 
     def _save_workers(self) -> dict[str, Any]:
         return {key: self._replica.save(store) for key, store in self._group.worker.items()}
+
+
+def check_names(what: str, layout: Layout, saved: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the first tensor whose name or shape is not that of the layout."""
+    here = {spec.name: spec.shape for spec in layout.specs}
+    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if differing:
+        raise ValueError(
+            f"The saved {what} is of another model: {differing[0]!r} is {_shape(there, differing[0])} there and "
+            f"{_shape(here, differing[0])} here"
+        )
 
 
 def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:

@@ -61,7 +61,7 @@ class TensorGroup(Generic[V]):
         worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
         total: where an outer optimizer finds its gradient: of this rank's share.
         travelling: the messages that are under way, where exchanges last.
-        snapshot: the replica that they were formed from, where it has yet to pull.
+        snapshot: the replica that they were formed from, where a late pull needs it.
     """
 
     def __init__(
@@ -92,12 +92,14 @@ class TensorGroup(Generic[V]):
         self.snapshot: Store[V] | None = None
         if lasting:
             self.travelling = replica.new_store(values.layout, f"{name}.travelling")
-            if algorithm.reads_after:
+            if algorithm.reads_after and algorithm.keeps_progress:
                 self.snapshot = replica.new_store(values.layout, f"{name}.snapshot")
         lent = outer is not None and self.share is values.layout and not lasting
         self._spent = algorithm.spent if lent else None
         self.total: Store[V] | None = None
-        if outer is not None:
+        if outer is not None and self.travelling is not None:
+            self.total = self.travelling
+        elif outer is not None:
             self.total = self.worker[self._spent] if self._spent else replica.new_store(self.share, f"{name}.total")
 
     @property
@@ -201,7 +203,7 @@ class TensorGroup(Generic[V]):
             return None
         if self.total is not None:
             gradient = self.algorithm.gradient(self._replica.space, total, exchange)
-            if self._spent is None or gradient is not pending.worker[self._spent]:
+            if gradient is not (total if self.travelling is not None else pending.worker.get(self._spent or "")):
                 self.total.write(share, gradient)
             return None
         center = self._read_all(self.center_state, share)
@@ -215,14 +217,16 @@ class TensorGroup(Generic[V]):
         if self._outer is not None:
             self._outer.step()
 
-    def catch_up(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
-        """Let the replica pull some local steps late, from what the center handed out to its snapshot."""
+    def pull_late(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
+        """Let a replica that has gone on since its message was formed pull a bucket of what the center hands out."""
         if self.snapshot is None:
-            raise RuntimeError(f"Exchanges of the {self.name} do not last")
+            self.pull(bucket, center, exchange)
+            return
+        algorithm, space, slot = self.algorithm, self._replica.space, 2 * (bucket.index % IN_FLIGHT)
         snapshot, worker = self.snapshot.read(bucket), self._read_all(self.worker, bucket)
-        pulled, changed = self.algorithm.pull(self._replica.space, snapshot, worker, center, exchange)
-        x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
-        self.values.write(bucket, self.algorithm.catch_up(self._replica.space, x, snapshot, pulled))
+        then = space.copy(snapshot, out=self._replica.scratch(bucket, slot + 1))
+        pulled, changed = algorithm.pull(space, then, worker, center, exchange)
+        self.values.write(bucket, algorithm.catch_up(space, self._read(bucket, slot), snapshot, pulled))
         self._write(self.worker, bucket, worker, changed)
 
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.algorithms.base import Exchange, State
+from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.centers.tensor_group import Pending, TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
@@ -21,7 +21,7 @@ class UnderWay(Generic[V]):
     so that looking early changes nothing about training.
 
     Args:
-        group: whose exchanges last.
+        group: whose exchanges last; its center is on every rank.
         communicator: the ranks.
         exchange: which it is.
         prefix: of the names of its collectives.
@@ -37,7 +37,6 @@ class UnderWay(Generic[V]):
     prefix: str
     pending: list[Pending[V]] = field(default_factory=list)
     sent: int = 0
-    _moved: list[State[V] | None] = field(default_factory=list)
 
     def begin(self) -> UnderWay[V]:
         """Let all messages travel; return this."""
@@ -49,26 +48,30 @@ class UnderWay(Generic[V]):
 
     def arrive(self) -> None:
         """Wait for what travels, and move the center; once."""
-        if self.pending:
-            self._moved = [self.group.arrive(pending, self.exchange) for pending in self.pending]
-            self.pending = []
-            self.group.move_by_outer_optimizer()
+        if not self.pending:
+            return
+        while self.pending:  # Each only once, also where one of them fails.
+            self.group.arrive(self.pending.pop(0), self.exchange)
+        self.group.move_by_outer_optimizer()
 
-    def land(self) -> None:
-        """Let the replica take what has come."""
+    def land(self, moved_on: bool) -> None:
+        """Let the replica take what has come.
+
+        Args:
+            moved_on: local steps have been taken since the exchange began; otherwise the replica pulls as at once.
+        """
         self.arrive()
-        group, buckets = self.group, self.group.values.layout.buckets
+        group = self.group
         if not group.algorithm.reads_after:
             return
-        for bucket, moved in zip(buckets, self._moved or [None] * len(buckets), strict=True):
-            handed_out = group.handed_out(self.communicator, bucket, self.exchange, self.prefix, moved)
-            group.catch_up(bucket, handed_out, self.exchange)
+        for bucket in group.values.layout.buckets:
+            handed_out = group.handed_out(self.communicator, bucket, self.exchange, self.prefix)
+            (group.pull_late if moved_on else group.pull)(bucket, handed_out, self.exchange)
 
-    def save(self, replica: Replica[V]) -> dict[str, Any] | None:
-        """Return what is left to be done, once the center has moved; None where that is nothing."""
-        if self.group.snapshot is None:
-            return None
-        return {"exchange": asdict(self.exchange), "snapshot": replica.save(self.group.snapshot)}
+    def save(self, replica: Replica[V]) -> dict[str, Any]:
+        """Return what is left to be done, once the center has moved."""
+        snapshot = {} if self.group.snapshot is None else replica.save(self.group.snapshot)
+        return {"exchange": asdict(self.exchange), "snapshot": snapshot}
 
     @classmethod
     def load(

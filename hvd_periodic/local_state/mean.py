@@ -28,6 +28,7 @@ class Mean(Algorithm):
     """
 
     reads_before: ClassVar[bool] = False
+    keeps_progress: ClassVar[bool] = False
 
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return nothing."""
@@ -46,7 +47,3 @@ class Mean(Algorithm):
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Become the mean."""
         return center, {}
-
-    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
-        """Become what is pulled."""
-        return pulled

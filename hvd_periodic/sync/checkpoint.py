@@ -97,6 +97,7 @@ class Checkpoint(Generic[V]):
             raise ValueError(f"The state was saved by {state['algorithm']}, this optimizer runs {algorithm}")
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
+        self._course.check_under_way(state.get("under_way"))
         for group, vectors in self._vectors():
             vectors.check(state["vectors"].get(group, {}))
 

@@ -154,11 +154,17 @@ class Course(ABC, Generic[V]):
         """Return what a checkpoint holds of an exchange that is under way; None for nothing."""
         return None
 
+    def discard(self) -> None:
+        """Forget an exchange that is under way."""
+
     def load_under_way(self, saved: Any) -> None:
-        """Go on with what :meth:`under_way` returned.
+        """Go on with what :meth:`under_way` returned."""
+
+    def check_under_way(self, saved: Any) -> None:
+        """Check what :meth:`under_way` returned.
 
         Raises:
-            ValueError: no exchange can be under way here.
+            ValueError: no exchange can be under way here; or it was of another model.
         """
         if saved is not None:
             raise ValueError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.saved_vectors import check_names
 from hvd_periodic.centers.under_way import UnderWay
-from hvd_periodic.sync.course import Setting
+from hvd_periodic.sync.course import Setting, failing
 from hvd_periodic.sync.synchronous import Synchronous
 
 V = TypeVar("V")
@@ -42,6 +44,8 @@ class Overlapped(Synchronous[V]):
     exchange. Elastic averaging pulls at s already, by the center that is here: its trajectory is that without overlap.
     Algorithms that hand out the center take it by ``catch_up``, so that no local progress is lost. The last exchange,
     after which no rank trains on, does not overlap with anything.
+
+    Ranks may look at the center, and so move it, at different steps: it moves by the learning rates of step s.
     """
 
     lasting = True
@@ -54,20 +58,21 @@ class Overlapped(Synchronous[V]):
             )
         super().__init__(setting, place, use_locking)
         self._under_way: list[UnderWay[V]] = []
+        self._begun = 0
         self._due: int | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Wait for what is under way before it is copied: a copy has nothing to wait for."""
-        self.arrive()
-        return self.__dict__
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
         return super().facts() | {"overlap": self.setting.overlap}
 
     def exchange(self, leaving: bool = False) -> Any:
-        """Take what is under way, then exchange."""
-        self.land()
+        """Take what is under way, then exchange; where that fails, tell the others, who would wait."""
+        if self.setting.meeting.failure is None:
+            try:
+                self.land()
+            except Exception as error:
+                self.tell_failure(error)
+                raise
         return super().exchange(leaving)
 
     def has_to_land(self) -> bool:
@@ -75,20 +80,43 @@ class Overlapped(Synchronous[V]):
         return self._due is not None and self.setting.ledger.local_steps >= self._due
 
     def arrive(self) -> None:
-        """Wait for what is under way, and move the centers; the replica takes it when that is due."""
-        started = time.perf_counter()
-        waits = any(group.pending for group in self._under_way)
-        for group in self._under_way:
-            group.arrive()
-        if waits:
-            self.setting.ledger.add(exchange_seconds=time.perf_counter() - started)
+        """Wait for what is under way, and move the centers; the replica takes it when that is due.
+
+        Raises:
+            RuntimeError: an exchange has failed: the center is in no state that could be read.
+        """
+        if not any(group.pending for group in self._under_way):
+            return
+        setting, started = self.setting, time.perf_counter()
+        if setting.meeting.failure is not None:
+            raise RuntimeError(setting.meeting.failure)
+        with failing(setting.meeting, self._begun):
+            for group in self._under_way:
+                group.arrive()
+        setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def land(self) -> None:
         """Let the replica take what is under way."""
         self.arrive()
-        under_way, self._under_way, self._due = self._under_way, [], None
-        for group in under_way:
-            group.land()
+        if not self._under_way:
+            return
+        setting, started = self.setting, time.perf_counter()
+        with failing(setting.meeting, self._begun):
+            for group in self._under_way:
+                group.land(setting.ledger.local_steps > self._begun)
+        self._under_way, self._due = [], None
+        setting.ledger.add(exchange_seconds=time.perf_counter() - started)
+
+    def discard(self) -> None:
+        """Wait for what is under way, and forget it."""
+        if self.setting.meeting.failure is None:
+            self.arrive()
+        self._under_way, self._due = [], None
+
+    def restart(self) -> None:
+        """Set the centers to the values of this rank, which nothing is under way to change."""
+        self.discard()
+        super().restart()
 
     def begin_taking_over(self) -> None:
         """Take what is under way, before others take over what comes of it."""
@@ -96,34 +124,60 @@ class Overlapped(Synchronous[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Wait for what is under way, which what is loaded replaces."""
-        self.arrive()
+        self.discard()
         super().check_load(state, begun)
 
     def under_way(self) -> Any:
         """Return what is left to be taken, for a checkpoint."""
         self.arrive()
-        saved = {group.group.name: group.save(self.setting.exchanged.replica) for group in self._under_way}
-        left = {name: state for name, state in saved.items() if state is not None}
-        return {"due": self._due, "groups": left} if left else None
+        left = [group for group in self._under_way if group.group.algorithm.reads_after]
+        if not left:
+            return None
+        replica = self.setting.exchanged.replica
+        return {
+            "begun": self._begun,
+            "due": self._due,
+            "groups": {group.group.name: group.save(replica) for group in left},
+        }
+
+    def check_under_way(self, saved: Any) -> None:
+        """Check what was under way when a state was saved."""
+        groups = {} if saved is None else saved["groups"]
+        for group in self.tensor_groups:
+            if group.snapshot is not None and group.name in groups:
+                snapshot = groups[group.name]["snapshot"]
+                check_names(f"snapshot of the {group.name}", group.values.layout, snapshot)
 
     def load_under_way(self, saved: Any) -> None:
         """Go on with what was under way when a state was saved."""
         membership, replica = self.setting.membership, self.setting.exchanged.replica
-        groups = {} if saved is None else saved["groups"]
-        self._under_way = [
-            UnderWay.load(groups[group.name], group, membership.communicator, membership.name, replica)
-            for group in self.tensor_groups
-            if group.name in groups
-        ]
-        self._due = None if saved is None else saved["due"]
+        self._under_way, self._due = [], None
+        if saved is not None:
+            self._begun, self._due = saved["begun"], saved["due"]
+            self._under_way = [
+                UnderWay.load(saved["groups"][group.name], group, membership.communicator, membership.name, replica)
+                for group in self.tensor_groups
+                if group.name in saved["groups"]
+            ]
+
+    def _followed(self, settings: Any) -> Any:
+        """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""
+        return self.setting.exchanged.hyperparameters.hyperparameters() if settings is None else settings
 
     def _send(self, exchange: Exchange, step: int, training: bool) -> Any:
         """Let an exchange begin at a step; where nobody trains on, let it end as well."""
         if not training:
             return super()._send(exchange, step, training)
         membership, overlap = self.setting.membership, as_overlap(self.setting.overlap)
-        self._under_way = [
-            UnderWay(group, membership.communicator, exchange, membership.name).begin() for group in self.tensor_groups
-        ]
-        self._due = None if overlap is None else step + overlap
+        communicator, name = membership.communicator, membership.name
+        used = communicator.meeting_name, communicator.rank, name
+        if (twin := _SENDING.get(used)) is not None:
+            twin.arrive()
+        _SENDING[used] = self
+        self._under_way = [UnderWay(group, communicator, exchange, name).begin() for group in self.tensor_groups]
+        self._begun, self._due = step, None if overlap is None else step + overlap
         return sum(group.sent for group in self._under_way)
+
+
+_SENDING: WeakValueDictionary[tuple[str, int, str], Overlapped[Any]] = WeakValueDictionary()
+"""Who has used the names of collectives last: of an optimizer and its copies, one can have an exchange under way."""

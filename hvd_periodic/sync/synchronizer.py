@@ -17,12 +17,10 @@ V = TypeVar("V")
 class ReplicaSynchronizer(Parts[V]):
     """Runs one algorithm on one replica, whenever its schedule says so.
 
-    Construction is local; :meth:`start` is the first call that communicates, and gives all ranks the root's values.
-    Until the first step others may be loaded, into the model or as a state: :meth:`begin` then finds out on all ranks
-    who has what. Every rank calls :meth:`prepare_gradients` before each local update, :meth:`step` once per iteration,
-    and :meth:`finalize` once at the end.
-
-    Its arguments are those of :class:`~hvd_periodic.sync.parts.Parts`.
+    Construction, with the arguments of :class:`~hvd_periodic.sync.parts.Parts`, is local; :meth:`start` is the first
+    call that communicates, and gives all ranks the root's values. Until the first step others may be loaded, into the
+    model or as a state: :meth:`begin` then finds out who has what. Every rank calls :meth:`prepare_gradients` before
+    each local update, :meth:`step` once per iteration, and :meth:`finalize` at the end.
     """
 
     def average_within(self, group: Communicator | None) -> None:
@@ -71,16 +69,15 @@ class ReplicaSynchronizer(Parts[V]):
             Whether this rank took over other parameters, so that gradients which it has are of none that it holds.
 
         Raises:
-            RuntimeError: the states of ranks do not belong together; a rank cannot go on; ranks wait in different
-                places; all are at the end, and have trained without counting a step. On all ranks.
+            RuntimeError: the states of ranks do not belong together; ranks wait in different places; all are at the
+                end, and have trained without counting a step; one cannot go on. On all ranks.
         """
         return not self.begun and self.beginning.begin(moment)
 
     def report(self, loss: Any) -> None:
         """Tell schedules the loss of this rank; before the step that it belongs to, at every one or now and then.
 
-        At an exchange, the mean of what a rank has reported since the last one is its loss, and the mean of those the
-        ``loss`` of the clock that the schedule is asked with.
+        At an exchange, the mean over ranks of what they have reported since the last one is the ``loss`` of the clock.
 
         Args:
             loss: a number: a float, or a tensor or array without dimensions.
@@ -105,8 +102,8 @@ class ReplicaSynchronizer(Parts[V]):
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
 
-        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them, the others do nothing. The first call
-        begins training, see :meth:`begin`: gradients of parameters that are replaced there are discarded.
+        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them. The first call begins training, see
+        :meth:`begin`: gradients of parameters that are replaced there are discarded.
 
         Raises:
             RuntimeError: called inside ``center()``; or as :meth:`begin`.
@@ -120,8 +117,7 @@ class ReplicaSynchronizer(Parts[V]):
         """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
 
         Args:
-            updated: whether the local update ran; an iteration without update counts all the same, so that ranks
-                agree on when to exchange.
+            updated: whether the local update ran; an iteration without it counts as well, so that ranks agree.
 
         Returns:
             Whether an exchange took place.
@@ -152,20 +148,15 @@ class ReplicaSynchronizer(Parts[V]):
         self.course.exchange()
 
     def land(self) -> None:
-        """Let the replica take an exchange that is under way, if one is, before it is due.
-
-        Raises:
-            RuntimeError: called inside ``center()``.
-        """
+        """Let the replica take an exchange that is under way; call it before other weights are put into the model."""
         self.view.refuse_inside("land")
         self.course.land()
 
     def finalize(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center.
 
-        Ranks may arrive after different numbers of steps: one that is done takes part in the exchanges of the others,
-        with unchanged parameters and no gradients, until all are done. No exchange takes place if nobody has stepped
-        since the last one. Training may go on afterwards, from the step count of the rank that did most.
+        Ranks may arrive after different numbers of steps: one that is done takes part in the exchanges of the others.
+        If nobody has stepped since the last one, none takes place. Training may go on, from the most steps of a rank.
 
         In asynchronous training each rank pushes what is left, and waits, asleep, until all have: the center is final
         then. Ranks of groups wait for those of all groups: the first process that ends would take Horovod from all.
@@ -198,15 +189,15 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: the parameters are not the same.
         """
+        self.course.discard()
         self.tensor_groups.restart()
         self.tensor_groups.audit()
 
     def broadcast(self) -> None:
         """Give all ranks the root's parameters, buffers, center, counters and schedule position.
 
-        This is what starts training, and what restores it when a checkpoint was loaded on the root only. The state of
-        the local optimizer is not part of it. Where gradients are averaged in groups, each takes over the values of its
-        first rank before.
+        It restores training when a checkpoint was loaded on the root only; the state of the local optimizer is not part
+        of it. Where gradients are averaged in groups, each takes over the values of its first rank before.
 
         Raises:
             RuntimeError: called inside ``center()``; or a state was loaded on some ranks only, where gradients are

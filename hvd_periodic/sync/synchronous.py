@@ -90,7 +90,7 @@ class Synchronous(Course[V]):
         agreed = setting.meeting.agree(setting.meeting.meet(purpose, problem), own)
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
-        setting.exchanged.hyperparameters.follow(agreed.settings)
+        setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         if agreed.training or agreed.pending:
             with failing(setting.meeting, own.counters.local_steps):
                 sent = self._run(agreed)
@@ -118,10 +118,12 @@ class Synchronous(Course[V]):
             self.tensor_groups.audit()
             return 0
         exchange = Exchange(setting.membership.communicator.size, agreed.period, max(counters.gradients, 1))
-        sent = self._send(exchange, agreed.step, agreed.training)
-        if agreed.states_are_there:
-            sent += self._exchange_state(exchange, counters.rounds)
-        return sent
+        sent = self._exchange_state(exchange, counters.rounds) if agreed.states_are_there else 0
+        return sent + self._send(exchange, agreed.step, agreed.training)
+
+    def _followed(self, settings: Any) -> Any:
+        """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""
+        return settings
 
     def _send(self, exchange: Exchange, step: int, training: bool) -> Any:
         """Exchange parameters and statistics at a step; return the bytes handed to collectives."""

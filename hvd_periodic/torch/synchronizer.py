@@ -92,6 +92,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
         def build() -> None:
             _check_optimizer(optimizer)
+            _check_levels(optimizer, options["overlap"])
             placement_of(options["center"])
             planned = as_schedule(period, as_typed("period"))
             self.gradient_group = gradient_group_of(optimizer)
@@ -190,6 +191,18 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.checkpoint.loaded = (
             self.local_steps > 0
         )  # A copy made before training waits for weights as the original does.
+
+
+def _check_levels(inner: Any, overlap: int | str) -> None:
+    """Refuse exchanges that travel while another level exchanges: both would take the same difference out."""
+    while inner is not None:
+        level = vars(inner).get("synchronizer")
+        if isinstance(level, Synchronizer) and not overlap == level.course.setting.overlap == 0:
+            raise ValueError(
+                "`overlap` needs a single level: an exchange of one would travel while the other moves the replica. "
+                f"Received: overlap={overlap!r} around an optimizer with overlap={level.course.setting.overlap!r}"
+            )
+        inner = vars(inner).get("inner")
 
 
 _made: weakref.WeakSet[Synchronizer] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -274,3 +275,206 @@ def test_ranks_have_to_overlap_alike() -> None:
     for kind, message in errors(2, make):
         assert kind is ValueError
         assert "overlap: 1 on rank 0" in message
+
+
+class Falling(SGD):
+    """A learning rate that falls at every step."""
+
+    def step(self, parameters: Any, gradients: Any) -> None:
+        super().step(parameters, gradients)
+        self.learning_rate *= 0.7
+
+
+def fall(communicator: Communicator, name: str, overlap: int | str, look_on: tuple[int, ...], steps: int) -> list[Any]:
+    """Train with a scheduled rate; some ranks look at the center in mid-flight. Return the center at the end."""
+    x = np.array(oracle.START)
+    optimizer = PeriodicOptimizer(
+        Falling(oracle.RATE), {"x": x}, ALGORITHMS[name](), PERIOD, communicator=late(communicator), overlap=overlap
+    )
+    for _ in range(steps):
+        optimizer.step([np.array(oracle.gradient(communicator.rank, x.tolist()))])
+        if communicator.rank in look_on:
+            optimizer.synchronizer.distance()
+    optimizer.synchronizer.finalize()
+    with optimizer.center():
+        return list(x.tolist())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_center_moves_by_the_rates_of_the_step_at_which_the_exchange_began(name: str) -> None:
+    """Whoever looks, and whoever ends, in mid-flight."""
+    for overlap, more in ((2, 0), (2, 3), ("period", 0), ("period", 3)):
+
+        def centers(look: tuple[int, ...], overlap: Any = overlap, more: int = more) -> list[list[Any]]:
+            return run_ranks(2, lambda ranks: fall(ranks, name, overlap, look, 7 - more + 2 * more * ranks.rank))
+
+        found = centers(())
+        assert found[0] == found[1]
+        assert centers((0,)) == centers((0, 1)) == found
+
+
+def test_the_end_is_the_center_to_the_bit() -> None:
+    """Where no local step was taken since the last exchange, in single precision."""
+
+    def run(communicator: Communicator, name: str) -> None:
+        x = random_arrays(communicator.rank, "float32")[3]
+        optimizer = PeriodicOptimizer(
+            SGD(0.1), {"x": x}, ALGORITHMS[name](), PERIOD, communicator=late(communicator), overlap=2
+        )
+        for step in range(2 * PERIOD):
+            optimizer.step([0.3 * (x - 1 - communicator.rank - np.float32(0.1 * step))])
+        optimizer.synchronizer.finalize()
+        replica = x.copy()
+        with optimizer.center():
+            assert replica.tobytes() == x.tobytes()
+
+    for name in ("average", "diloco", "agn", "bmuf_classic"):
+        run_ranks(2, lambda communicator, name=name: run(communicator, name))  # type: ignore[misc]
+
+
+class Broken(Late):
+    """Its second bucket never arrives on rank 0, the first time."""
+
+    failing = True
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        wait = super().allreduce(buffer, name, op)
+        if not (name.endswith("parameters.1") and self.rank == 0 and self.failing):
+            return wait
+
+        def fail() -> Any:
+            self.failing = False
+            raise RuntimeError("the wire is cut")
+
+        return fail
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_an_exchange_that_fails_in_flight_is_an_error_on_all_ranks(caught: bool) -> None:
+    """Also where the user catches it on the rank that has it, while looking."""
+
+    def run(communicator: Any) -> str:
+        communicator.__class__ = Broken
+        arrays = {"a": np.zeros(3), "b": np.zeros(3, "float32")}
+        optimizer = PeriodicOptimizer(SGD(0.1), arrays, Averaging(), 2, communicator=communicator, overlap=1)
+        for step in range(5):
+            optimizer.step({name: np.ones(3, array.dtype) for name, array in arrays.items()})
+            if caught and step == 1 and communicator.rank == 0:
+                with pytest.raises(RuntimeError, match="the wire is cut"):
+                    optimizer.synchronizer.state_dict()
+                with pytest.raises(RuntimeError, match="The exchange at step 2 failed: the wire is cut"):
+                    optimizer.synchronizer.distance()
+        return ""
+
+    for kind, message in errors(2, run):
+        assert kind is RuntimeError
+        assert "the wire is cut" in message
+
+
+def test_copies_of_an_optimizer_have_their_exchanges_one_after_the_other() -> None:
+    """They have the same names for their collectives, of which only one may be under way."""
+    torch = pytest.importorskip("torch")
+    hvdp = pytest.importorskip("hvd_periodic.torch")
+    under_way: set[tuple[int, str]] = set()
+
+    class Strict(Late):
+        def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+            assert (self.rank, name) not in under_way
+            under_way.add((self.rank, name))
+            wait = super().allreduce(buffer.numpy(), name, op)
+
+            def finish() -> Any:
+                under_way.discard((self.rank, name))
+                wait()
+                return buffer
+
+            return finish
+
+    def run(communicator: Any) -> None:
+        communicator.__class__ = Strict
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvdp.PeriodicOptimizer(
+            torch.optim.SGD([parameter], 0.1), [("w", parameter)], Averaging(), 2, process_set=communicator, overlap=1
+        )
+        pairs = [(parameter, optimizer)]
+        for step in range(7):
+            if step == 1:
+                pairs.append(copy.deepcopy(pairs[0], {id(communicator): communicator}))
+            for trained, its_optimizer in pairs:
+                trained.grad = torch.full((3,), 1.0 + communicator.rank)
+                its_optimizer.step()
+        assert torch.equal(pairs[0][0], pairs[1][0])
+
+    run_ranks(2, run)
+
+
+def test_levels_cannot_overlap() -> None:
+    torch = pytest.importorskip("torch")
+    hvdp = pytest.importorskip("hvd_periodic.torch")
+
+    def make(communicator: Communicator, inner: int, outer: int) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        for overlap in (inner, outer):
+            optimizer = hvdp.ModelAverageOptimizer(
+                optimizer, [("w", parameter)], 2, process_set=communicator, overlap=overlap
+            )
+
+    for overlaps in ((1, 0), (0, 1)):
+        for kind, message in errors(2, lambda communicator, pair=overlaps: make(communicator, *pair)):  # type: ignore[misc]
+            assert kind is ValueError
+            assert "`overlap` needs a single level" in message
+    run_ranks(2, lambda communicator: make(communicator, 0, 0))
+
+
+def test_a_restarted_center_forgets_what_was_under_way() -> None:
+    def run(communicator: Communicator) -> list[float]:
+        x = np.zeros(2)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 2, communicator=late(communicator), overlap=2)
+        for _ in range(3):
+            optimizer.step([x - 1.0 - communicator.rank])
+        x[:] = 100.0
+        optimizer.synchronizer.restart_center()
+        optimizer.step([np.zeros(2)])
+        return list(x.tolist())
+
+    assert run_ranks(2, run) == [[100.0, 100.0]] * 2
+
+
+def test_weights_are_put_into_the_model_after_landing() -> None:
+    def run(communicator: Communicator) -> float:
+        x = np.zeros(1)
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 2, communicator=late(communicator), overlap=1)
+        for _ in range(2):
+            optimizer.step([np.array([-1.0 - communicator.rank])])
+        optimizer.synchronizer.land()
+        assert x[0] == 3.0
+        x[:] = 7.0
+        optimizer.step([np.zeros(1)])
+        return float(x[0])
+
+    assert run_ranks(2, run) == [7.0, 7.0]
+
+
+class Halfway(Averaging):
+    """Replicas go half of the way."""
+
+    def pull(self, space: Any, x: Any, worker: Any, center: Any, exchange: Any) -> Any:
+        return space.lerp(x, center, 0.5), {}
+
+
+def test_a_pull_may_overwrite_the_replica_that_it_is_given() -> None:
+    torch = pytest.importorskip("torch")
+    hvdp = pytest.importorskip("hvd_periodic.torch")
+
+    def run(communicator: Any) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = hvdp.PeriodicOptimizer(
+            torch.optim.SGD([parameter], 1.0), [("w", parameter)], Halfway(), 2, process_set=communicator, overlap=1
+        )
+        for _ in range(3):
+            parameter.grad = torch.tensor([-1.0 - 2.0 * communicator.rank], dtype=torch.float64)
+            optimizer.step()
+        return float(parameter)
+
+    assert run_ranks(2, run) == [2 + 1 + 0.5 * (4 - 2), 6 + 3 + 0.5 * (4 - 6)]

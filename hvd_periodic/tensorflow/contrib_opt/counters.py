@@ -77,9 +77,12 @@ class CounterVariables:
     def _create(
         self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any, collection: str
     ) -> tf.Variable:
+        def initial() -> tf.Tensor:
+            return tf.fill(tuple(shape), tf.cast(initial_value, dtype)) if shape else tf.constant(initial_value, dtype)
+
         with tf.compat.v1.name_scope(None), tf.device(None):
             made = tf.compat.v1.Variable(
-                lambda: tf.fill(tuple(shape), tf.cast(initial_value, dtype)),
+                initial,
                 trainable=False,
                 collections=[collection],
                 name=name,
