@@ -66,13 +66,9 @@ class Overlapped(Synchronous[V]):
         return super().facts() | {"overlap": self.setting.overlap}
 
     def exchange(self, leaving: bool = False) -> Any:
-        """Take what is under way, then exchange; where that fails, tell the others, who would wait."""
-        if self.setting.meeting.failure is None:
-            try:
-                self.land()
-            except Exception as error:
-                self.tell_failure(error)
-                raise
+        """Take what is under way, then exchange."""
+        if self.setting.meeting.failure is None:  # Otherwise the others hear of it where they meet.
+            self.land()
         return super().exchange(leaving)
 
     def has_to_land(self) -> bool:
@@ -85,18 +81,27 @@ class Overlapped(Synchronous[V]):
         Raises:
             RuntimeError: an exchange has failed: the center is in no state that could be read.
         """
-        if not any(group.pending for group in self._under_way):
+        if not self._under_way:
             return
         setting, started = self.setting, time.perf_counter()
         if setting.meeting.failure is not None:
             raise RuntimeError(setting.meeting.failure)
+        if not any(group.pending for group in self._under_way):
+            return
         with failing(setting.meeting, self._begun):
             for group in self._under_way:
                 group.arrive()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def land(self) -> None:
-        """Let the replica take what is under way."""
+        """Let the replica take what is under way; where that fails, tell the others, who would wait."""
+        try:
+            self._land()
+        except Exception as error:
+            self.tell_failure(error)
+            raise
+
+    def _land(self) -> None:
         self.arrive()
         if not self._under_way:
             return
@@ -120,7 +125,7 @@ class Overlapped(Synchronous[V]):
 
     def begin_taking_over(self) -> None:
         """Take what is under way, before others take over what comes of it."""
-        self.land()
+        self._land()
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Wait for what is under way, which what is loaded replaces."""

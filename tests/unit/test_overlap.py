@@ -475,6 +475,6 @@ def test_a_pull_may_overwrite_the_replica_that_it_is_given() -> None:
         for _ in range(3):
             parameter.grad = torch.tensor([-1.0 - 2.0 * communicator.rank], dtype=torch.float64)
             optimizer.step()
-        return float(parameter)
+        return float(parameter.item())
 
     assert run_ranks(2, run) == [2 + 1 + 0.5 * (4 - 2), 6 + 3 + 0.5 * (4 - 6)]
