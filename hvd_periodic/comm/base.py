@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 from hvd_periodic.arguments import require_int
@@ -132,6 +132,11 @@ class Communicator(ABC):
     def channel(self) -> object:
         """What carries assemblies: the same object where the same ranks have several communicators."""
         return self
+
+    @property
+    def namespace(self) -> Hashable:
+        """Where names of collectives are told apart: equal for communicators of which names must not be the same."""
+        return id(self)
 
     def assemble(self, number: int) -> None:
         """Wait for all ranks, without taking a core; see :meth:`assembly`."""

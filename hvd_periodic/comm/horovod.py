@@ -7,7 +7,7 @@ import importlib
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
@@ -157,6 +157,11 @@ class HorovodCommunicator(Communicator):
     def assembly(self, number: int) -> Callable[[], int | None]:
         """Start to wait for all ranks, outside of Horovod, which would report a stall."""
         return (lambda: number) if self.size == 1 else self._mpi.assembly(number)
+
+    @property
+    def namespace(self) -> Hashable:
+        """Those of one process set."""
+        return self.meeting_name
 
     @property
     def channel(self) -> object:

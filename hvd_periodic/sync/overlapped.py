@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -175,7 +176,7 @@ class Overlapped(Synchronous[V]):
             return super()._send(exchange, step, training)
         membership, overlap = self.setting.membership, as_overlap(self.setting.overlap)
         communicator, name = membership.communicator, membership.name
-        used = communicator.meeting_name, communicator.rank, name
+        used = communicator.namespace, name
         if (twin := _SENDING.get(used)) is not None:
             twin.arrive()
         _SENDING[used] = self
@@ -184,5 +185,5 @@ class Overlapped(Synchronous[V]):
         return sum(group.sent for group in self._under_way)
 
 
-_SENDING: WeakValueDictionary[tuple[str, int, str], Overlapped[Any]] = WeakValueDictionary()
+_SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()
 """Who has used the names of collectives last: of an optimizer and its copies, one can have an exchange under way."""
