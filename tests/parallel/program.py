@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,21 @@ class Scenarios:
 
     def run(self, folder: Path, rank: int, **results: Any) -> None:
         """Run all; write what this rank saw."""
+        _take_graphs_as_they_are_built()
         for name, function in self._functions.items():
             (folder / f"{rank}.now").write_text(name)
             results[name] = function()
         (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+def _take_graphs_as_they_are_built() -> None:
+    """Have TensorFlow not rewrite graphs (Grappler) before their first run: most graphs of scenarios run a few times.
+
+    Golden programs, examples and users' scripts run with it.
+    """
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def rotated(longest: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
