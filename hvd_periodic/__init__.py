@@ -17,6 +17,7 @@ from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewi
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
+from hvd_periodic.wires import Compression, Wire
 
 __all__ = [
     "AGN",
@@ -30,6 +31,7 @@ __all__ = [
     "Averaging",
     "Clock",
     "Communicator",
+    "Compression",
     "Counters",
     "DiLoCo",
     "Doubling",
@@ -44,5 +46,6 @@ __all__ = [
     "Schedule",
     "Seconds",
     "SlowMo",
+    "Wire",
     "__version__",
 ]

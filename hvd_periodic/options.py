@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
 
 from hvd_periodic.local_state import LocalStateLike
+from hvd_periodic.wires.given import Compression
 
 P = ParamSpec("P")
 
@@ -25,11 +26,16 @@ class ExchangeOptions(TypedDict, total=False):
         overlap: local steps d during which an exchange may travel while training goes on: it begins at a step s and is
             taken at min(s + d, next exchange). ``"period"``: just before the next one. For PyTorch and numpy, with a
             replicated center. Elastic averaging goes exactly where it goes without; the others lose no local progress.
+        compression: how messages travel, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8``
+            or ``topk(0.01)``; also ``hvd.Compression.fp16``. What is not sent is not lost: it is kept for the next
+            exchange, or stays in the replica. Statistics travel as they are. For PyTorch and numpy; all but 16 bits
+            over Horovod need a replicated center.
     """
 
     center: Annotated[str, "replicated"]
     optimizer_state: Annotated[LocalStateLike, "local"]
     overlap: Annotated[int | str, 0]
+    compression: Annotated[Any, Compression.none]
 
 
 class Options(ExchangeOptions, total=False):
@@ -66,12 +72,12 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ...     def __init__(self, size, **options):
         ...         self.options = options
         >>> Setup(3).options
-        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0}
+        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain()}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap']
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression']
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, optimizer_state, overlap
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., compression
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

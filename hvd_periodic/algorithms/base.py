@@ -60,6 +60,8 @@ class Algorithm(ABC):
             its memory may hold the total.
         keeps_progress: a pull that is taken late goes through ``catch_up``; otherwise ``pull`` is given the replica of
             then.
+        keeps_error: what a lossy wire leaves of a message is added to the next one; otherwise it stays in the replica,
+            which ``pull_sent`` moves.
         takes_outer_optimizer: an optimizer of the framework may take the place of ``move``: it descends on what
             ``gradient`` makes of the total.
         needs_outer_optimizer: it has to; by default it is a copy of the local one.
@@ -71,6 +73,7 @@ class Algorithm(ABC):
     uses_learning_rate: ClassVar[bool] = False
     spent: ClassVar[str | None] = None
     keeps_progress: ClassVar[bool] = True
+    keeps_error: ClassVar[bool] = True
     takes_outer_optimizer: ClassVar[bool] = False
     needs_outer_optimizer: ClassVar[bool] = False
 
@@ -160,6 +163,15 @@ class Algorithm(ABC):
 
         The replica may be the center itself: it is copied into the parameters at once.
         """
+
+    def pull_sent(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, sent: V, exchange: Exchange
+    ) -> tuple[V, State[V]]:
+        """Return what ``pull`` does, where only a part of the message has been ``sent``; may overwrite what it may.
+
+        Without ``keeps_error``; the center is the one that ``message`` saw.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps what a lossy wire leaves")
 
     def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
         """Return the replica that takes a pull some local steps late; may overwrite the replica and the snapshot.

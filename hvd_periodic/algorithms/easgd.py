@@ -56,6 +56,7 @@ class EASGD(Algorithm):
     rho: float = 0.0
 
     reads_after: ClassVar[bool] = False
+    keeps_error: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.moving_rate is not None and self.beta is not None:
@@ -150,8 +151,17 @@ class EASGD(Algorithm):
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Move the replica by −α of its own displacement."""
-        read = {"local_center": space.copy(center, out=worker["local_center"])} if self.uses_gradients else {}
-        return space.lerp(x, center, self.rate(exchange)), read
+        return space.lerp(x, center, self.rate(exchange)), self._read(space, worker, center)
+
+    def pull_sent(
+        self, space: VectorSpace[V], x: V, worker: State[V], center: V, sent: V, exchange: Exchange
+    ) -> tuple[V, State[V]]:
+        """Move the replica by −α of what the center gets, so that Σ_i x_i + c is conserved."""
+        return space.axpy(-self.rate(exchange), sent, x), self._read(space, worker, center)
+
+    def _read(self, space: VectorSpace[V], worker: State[V], center: V) -> State[V]:
+        """Return what ρ needs: the center as read."""
+        return {"local_center": space.copy(center, out=worker["local_center"])} if self.uses_gradients else {}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.centers.outbox import UNSENT_SUMS
+from hvd_periodic.centers.tensor_group import ERROR, TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Layout
@@ -53,7 +54,11 @@ class SavedVectors(Generic[V]):
         """Set the worker's vectors and this rank's share of the center's to what :meth:`save` returned."""
         group, replica = self._group, self._replica
         for key, store in group.worker.items():
-            replica.load(store, dict(saved[key]))
+            if key in saved or key != ERROR:
+                replica.load(store, dict(saved[key]))
+            else:  # Saved without compression: everything was sent.
+                replica.load(store, replica.save(replica.new_temporary_store(store.layout)))
+        self._load_unsent(saved.get(UNSENT_SUMS, {}))
         for key, store in group.center_state.items():
             share: dict[str, Any] = {}
             for spec, (tensor, start, stop) in zip(group.share.specs, group.share.sources, strict=True):
@@ -69,6 +74,8 @@ class SavedVectors(Generic[V]):
         """
         group = self._group
         for key in group.vectors:
+            if key == ERROR and key not in saved:
+                continue
             if key not in saved and saved:
                 raise ValueError(
                     f"The saved state has no {key!r} of the {group.name}: it was saved by an algorithm of other "
@@ -77,7 +84,18 @@ class SavedVectors(Generic[V]):
             check_names(f"{key!r} of the {group.name}", group.values.layout, saved.get(key, {}))
 
     def _save_workers(self) -> dict[str, Any]:
-        return {key: self._replica.save(store) for key, store in self._group.worker.items()}
+        unsent = self._group.outbox.unsent
+        stores = self._group.worker if unsent is None else {**self._group.worker, UNSENT_SUMS: unsent}
+        return {key: self._replica.save(store) for key, store in stores.items()}
+
+    def _load_unsent(self, saved: Mapping[str, Any]) -> None:
+        """Load what this rank has not sent of sums; nothing of another rank, which sums other parts."""
+        unsent = self._group.outbox.unsent
+        if unsent is None:
+            return
+        self._group.outbox.forget()
+        if saved.keys() == {spec.name for spec in unsent.layout.specs}:
+            self._replica.load(unsent, dict(saved))
 
 
 def check_names(what: str, layout: Layout, saved: Mapping[str, Any]) -> None:

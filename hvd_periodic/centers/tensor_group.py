@@ -10,16 +10,22 @@ from typing import Any, Generic, TypeVar, cast
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.centers.outbox import Outbox
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
 IN_FLIGHT = 2
 """Buckets under way at once: one travels while the next is computed."""
+
+ERROR = "error"
+"""Name of the worker's vector that holds what a lossy wire has left of its messages."""
 
 _FETCHED = 2 * IN_FLIGHT
 """The working buffer of a bucket of the center that is not here; the others are two per bucket under way."""
@@ -55,11 +61,14 @@ class TensorGroup(Generic[V]):
         rates: the learning rates, for algorithms that ask for them.
         every: takes part in every such exchange.
         lasting: local steps go on while an exchange is under way: what travels is apart from what they change.
+        wire: how messages are encoded.
+        communicator: the ranks, for wires that divide work between them.
 
     Attributes:
         center_state: the center and what belongs to it, by name, this rank's share.
         worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
         total: where an outer optimizer finds its gradient: of this rank's share.
+        outbox: sends the messages.
         travelling: the messages that are under way, where exchanges last.
         snapshot: the replica that they were formed from, where a late pull needs it.
     """
@@ -75,6 +84,8 @@ class TensorGroup(Generic[V]):
         rates: LearningRates | None = None,
         every: int = 1,
         lasting: bool = False,
+        wire: Wire = Plain(),  # noqa: B008
+        communicator: Communicator | None = None,
     ) -> None:
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self.every = every
@@ -88,13 +99,16 @@ class TensorGroup(Generic[V]):
             key: replica.new_store(values.layout, f"{name}.{key}")
             for key in algorithm.init_worker(replica.space, first)
         }
+        self.outbox = Outbox(name, values.layout, placement, replica, algorithm.reduction, wire, communicator, lasting)
+        if wire.lossy and algorithm.keeps_error:
+            self.worker[ERROR] = replica.new_store(values.layout, f"{name}.{ERROR}")
         self.travelling: Store[V] | None = None
         self.snapshot: Store[V] | None = None
         if lasting:
             self.travelling = replica.new_store(values.layout, f"{name}.travelling")
             if algorithm.reads_after and algorithm.keeps_progress:
                 self.snapshot = replica.new_store(values.layout, f"{name}.snapshot")
-        lent = outer is not None and self.share is values.layout and not lasting
+        lent = outer is not None and self.share is values.layout and not lasting and not wire.lossy
         self._spent = algorithm.spent if lent else None
         self.total: Store[V] | None = None
         if outer is not None and self.travelling is not None:
@@ -123,7 +137,11 @@ class TensorGroup(Generic[V]):
             x = self._read(bucket, slot=0)
             for key, vector in self.initial_center(x).items():
                 self.set_share(key, bucket, vector)
-            self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
+            initial = self.algorithm.init_worker(space, x)
+            if ERROR in self.worker:
+                initial = initial | {ERROR: space.zeros_like(x)}
+            self._write(self.worker, bucket, {}, initial)
+        self.outbox.forget()
 
     def set_share(self, key: str, bucket: Bucket, vector: V) -> None:
         """Set this rank's share of a bucket of a vector of the center, given the whole bucket."""
@@ -161,26 +179,31 @@ class TensorGroup(Generic[V]):
         self, bucket: Bucket, communicator: Communicator, exchange: Exchange, prefix: str
     ) -> tuple[Pending[V], int]:
         """Let the message of a bucket travel; return what :meth:`finish` takes, and the bytes handed to collectives."""
-        algorithm, slot, sent = self.algorithm, 2 * (bucket.index % IN_FLIGHT), bucket.nbytes
+        algorithm, slot, handed_out = self.algorithm, 2 * (bucket.index % IN_FLIGHT), 0
         x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
         if self.snapshot is not None:
             x = self._kept(self.snapshot, bucket, x)
         center = x
         if algorithm.reads_before:
             center = self.handed_out(communicator, bucket, exchange, prefix)
-            sent += self.placement.bytes_to_hand_out(bucket.nbytes)
+            handed_out = self.placement.bytes_to_hand_out(bucket.nbytes)
         message, changed = algorithm.message(
             self._replica.space, x, worker, center, exchange, out=self._replica.scratch(bucket, slot + 1)
         )
         self._write(self.worker, bucket, worker, changed)
         worker |= changed
-        if self.travelling is not None:
+        if ERROR in worker:
+            message = self._replica.space.axpy(1.0, worker[ERROR], message)
+        if self.travelling is not None and not self.outbox.wire.lossy:
             message = self._kept(self.travelling, bucket, message)
-            self._forget_spent(bucket, worker)
-        if not algorithm.reads_after:
+        if not self.outbox.wire.lossy and not algorithm.reads_after:
             self._pull(bucket, x, worker, center, exchange)
-        name = f"{prefix}.{self.name}.{bucket.index}"
-        return Pending(bucket, x, worker, self.placement.reduce(communicator, message, name, algorithm.reduction)), sent
+        sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
+        if sent.decoded is not None:
+            self._settle(bucket, x, worker, center, message, sent.decoded, exchange)
+        if self.travelling is not None:
+            self._forget_spent(bucket, worker)
+        return Pending(bucket, x, worker, sent.wait), sent.nbytes + handed_out
 
     def finish(self, pending: Pending[V], communicator: Communicator, exchange: Exchange, prefix: str) -> int:
         """Move the center by what has come of a bucket, and let the replica pull; return the bytes handed on."""
@@ -203,7 +226,8 @@ class TensorGroup(Generic[V]):
             return None
         if self.total is not None:
             gradient = self.algorithm.gradient(self._replica.space, total, exchange)
-            if gradient is not (total if self.travelling is not None else pending.worker.get(self._spent or "")):
+            lent = total if self.travelling is not None else pending.worker.get(self._spent or "")
+            if self.outbox.wire.lossy or gradient is not lent:
                 self.total.write(share, gradient)
             return None
         center = self._read_all(self.center_state, share)
@@ -244,6 +268,15 @@ class TensorGroup(Generic[V]):
         """Let the replica pull a bucket of what the center hands out."""
         x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
         self._pull(bucket, x, self._read_all(self.worker, bucket), center, exchange)
+
+    def not_finite(self) -> str | None:
+        """Return the name of a tensor of the replica or the worker that holds NaN or infinity; or None."""
+        coding = self._replica.space.coding
+        for key, store in {"parameter": self.values, **self.worker}.items():
+            for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True):
+                if not coding.is_finite(tensor):
+                    return f"{key} {spec.name!r}"
+        return None
 
     def initial_center(self, x: V) -> State[V]:
         """Return the vectors of the center when training starts from a replica."""
@@ -307,6 +340,23 @@ class TensorGroup(Generic[V]):
         self._write(self.worker, bucket, worker, changed)
         if self.travelling is None:
             self._forget_spent(bucket, worker)
+
+    def _settle(
+        self, bucket: Bucket, x: V, worker: State[V], center: V, message: V, sent: V, exchange: Exchange
+    ) -> None:
+        """Let the worker keep what a lossy wire has left of its message; or the replica, which then pulls here."""
+        space = self._replica.space
+        if ERROR in worker:
+            error = space.sub(message, sent, out=worker[ERROR])
+            self._write(self.worker, bucket, worker, {ERROR: error})
+        if self.algorithm.reads_after:
+            return
+        if self.algorithm.keeps_error:
+            self._pull(bucket, x, worker, center, exchange)
+            return
+        values, changed = self.algorithm.pull_sent(space, x, worker, center, sent, exchange)
+        self.values.write(bucket, values)
+        self._write(self.worker, bucket, worker, changed)
 
     def _forget_spent(self, bucket: Bucket, worker: State[V]) -> None:
         """Set to zeros what a message has used up."""

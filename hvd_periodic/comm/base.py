@@ -23,11 +23,13 @@ class Communicator(ABC):
         rank: this process within the set, from 0.
         size: number of ranks in the set.
         processes: whether ranks are processes of their own.
+        sums_half: whether collectives sum float16 and bfloat16.
     """
 
     rank: int
     size: int
     processes: ClassVar[bool] = True
+    sums_half: ClassVar[bool] = False
     constructed: int = 0
     """How many optimizers of this process were constructed on these ranks."""
     meeting_name: str = "hvd_periodic.meeting"
@@ -84,6 +86,21 @@ class Communicator(ABC):
     @abstractmethod
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Return the buffers of all ranks, one after another; their sizes may differ. May be written into ``out``."""
+
+    def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
+        """Start :meth:`allgather` of buffers of one size; what is returned waits. By default it takes place at once."""
+        gathered = self.allgather(buffer, name, out)
+        return lambda: gathered
+
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start to give every rank its part of ``buffer``; what is returned waits for this rank's part of all.
+
+        Args:
+            buffer: n parts of one size, in the order of ranks; may be overwritten.
+            name: as in :meth:`allreduce`.
+        """
+        everything = self.allgather(buffer, name)
+        return lambda: everything.reshape(self.size, self.size, -1)[:, self.rank].reshape(-1)
 
     @abstractmethod
     def allgather_object(self, value: object, name: str) -> list[Any]:

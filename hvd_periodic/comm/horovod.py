@@ -48,6 +48,7 @@ class HorovodCommunicator(Communicator):
         ValueError: the process set is not registered, or this rank is not in it.
     """
 
+    sums_half = True
     _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
@@ -122,6 +123,16 @@ class HorovodCommunicator(Communicator):
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather, in a new tensor."""
         return self._hvd.allgather(buffer, name=name, process_set=self.process_set)
+
+    def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
+        """Start to gather, in a new tensor."""
+        handle = self._hvd.allgather_async(buffer, name=name, process_set=self.process_set)
+        return lambda: self._hvd.synchronize(handle)
+
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start to exchange parts, in a new tensor."""
+        handle = self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set)
+        return lambda: self._hvd.synchronize(handle)
 
     def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
         """Gather a small array."""

@@ -74,6 +74,26 @@ class MPICommunicator(Communicator):
         self._comm.Allgatherv(buffer, [out, counts])
         return out
 
+    def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
+        """Start a nonblocking gather into ``out``."""
+        request = self._comm.Iallgather(buffer, out)
+
+        def wait() -> Any:
+            request.Wait()
+            return out
+
+        return wait
+
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start a nonblocking exchange, in place."""
+        request = self._comm.Ialltoall(self._in_place, buffer)
+
+        def wait() -> Any:
+            request.Wait()
+            return buffer
+
+        return wait
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects."""
         return list(self._comm.allgather(value))

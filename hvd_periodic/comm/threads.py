@@ -56,6 +56,12 @@ class ThreadCommunicator(Communicator):
         np.asarray(out)[...] = gathered
         return out
 
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Exchange parts at once, in place."""
+        everything = self._group.exchange(self.rank, (name,), np.asarray(buffer).copy())
+        np.asarray(buffer)[...] = np.concatenate([np.split(one, self.size)[self.rank] for one in everything])
+        return lambda: buffer
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the values of all threads."""
         return self._group.exchange(self.rank, (name,), value)

@@ -24,6 +24,8 @@ from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
@@ -41,6 +43,7 @@ class Setting(Generic[V]):
         meeting: speaks with the other ranks.
         optimizer_state: exchanges the state of local optimizers, if anything does.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
+        wire: how messages of the parameters are encoded.
     """
 
     exchanged: Exchanged[V]
@@ -51,6 +54,7 @@ class Setting(Generic[V]):
     meeting: Meeting
     optimizer_state: OptimizerStateExchange[V] | None
     overlap: int | str = 0
+    wire: Wire = Plain()  # noqa: RUF009
 
 
 class Course(ABC, Generic[V]):
@@ -139,6 +143,10 @@ class Course(ABC, Generic[V]):
     @abstractmethod
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange; return whether some rank is still training that this one waits for."""
+
+    def cannot_send(self) -> str | None:
+        """Return why what this rank has to say cannot travel, or None."""
+        return None
 
     def has_to_land(self) -> bool:
         """Return whether the replica has to take what is under way, after the local step that was counted last."""

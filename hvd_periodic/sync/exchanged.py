@@ -14,9 +14,12 @@ from hvd_periodic.arguments import outer_name
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.framework import Hyperparameters, NoOuterOptimizer, OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.store import Store
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
@@ -85,9 +88,17 @@ class Exchanged(Generic[V]):
         return [Tensors(name, values, algorithm) for name, values, algorithm in kinds if values is not None]
 
     def groups(
-        self, tensors: Sequence[Tensors], placements: Sequence[Placement], lasting: bool = False
+        self,
+        tensors: Sequence[Tensors],
+        placements: Sequence[Placement],
+        lasting: bool = False,
+        wire: Wire = Plain(),  # noqa: B008
+        communicator: Communicator | None = None,
     ) -> list[TensorGroup[V]]:
-        """Return the groups with their centers, each where its placement says; the first has the outer optimizer."""
+        """Return the groups with their centers, each where its placement says.
+
+        The first, of the parameters, has the outer optimizer and the wire; statistics travel as they are.
+        """
         rates = self.rates if self.algorithm.uses_learning_rate else None
         return [
             TensorGroup(
@@ -97,6 +108,8 @@ class Exchanged(Generic[V]):
                 self.outer if i == 0 else None,
                 rates if i == 0 else None,
                 lasting=lasting,
+                wire=wire if i == 0 else Plain(),
+                communicator=communicator,
             )
             for i, (kind, placement) in enumerate(zip(tensors, placements, strict=True))
         ]

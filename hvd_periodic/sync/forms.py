@@ -14,6 +14,7 @@ from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.view import View
+from hvd_periodic.wires import Wire, as_wire
 
 
 class Forms(NamedTuple):
@@ -26,6 +27,7 @@ class Forms(NamedTuple):
         checkpoint: saves and loads.
         view: reads the center.
         overlapped: runs exchanges that travel during local steps; None where the framework has no such thing.
+        encodes: the verbs of wires are there.
     """
 
     ledger: Callable[[Schedule], Ledger] = Ledger
@@ -34,6 +36,7 @@ class Forms(NamedTuple):
     checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
     view: Callable[..., View[Any]] = View
     overlapped: type[Course[Any]] | None = Overlapped
+    encodes: bool = True
 
     def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
         """Return what runs exchanges.
@@ -54,3 +57,21 @@ class Forms(NamedTuple):
                 f"TensorFlow choose a longer period. Received: overlap={overlap!r}"
             )
         return self.overlapped
+
+    def wire(self, asynchronous: bool, compression: Any) -> Wire:
+        """Return how messages travel.
+
+        Raises:
+            TypeError, ValueError: no such compression; or it makes no sense here.
+        """
+        wire = as_wire(compression)
+        if wire.lossy and asynchronous:
+            raise ValueError(
+                "`compression` is for synchronous exchange: with asynchronous=True ranks read and write the center "
+                f"itself. Received: compression={compression!r}"
+            )
+        if wire.lossy and not self.encodes:
+            raise ValueError(
+                f"`compression` is for PyTorch and numpy; not for TensorFlow yet. Received: compression={compression!r}"
+            )
+        return wire

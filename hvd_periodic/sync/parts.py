@@ -25,6 +25,7 @@ from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.wires.given import Compression
 
 V = TypeVar("V")
 
@@ -53,6 +54,7 @@ class Parts(Generic[V]):
         optimizer_state: what becomes of the local optimizer's state at an exchange.
         local_optimizer: that state, for policies that touch it.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
+        compression: how the messages of the parameters travel.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -81,9 +83,10 @@ class Parts(Generic[V]):
         optimizer_state: LocalStateLike = "local",
         local_optimizer: OptimizerState[V] | None = None,
         overlap: int | str = 0,
+        compression: Any = Compression.none,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
-        course = forms.course(bool(asynchronous), overlap)
+        course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
         self.policy, planned = as_local_state(optimizer_state), as_schedule(schedule, "schedule")
         self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
         course.check(planned, self.policy)
@@ -96,13 +99,13 @@ class Parts(Generic[V]):
         hyperparameters = self.exchanged.hyperparameters
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
-        setting = Setting(self.exchanged, *known, state, overlap)
+        setting = Setting(self.exchanged, *known, state, overlap, wire)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)
         self.beginning = Beginning(self.course, self.checkpoint)
         self.view = forms.view(self.course, self.checkpoint, self.beginning)
-        self.meeting.checks.append(replica.changes)
+        self.meeting.checks += [replica.changes, self.course.cannot_send]
         if self.ledger.is_new:
             self.course.tensor_groups.reset()
 

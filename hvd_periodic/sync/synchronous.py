@@ -51,7 +51,8 @@ class Synchronous(Course[V]):
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
-        groups = exchanged.groups(tensors, placements, self.lasting)
+        setting.wire.check(membership.communicator, place.name)
+        groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         parameters = self.tensor_groups.parameters
         if parameters.total is not None:
@@ -69,7 +70,7 @@ class Synchronous(Course[V]):
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
-        return {"asynchronous": False}
+        return {"asynchronous": False, "compression": self.setting.wire}
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when the first exchange takes place, the same on all ranks."""
@@ -81,6 +82,15 @@ class Synchronous(Course[V]):
             self.setting.meeting.meet(Purpose.EXCHANGE)
         except RuntimeError:
             raise error from None
+
+    def cannot_send(self) -> str | None:
+        """Return which tensor is not finite, where the wire is one that would spread it or hide it."""
+        if not self.setting.wire.lossy:
+            return None
+        name, steps = self.tensor_groups.parameters.not_finite(), self.setting.ledger.local_steps
+        if name is None:
+            return None
+        return f"{name} is not finite at step {steps}: it cannot travel with compression={self.setting.wire!r}"
 
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with all ranks; return whether some of them is still training."""

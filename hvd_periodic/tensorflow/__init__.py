@@ -27,6 +27,7 @@ from hvd_periodic.tensorflow.constructors import AGNOptimizer, ElasticAverageOpt
 from hvd_periodic.tensorflow.groups import node_groups, rank_groups
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
+from hvd_periodic.wires import Compression
 
 __all__ = [
     "AGN",
@@ -37,6 +38,7 @@ __all__ = [
     "AdaComm",
     "Averaging",
     "Clock",
+    "Compression",
     "DiLoCo",
     "Doubling",
     "ElasticAverageOptimizer",

@@ -55,6 +55,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             VariableCheckpoint,
             VariableView,
             overlapped=None,
+            encodes=False,
         )
         super().__init__(*arguments, **options | {"forms": forms})
         alone = self.course.worker is not None

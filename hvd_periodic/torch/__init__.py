@@ -17,6 +17,7 @@ from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimize
 from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.wires import Compression
 
 __all__ = [
     "AGN",
@@ -27,6 +28,7 @@ __all__ = [
     "AdaComm",
     "Averaging",
     "Clock",
+    "Compression",
     "DiLoCo",
     "Doubling",
     "ElasticAverageOptimizer",

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_periodic.torch.coding import TensorCoding
 from hvd_periodic.vectors.space import VectorSpace
 
 
 class TensorSpace(VectorSpace[torch.Tensor]):
     """One tensor at a time: the flat vectors of an exchange."""
+
+    coding = TensorCoding()
 
     def sub(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x - y``, in ``out`` if given."""

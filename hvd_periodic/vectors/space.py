@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
+from hvd_periodic.vectors.coding import Coding
+
 V = TypeVar("V")
 
 
@@ -18,11 +20,16 @@ class VectorSpace(Generic[V]):
     docstring says *may overwrite*, into that argument. A caller therefore uses the returned value only, and never reads
     an overwritten argument again.
 
+    Attributes:
+        coding: the verbs of wires.
+
     Example:
         >>> import numpy as np
         >>> VectorSpace().axpy(2.0, np.array([1.0, 2.0]), np.array([10.0, 20.0]))
         array([12., 24.])
     """
+
+    coding: Coding[V] = Coding()
 
     def sub(self, x: Any, y: Any, out: V | None = None) -> V:
         """Return ``x - y``."""

@@ -1,0 +1,85 @@
+"""The verbs of wires on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvd_periodic.vectors.coding import Coding
+
+_TYPES = {
+    "f4": torch.float32,
+    "f2": torch.float16,
+    "bf2": torch.bfloat16,
+    "i1": torch.int8,
+    "i4": torch.int32,
+    "u1": torch.uint8,
+}
+
+
+class TensorCoding(Coding[torch.Tensor]):
+    """Of tensors on any device."""
+
+    def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return a tensor of another type, or the tensor itself if it has it."""
+        return x.to(_TYPES[kind])
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32."""
+        return x.float()
+
+    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in the type of ``other``."""
+        return x.to(other.dtype)
+
+    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
+        """Return ``x``, no element larger than the limit in magnitude."""
+        return x.clamp(-limit, limit)
+
+    def is_finite(self, x: torch.Tensor) -> bool:
+        """Return whether no element is NaN or infinite."""
+        return bool(torch.isfinite(x).all())
+
+    def rows(self, x: torch.Tensor, count: int, length: int) -> torch.Tensor:
+        """Return the elements in rows."""
+        return torch.nn.functional.pad(x.reshape(-1), (0, count * length - x.numel())).reshape(count, length)
+
+    def padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """Return rows with zeros behind."""
+        return torch.nn.functional.pad(x, (0, length - x.shape[1]))
+
+    def max_abs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitude of every row."""
+        return x.abs().amax(-1, keepdim=True)
+
+    def quotient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
+        return (x / torch.where(y == 0, torch.ones_like(y), y)).round()
+
+    def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the memory of every row."""
+        return x.contiguous().view(torch.uint8)
+
+    def from_bytes(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return what :meth:`to_bytes` was given; a copy, whose memory begins where the type wants it."""
+        return x.clone(memory_format=torch.contiguous_format).view(_TYPES[kind])
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return rows side by side."""
+        return torch.cat(list(parts), -1)
+
+    def largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the places of the largest magnitudes; of equal ones, the first."""
+        magnitudes = x.abs()
+        least = magnitudes.topk(count).values[-1]
+        larger, equal = (mask.nonzero().flatten() for mask in (magnitudes > least, magnitudes == least))
+        return torch.cat([larger, equal[: count - larger.numel()]]).sort().values.int()
+
+    def take(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the elements at these places."""
+        return x[places.long()]
+
+    def scattered(self, values: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+        """Return zeros with these values in them."""
+        return values.new_zeros(size).index_copy_(0, places.long(), values)

@@ -1,0 +1,103 @@
+"""The few verbs that wires are written in, which make of numbers what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+
+V = TypeVar("V")
+
+_TYPES = {"f4": np.float32, "f2": np.float16, "i1": np.int8, "i4": np.int32, "u1": np.uint8}
+_LARGEST = {"f2": 65504.0, "bf2": 3.3895313892515355e38}
+
+
+class Coding(Generic[V]):
+    """Verbs on numpy arrays; a front end has its own for its tensors.
+
+    Types are named ``"f4"``, ``"f2"`` (float16), ``"bf2"`` (bfloat16), ``"i1"``, ``"i4"``, ``"u1"``. All verbs act on
+    the last axis, and return new values.
+    """
+
+    def cast(self, x: Any, kind: str) -> V:
+        """Return ``x`` as another type; rounds to nearest, ties to even. numpy keeps a bfloat16 as its 16 bits."""
+        if kind != "bf2":
+            return cast(V, np.asarray(x).astype(_TYPES[kind]))
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        return cast(V, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+
+    def wide(self, x: Any) -> V:
+        """Return numbers of any type of this class as float32."""
+        if x.dtype == np.uint16:
+            return cast(V, (x.astype(np.uint32) << 16).view(np.float32))
+        return cast(V, x.astype(np.float32))
+
+    def like(self, x: Any, other: Any) -> V:
+        """Return ``x`` in the type of ``other``."""
+        return cast(V, x.astype(other.dtype))
+
+    def largest_value(self, kind: str) -> float:
+        """Return the largest finite number of a 16-bit type."""
+        return _LARGEST[kind]
+
+    def clip(self, x: Any, limit: float) -> V:
+        """Return ``x``, no element larger than the limit in magnitude."""
+        return cast(V, np.clip(x, -limit, limit))
+
+    def is_finite(self, x: Any) -> bool:
+        """Return whether no element is NaN or infinite."""
+        return bool(np.isfinite(x).all())
+
+    def rows(self, x: Any, count: int, length: int) -> V:
+        """Return the elements of ``x`` in so many rows, zeros after the last."""
+        flat = x.reshape(-1)
+        return cast(V, np.concatenate([flat, np.zeros(count * length - flat.size, flat.dtype)]).reshape(count, length))
+
+    def padded(self, x: Any, length: int) -> V:
+        """Return rows with zeros behind, so many elements long."""
+        return cast(V, np.pad(x, ((0, 0), (0, length - x.shape[1]))))
+
+    def reshape(self, x: Any, *shape: int) -> V:
+        """Return ``x`` in another shape."""
+        return cast(V, x.reshape(shape))
+
+    def max_abs(self, x: Any) -> V:
+        """Return the largest magnitude of every row, as an axis of length 1."""
+        return cast(V, np.abs(x).max(axis=-1, keepdims=True))
+
+    def quotient(self, x: Any, y: Any) -> V:
+        """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
+        return cast(V, np.rint(x / np.where(y == 0, np.ones_like(y), y)))
+
+    def to_bytes(self, x: Any) -> V:
+        """Return the memory of every row as ``"u1"``."""
+        return cast(V, np.ascontiguousarray(x).view(np.uint8))
+
+    def from_bytes(self, x: Any, kind: str) -> V:
+        """Return what :meth:`to_bytes` was given."""
+        return cast(V, np.ascontiguousarray(x).view(np.uint16 if kind == "bf2" else _TYPES[kind]))
+
+    def joined(self, parts: Sequence[Any]) -> V:
+        """Return rows side by side."""
+        return cast(V, np.concatenate(parts, axis=-1))
+
+    def largest(self, x: Any, count: int) -> V:
+        """Return the places of so many elements of a vector that are largest in magnitude, in ascending order.
+
+        Of equal ones, the first.
+        """
+        magnitudes = np.abs(x)
+        least = np.partition(magnitudes, x.size - count)[x.size - count]
+        larger, equal = np.flatnonzero(magnitudes > least), np.flatnonzero(magnitudes == least)
+        return cast(V, np.sort(np.concatenate([larger, equal[: count - larger.size]])).astype(np.int32))
+
+    def take(self, x: Any, places: Any) -> V:
+        """Return the elements of a vector at these places."""
+        return cast(V, x[places])
+
+    def scattered(self, values: Any, places: Any, size: int) -> V:
+        """Return a vector of zeros with these values at these places, each of them another one."""
+        result = np.zeros(size, values.dtype)
+        result[places] = values
+        return cast(V, result)

@@ -1,0 +1,94 @@
+"""What every wire provides."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.vectors.coding import Coding
+
+V = TypeVar("V")
+
+
+class Reduce(Protocol):
+    """Starts to reduce a buffer over ranks, each getting its share at least; returns what waits for the result."""
+
+    def __call__(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start."""
+
+
+class Remembered(Protocol[V]):
+    """What a rank has not sent of the sums that it has formed for the others, and sends with the next."""
+
+    def read(self) -> V:
+        """Return it."""
+
+    def write(self, value: V) -> None:
+        """Replace it."""
+
+
+@dataclass(frozen=True)
+class Link(Generic[V]):
+    """What carries the messages of one bucket.
+
+    Attributes:
+        communicator: the ranks.
+        name: names the collective; another one may append to it.
+        size: elements.
+        nbytes: of these as they are.
+        reduce: sums over ranks, as the place of the center asks.
+        coding: the verbs of the front end.
+        remembered: of sums that this rank forms for the others, if it does.
+    """
+
+    communicator: Communicator
+    name: str
+    size: int
+    nbytes: int
+    reduce: Reduce
+    coding: Coding[V]
+    remembered: Remembered[V] | None = None
+
+
+@dataclass(frozen=True)
+class Sent(Generic[V]):
+    """A message that is under way.
+
+    Attributes:
+        wait: waits for the sum over ranks.
+        decoded: what the others receive of the message; None: all of it.
+        nbytes: handed to collectives.
+    """
+
+    wait: Callable[[], V]
+    decoded: V | None
+    nbytes: int
+
+
+class Wire(ABC):
+    """How the messages of the parameters are encoded, and their sum.
+
+    What is not sent is not lost: where replicas become what the center hands out, it is kept and added to the next
+    message; in elastic averaging it stays in the replica, which is pulled by what was sent.
+
+    A wire holds settings only, and acts through the verbs of :class:`~hvd_periodic.vectors.coding.Coding`.
+
+    Attributes:
+        lossy: what arrives may differ from what was to be sent, and NaN and infinity cannot travel.
+    """
+
+    lossy: ClassVar[bool] = True
+
+    def check(self, communicator: Communicator, place: str) -> None:
+        """Raise a ValueError where messages to such a center cannot travel like this."""
+
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+        """Return whether every rank forms the sum of a part of each message, and sends it on to the others."""
+        return False
+
+    @abstractmethod
+    def start(self, link: Link[V], message: V) -> Sent[V]:
+        """Start to sum messages over ranks; one that is not lossy may overwrite the message."""

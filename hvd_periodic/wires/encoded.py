@@ -1,0 +1,108 @@
+"""What wires share whose messages no collective can sum: ranks decode them, and sum what they have decoded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, TypeVar
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.wires.base import Link, Remembered, Sent, Wire
+
+V = TypeVar("V")
+
+
+class Encoded(Wire):
+    """Sums in float32, in the order of ranks: identical to the bit on all of them.
+
+    In two hops, of which no rank carries more than twice a message: every rank is sent one n-th of all messages, and
+    sends their sum on, encoded as well. What is lost there it remembers, and adds to the next sum. In one hop, where an
+    exchange lasts or little travels: every rank is sent all messages.
+    """
+
+    @abstractmethod
+    def encode(self, coding: Coding[V], rows: V) -> V:
+        """Return the bytes of rows of float32, in rows."""
+
+    @abstractmethod
+    def decode(self, coding: Coding[V], payload: V, length: int) -> V:
+        """Return the rows of so many float32 that these bytes stand for."""
+
+    def check(self, communicator: Communicator, place: str) -> None:
+        """Refuse centers that are not on every rank."""
+        if place != "replicated":
+            raise ValueError(
+                f"`compression` as {self!r} needs center='replicated': with center={place!r} ranks hand out the center "
+                "itself, which can only travel whole. Received: "
+                f"compression={self!r}, center={place!r}"
+            )
+
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+        """Return True, in two hops."""
+        return not lasting
+
+    def start(self, link: Link[V], message: V) -> Sent[V]:
+        """Start the first hop; the second one follows where the sum is waited for."""
+        if link.remembered is None:
+            return self._in_one_hop(link, message)
+        return self._in_two_hops(link, message, link.remembered)
+
+    def _in_one_hop(self, link: Link[V], message: Any) -> Sent[V]:
+        coding, communicator, size = link.coding, link.communicator, link.size
+        payload: Any = self.encode(coding, coding.rows(coding.cast(message, "f4"), 1, size))
+        decoded: Any = self.decode(coding, payload, size)
+        flat = coding.reshape(payload, -1)
+        wait = communicator.begin_allgather(flat, link.name, coding.joined([flat] * communicator.size))
+
+        def total() -> V:
+            return coding.like(self._sum(coding, wait(), communicator.size, size), message)
+
+        return Sent(total, coding.like(decoded[0], message), len(payload[0]))
+
+    def _in_two_hops(self, link: Link[V], message: Any, remembered: Remembered[V]) -> Sent[V]:
+        coding, communicator, size, n = link.coding, link.communicator, link.size, link.communicator.size
+        length = row_length(size, n)
+        payload: Any = self.encode(coding, coding.rows(coding.cast(message, "f4"), n, length))
+        decoded: Any = coding.reshape(self.decode(coding, payload, length), -1)
+        wait = communicator.alltoall(coding.reshape(payload, -1), link.name)
+
+        def total() -> V:
+            kept: Any = coding.cast(remembered.read(), "f4")
+            mine: Any = self._sum(coding, wait(), n, length)[: len(kept)] + kept
+            answer: Any = self.encode(coding, coding.rows(mine, 1, length))
+            sent_on: Any = self.decode(coding, answer, length)
+            remembered.write(mine - sent_on[0][: len(kept)])
+            flat = coding.reshape(answer, -1)
+            gathered: Any = communicator.allgather(flat, f"{link.name}.sum", coding.joined([flat] * n))
+            sums: Any = self.decode(coding, coding.reshape(gathered, n, -1), length)
+            return coding.like(coding.reshape(sums, -1)[:size], message)  # type: ignore[index]
+
+        return Sent(total, coding.like(decoded[:size], message), (n + 1) * len(payload[0]))
+
+    def _sum(self, coding: Coding[V], payloads: Any, count: int, length: int) -> Any:
+        rows: Any = coding.reshape(payloads, count, -1)
+        total: Any = self.decode(coding, rows[:1], length)
+        for rank in range(1, count):
+            total = total + self.decode(coding, rows[rank : rank + 1], length)
+        return total[0]
+
+
+def row_length(size: int, ranks: int) -> int:
+    """Return how many of so many elements every rank sums; the last ones have fewer, or none.
+
+    Example:
+        >>> row_length(7, 3)
+        3
+    """
+    return -(-size // ranks)
+
+
+def row_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first and the past-the-last element that a rank sums.
+
+    Example:
+        >>> [row_bounds(7, rank, 3) for rank in range(3)]
+        [(0, 3), (3, 6), (6, 7)]
+    """
+    length = row_length(size, ranks)
+    return min(rank * length, size), min((rank + 1) * length, size)

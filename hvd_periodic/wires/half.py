@@ -1,0 +1,61 @@
+"""Messages in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.wires.base import Link, Sent
+from hvd_periodic.wires.encoded import Encoded
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Half(Encoded):
+    """Every element is rounded to 16 bits, and cut to what the sum of all ranks can hold.
+
+    Horovod sums in this type: that rounding is not made up for. Elsewhere sums are taken in float32.
+
+    Args:
+        kind: ``"f2"``, float16: 11 significant bits, up to 65504; or ``"bf2"``, bfloat16: 8 bits, in the range of
+            float32.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vectors.coding import Coding
+        >>> coding, wire = Coding(), Half("bf2")
+        >>> wire.decode(coding, wire.encode(coding, np.array([[1.0, 3.14159, -1e-30]], "f4")), 3)
+        array([[ 1.000000e+00,  3.140625e+00, -9.985313e-31]], dtype=float32)
+    """
+
+    kind: str = "f2"
+
+    def check(self, communicator: Communicator, place: str) -> None:
+        """Allow all places where the collective itself sums."""
+        if not communicator.sums_half:
+            super().check(communicator, place)
+
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+        """Return False where the collective itself sums."""
+        return not communicator.sums_half and super().forms_sums(communicator, lasting)
+
+    def start(self, link: Link[V], message: V) -> Sent[V]:
+        """Reduce in 16 bits, or as bytes."""
+        if not link.communicator.sums_half:
+            return super().start(link, message)
+        coding = link.coding
+        half = coding.cast(coding.clip(message, coding.largest_value(self.kind) / link.communicator.size), self.kind)
+        decoded = coding.like(half, message)
+        wait = link.reduce(half, link.name)
+        return Sent(lambda: coding.like(wait(), message), decoded, 2 * link.size)
+
+    def encode(self, coding: Coding[V], rows: V) -> V:
+        """Return 2 bytes per element."""
+        return coding.to_bytes(coding.cast(coding.clip(rows, coding.largest_value(self.kind)), self.kind))
+
+    def decode(self, coding: Coding[V], payload: V, length: int) -> V:
+        """Return the elements."""
+        return coding.wide(coding.from_bytes(payload, self.kind))

@@ -1,0 +1,72 @@
+"""Only the largest elements of messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, TypeVar
+
+from hvd_periodic.arguments import require_real
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.wires.encoded import Encoded
+from hvd_periodic.wires.int8 import Int8
+
+V = TypeVar("V")
+
+_PLACE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class TopK(Encoded):
+    """Of every bucket, the elements that are largest in magnitude: where they are, and in 8 bits what they are.
+
+    All ranks get the elements of all, so that nothing is lost on the way back.
+
+    Args:
+        fraction: of the elements, in (0, 1]; at least one travels.
+
+    Raises:
+        TypeError, ValueError: no such number.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_periodic.vectors.coding import Coding
+        >>> coding, wire = Coding(), TopK(0.5)
+        >>> wire.decode(coding, wire.encode(coding, np.array([[0.5, -2.0, 0.1, 2.0]], "f4")), 4)
+        array([[ 0., -2.,  0.,  2.]], dtype=float32)
+
+    References:
+        Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo. arXiv 2508.15706 (2025).
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        fraction = require_real(self.fraction, "`Compression.topk(fraction)`", positive=True)
+        if fraction > 1:
+            raise ValueError(f"`Compression.topk(fraction)` must be in (0, 1]. Received: {self.fraction!r}")
+        object.__setattr__(self, "fraction", fraction)
+
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+        """Return False: the sum of sparse messages is less sparse than they."""
+        return False
+
+    def encode(self, coding: Coding[V], rows: V) -> V:
+        """Return the places, then what :class:`Int8` makes of the elements there."""
+        array: Any = rows
+        places = coding.largest(array[0], self._count(array.shape[1]))
+        values: Any = Int8().encode(coding, coding.reshape(coding.take(array[0], places), 1, -1))
+        return coding.reshape(coding.joined([coding.to_bytes(places), values[0]]), 1, -1)
+
+    def decode(self, coding: Coding[V], payload: V, length: int) -> V:
+        """Put the elements where they belong."""
+        array: Any = payload
+        count = self._count(length)
+        start = count * _PLACE_BYTES
+        places = coding.from_bytes(array[0][:start], "i4")
+        values: Any = Int8().decode(coding, array[:, start:], count)
+        return coding.reshape(coding.scattered(values[0], places, length), 1, length)
+
+    def _count(self, length: int) -> int:
+        return min(ceil(self.fraction * length), length)

@@ -1,0 +1,353 @@
+"""Messages that are encoded, on threads: a slow oracle, numbers worked out by hand, conservation, resume, errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer, SlowMo
+from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.comm import LocalCommunicator
+from hvd_periodic.comm.threads import ThreadCommunicator
+from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.wires import Wire, as_wire
+from hvd_periodic.wires.encoded import Encoded
+from tests import compression_oracle as slow
+from tests import oracle
+from tests.helpers import Array, errors, readable, run_ranks
+from tests.overlap_oracle import PERIOD
+
+ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
+    "easgd": lambda: EASGD(slow.RATE),
+    "average": Averaging,
+    "agn": AGN,
+    "diloco": DiLoCo,
+    "slowmo": SlowMo,
+    "bmuf": lambda: BMUF(0.5),
+}
+WIRES: dict[str, tuple[Wire, slow.Quantizer, int]] = {
+    "fp16": (Compression.fp16, slow.float16, 2),
+    "bf16": (Compression.bf16, slow.bfloat16, 2),
+    "int8": (Compression.int8, slow.int8, 2),
+    "topk": (Compression.topk(0.5), slow.top((len(oracle.START) + 1) // 2), 1),
+}
+LOSSY = [wire for wire, _, _ in WIRES.values()]
+"""With the slow form of each, and how many hops a message takes."""
+
+
+def made(communicator: Communicator, arrays: dict[str, Array], name: str, compression: Any, **options: Any) -> Any:
+    inner = SGD(oracle.RATE, oracle.MOMENTUM)
+    return PeriodicOptimizer(
+        inner, arrays, ALGORITHMS[name](), PERIOD, communicator=communicator, compression=compression, **options
+    )
+
+
+def train(communicator: Communicator, name: str, compression: Any) -> tuple[list[list[float]], list[float]]:
+    """Return x after every step, and c at the end."""
+    x = np.array(oracle.START)
+    optimizer, seen = made(communicator, {"x": x}, name, compression), []
+    for _ in range(oracle.STEPS):
+        optimizer.step([np.array(oracle.gradient(communicator.rank, x.tolist()))])
+        seen.append(x.tolist())
+    with optimizer.center():
+        return seen, x.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_agreement_with_a_slow_oracle(name: str, wire: str, size: int) -> None:
+    compression, quantize, hops = WIRES[wire]
+    found = run_ranks(size, lambda communicator: train(communicator, name, compression))
+    seen, center = slow.expected(name, size, quantize, hops)
+    for worker, (of_worker, its_center) in enumerate(found):
+        for step, x in enumerate(of_worker):
+            assert x == pytest.approx(seen[step][worker], rel=1e-6, abs=1e-6), (step, worker)
+        assert its_center == pytest.approx(center, rel=1e-6, abs=1e-6)
+        assert its_center == found[0][1], "one center, to the bit"
+
+
+def test_numbers_worked_out_by_hand() -> None:
+    """The larger of two elements; every round moves x by (1, .25) and (.5, 1)."""
+
+    def run(communicator: Communicator) -> tuple[list[list[float]], list[float]]:
+        x, seen = np.zeros(2), []
+        optimizer = PeriodicOptimizer(
+            SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator, compression=Compression.topk(0.5)
+        )
+        for _ in range(4):
+            optimizer.step([-np.array([(1.0, 0.25), (0.5, 1.0)][communicator.rank])])
+            seen.append(x.tolist())
+        return seen, optimizer.synchronizer.state_dict()["vectors"]["parameters"]["error"]["x"].tolist()
+
+    for seen, error in run_ranks(2, run):
+        assert seen == [pytest.approx(c, abs=1e-6) for c in ([0.5, 0.5], [1.5, 0.5], [2, 1.5], [3, 1.5])]
+        assert error == pytest.approx([0, 1], abs=1e-6)
+
+
+def stand_still(communicator: Communicator, name: str, compression: Any, moved: Array) -> tuple[Any, Array]:
+    """Move this rank from 0 by one step; then exchange forty times without another."""
+    x, rate = np.zeros(moved.size), 0.5
+    optimizer = PeriodicOptimizer(
+        SGD(rate), {"x": x}, ALGORITHMS[name](), 1, communicator=communicator, compression=compression
+    )
+    for gradient in (-moved / rate, *[np.zeros(moved.size)] * 40):
+        optimizer.step([gradient])
+    return optimizer, x
+
+
+@pytest.mark.parametrize("wire", LOSSY, ids=readable)
+def test_elastic_averaging_conserves_what_there_is(wire: Wire) -> None:
+    """Without gradients Σ x + c + α Σ unsent stays, and everybody comes to the same."""
+
+    def run(communicator: Communicator) -> tuple[Array, Array, Array, Array]:
+        moved = np.random.default_rng(communicator.rank).standard_normal(1000)
+        optimizer, x = stand_still(communicator, "easgd", wire, moved)
+        saved = optimizer.synchronizer.state_dict()["vectors"]["parameters"]
+        unsent = np.concatenate([np.ravel(part) for part in saved.get("unsent_sums", {}).values()] or [np.zeros(0)])
+        return moved, x, saved["center"]["x"], unsent
+
+    found = run_ranks(3, run)
+    moved, ends = (np.array([of_rank[i] for of_rank in found]) for i in (0, 1))
+    center, unsent = found[0][2], np.concatenate([of_rank[3] for of_rank in found])
+    left = slow.RATE * unsent if unsent.size else 0.0
+    assert ends.sum(axis=0) + center + left == pytest.approx(moved.sum(axis=0), abs=1e-4)
+    assert np.abs(ends - center).max() < 0.02, "all come together"
+
+
+@pytest.mark.parametrize("wire", LOSSY, ids=readable)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_not_sent_is_sent_later(name: str, wire: Wire) -> None:
+    """Where replicas stand still, centers come to where they come without compression: nothing vanishes."""
+    if name == "agn":  # has nothing to say without gradients
+        return
+
+    def run(communicator: Communicator, compression: Any) -> Array:
+        optimizer, x = stand_still(communicator, name, compression, np.linspace(1e-10, 1.0, 50) * communicator.rank)
+        with optimizer.center():
+            return x.copy()
+
+    exact, found = (run_ranks(2, lambda communicator, w=w: run(communicator, w))[0] for w in (Compression.none, wire))  # type: ignore[misc]
+    assert found == pytest.approx(exact, abs=2e-2)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, "period"])
+@pytest.mark.parametrize("wire", LOSSY, ids=readable)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_resume_to_the_bit(name: str, wire: Wire, overlap: int | str) -> None:
+    """At every step of a period: with what was not sent, and what is under way."""
+    target = np.random.default_rng(5).standard_normal(37)
+
+    def run(communicator: Communicator) -> None:
+        def make() -> tuple[Any, Array]:
+            x = np.zeros(37)
+            algorithm = ALGORITHMS[name]()
+            options: dict[str, Any] = {"communicator": communicator, "compression": wire, "overlap": overlap}
+            return PeriodicOptimizer(SGD(0.3), {"x": x}, algorithm, PERIOD, **options), x
+
+        def step(optimizer: Any, x: Array, number: int) -> None:
+            optimizer.step([x - target * (1 + communicator.rank) + 0.1 * np.sin(np.arange(37) * number)])
+
+        for saved_at in range(2 * PERIOD, 3 * PERIOD):
+            (optimizer, x), (again, y) = make(), make()
+            for number in range(saved_at):
+                step(optimizer, x, number)
+            again.synchronizer.load_state_dict(optimizer.synchronizer.state_dict())
+            y[...] = x
+            for number in range(saved_at, saved_at + 2 * PERIOD):
+                step(optimizer, x, number)
+                step(again, y, number)
+                assert x.tobytes() == y.tobytes(), (saved_at, number)
+            with optimizer.center(), again.center():
+                assert x.tobytes() == y.tobytes(), saved_at
+
+    run_ranks(2, run)
+
+
+def test_a_state_that_was_saved_without_compression_is_loaded() -> None:
+    def run(communicator: Communicator) -> list[float]:
+        x, y = np.ones(5), np.ones(5)
+        plain, lossy = (made(communicator, {"x": v}, "average", w) for v, w in ((x, Compression.none), (y, LOSSY[2])))
+        for _ in range(PERIOD):
+            plain.step([x - communicator.rank])
+        lossy.synchronizer.load_state_dict(plain.synchronizer.state_dict())
+        y[...] = x
+        for _ in range(PERIOD):
+            lossy.step([y - communicator.rank])
+        return y.tolist()
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+class Counting(ThreadCommunicator):
+    """Counts the bytes that are handed to collectives, but for those of numbers."""
+
+    handed: int
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        raise AssertionError("No numbers travel")
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        return super().allgather(self.counted(buffer), name, out)
+
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        return super().alltoall(self.counted(buffer), name)
+
+    def counted(self, buffer: Any) -> Any:
+        assert buffer.dtype == np.uint8
+        self.handed += buffer.nbytes
+        return buffer
+
+
+@pytest.mark.parametrize("wire", LOSSY, ids=readable)
+def test_bytes_are_those_that_are_sent(wire: Wire) -> None:
+    """Of 1000 elements of float64 between two ranks."""
+    expected = {
+        Compression.fp16: (2 + 1) * 500 * 2,
+        Compression.bf16: (2 + 1) * 500 * 2,
+        Compression.int8: (2 + 1) * (500 + 4),
+        Compression.topk(0.5): 500 * (4 + 1) + 4,
+    }[wire]
+
+    def run(communicator: Any, compression: Wire) -> int:
+        optimizer = made(communicator, {"x": np.zeros(1000)}, "average", compression)
+        if compression.lossy:
+            communicator.__class__, communicator.handed = Counting, 0
+        for _ in range(PERIOD):
+            optimizer.step([np.ones(1000)])
+        assert not compression.lossy or communicator.handed == expected
+        return int(optimizer.synchronizer.counters.bytes_sent)
+
+    plain, found = (run_ranks(2, lambda communicator, w=w: run(communicator, w)) for w in (Compression.none, wire))  # type: ignore[misc]
+    for of_record, counted in zip(plain, found, strict=True):
+        assert counted - expected == of_record - 8000, "and what ranks tell each other before"
+
+
+def failing_ranks(compressions: list[Any], **options: Any) -> list[tuple[type[BaseException], str]]:
+    """Return how construction ends, on as many ranks."""
+
+    def run(communicator: Communicator) -> None:
+        made(communicator, {"x": np.ones(3)}, "average", compressions[communicator.rank], **options)
+
+    return errors(len(compressions), run)
+
+
+def test_what_cannot_be() -> None:
+    for unknown in ("int8", 8, None, Compression.topk, Compression):
+        for kind, message in failing_ranks([unknown]):
+            assert kind is TypeError
+            assert message.startswith("`compression` must be one of hvdp.Compression.none, ")
+    for fraction in (0, -0.1, 1.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"`Compression.topk\(fraction\)` must be"):
+            Compression.topk(fraction)
+    with pytest.raises(TypeError, match="must be a number"):
+        Compression.topk("all")  # type: ignore[arg-type]
+    for wire in LOSSY:
+        for place in ("root", "sharded"):
+            for kind, message in failing_ranks([wire] * 2, center=place):
+                assert kind is ValueError
+                assert "needs center='replicated'" in message
+                assert f"center={place!r}" in message
+
+
+def test_ranks_have_to_compress_alike() -> None:
+    for kind, message in failing_ranks([Compression.int8, Compression.topk(0.1)]):
+        assert kind is ValueError
+        assert "differ in compression: Int8() on rank 0" in message
+
+
+def test_asynchronous_exchange_is_refused() -> None:
+    inner, x = SGD(0.1), np.ones(3)
+    with pytest.raises(ValueError, match="`compression` is for synchronous exchange"):
+        PeriodicOptimizer(inner, {"x": x}, EASGD(0.1), 2, asynchronous=True, compression=Compression.int8)
+
+
+@pytest.mark.parametrize("wire", LOSSY, ids=readable)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_not_travel(wire: Wire, bad: float) -> None:
+    """An error on all ranks that names the tensor and the rank; the center stays clean."""
+
+    def run(communicator: Communicator) -> None:
+        arrays = {"x": np.zeros(3), "y": np.zeros(3)}
+        optimizer = made(communicator, arrays, "average", wire)
+        try:
+            for _ in range(PERIOD):
+                optimizer.step({"x": np.ones(3), "y": np.full(3, bad if communicator.rank == 1 else 1.0)})
+        finally:
+            with optimizer.center():
+                assert all(np.isfinite(array).all() for array in arrays.values())
+
+    for kind, message in errors(3, run):
+        assert kind is RuntimeError
+        assert "Rank 1 failed" in message or "parameter 'y' is not finite at step 3" in message, message
+
+
+def test_an_accumulated_gradient_that_is_not_finite() -> None:
+    def run(communicator: Communicator) -> None:
+        x = np.zeros(3)
+        optimizer = PeriodicOptimizer(
+            SGD(0.1), {"x": x}, AGN(), PERIOD, communicator=communicator, compression=Compression.int8
+        )
+        for step in range(PERIOD):
+            optimizer.step([np.array([0.0, np.nan if step == 1 else 0.0, 0.0])])
+            x[...] = 0.0
+
+    for _, message in errors(2, run):
+        assert "gradient 'x' is not finite at step 3" in message
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    length=st.one_of(st.integers(1, 40), st.sampled_from([1023, 1024, 1025, 2500])),
+    count=st.integers(1, 3),
+    exponent=st.integers(-45, 38),
+    seed=st.integers(0, 9),
+)
+def test_rounding_is_bounded(length: int, count: int, exponent: int, seed: int) -> None:
+    """int8: half a scale, of every block of 1024; 16 bits: a part of each element."""
+    rows = (np.random.default_rng(seed).uniform(-1, 1, (count, length)) * 2.0**exponent).astype("f4")
+    coding: Coding[Any] = Coding()
+
+    def decoded(wire: Any) -> Array:
+        return np.asarray(wire.decode(coding, wire.encode(coding, rows), length))
+
+    found, tiny = decoded(Compression.int8), 2.0**-140
+    for start in range(0, length, 1024):
+        block = slice(start, start + 1024)
+        scale = np.abs(rows[:, block]).max(axis=1, keepdims=True) / 127
+        assert (np.abs(found[:, block] - rows[:, block]) <= 0.5001 * scale + tiny).all()
+    assert (np.abs(decoded(Compression.bf16) - rows) <= np.abs(rows) / 256 + tiny).all()
+    clipped = np.clip(rows, -65504, 65504)
+    assert (np.abs(decoded(Compression.fp16) - clipped) <= np.abs(clipped) / 2048 + 2.0**-25).all()
+
+
+@pytest.mark.parametrize("length", [1, 7, 1023, 1024, 1025, 3000])
+def test_payloads_of_pytorch_are_those_of_numpy(length: int) -> None:
+    torch = pytest.importorskip("torch")
+    from hvd_periodic.torch.coding import TensorCoding
+
+    rows = np.random.default_rng(length).standard_normal((2, length)).astype("f4")
+    rows[0, :: 7 if length > 7 else 2] = 0
+    for wire in LOSSY:
+        assert isinstance(wire, Encoded)
+        for array in (rows[:1], rows) if wire.forms_sums(LocalCommunicator(), lasting=False) else (rows[1:],):
+            here, there = (
+                np.asarray(wire.encode(coding, values))
+                for coding, values in ((Coding(), array), (TensorCoding(), torch.from_numpy(array)))
+            )
+            assert here.tobytes() == there.tobytes(), wire
+            back = wire.decode(TensorCoding(), torch.from_numpy(there), length)
+            assert np.asarray(back).tobytes() == np.asarray(wire.decode(Coding(), here, length)).tobytes(), wire
+
+
+def test_compression_of_horovod_is_taken() -> None:
+    hvd = pytest.importorskip("horovod.torch")
+    assert as_wire(hvd.Compression.fp16) is Compression.fp16
+    assert as_wire(hvd.Compression.none) is Compression.none
