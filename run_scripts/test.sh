@@ -62,8 +62,8 @@ main() {
   export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 
   cd "$PROJECT_ROOT"
-  # Two at a time: what leaves a core idle has company. Unit tests, which are short, come last.
-  python3 -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "${tier[@]}" "${ARGUMENTS[@]}"
+  # Two at a time, each file by one: what leaves a core idle has company. Unit tests, which are short, come last.
+  python3 -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${tier[@]}" "${ARGUMENTS[@]}"
 
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT
