@@ -73,7 +73,7 @@ def report(model: Any) -> list[Any]:
 
 @scenario
 def weights_of_a_compiled_model_loaded_on_the_root() -> Any:
-    """They carry counters and center: all go on from them, in every loop and place; or the error of all."""
+    """They carry counters and center: all go on from them, whatever the loop or the place; or the error of all."""
     results = {}
     places = {"easgd": ("root",), "average": ("replicated",), "agn": ("replicated", "sharded")}
     for name, place in ((name, place) for name, found in places.items() for place in found):

@@ -21,7 +21,7 @@ from tests.parallel.keras_scenarios import bits
 from tests.parallel.placement_scenarios import compare
 from tests.parallel.program import Scenarios, attempt
 
-scenario = Scenarios()
+scenario = Scenarios(graphs_as_built=False)
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "easgd": lambda model, **k: hvdp.ElasticAverageOptimizer(
@@ -83,7 +83,7 @@ LOOPS: dict[str, Callable[[Any, Any, Any], None]] = {
 
 @scenario
 def placements() -> Any:
-    """Every algorithm, with the center in every place, through every loop: the center of all weights at the end."""
+    """Every algorithm with the center in every place, and through every loop: the center of all weights at the end."""
     results = {}
     for i, (name, wrap) in enumerate(ALGORITHMS.items()):
         expected: Any = None

@@ -12,9 +12,15 @@ ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
 
 class Scenarios:
-    """Functions that all ranks call in the same order; what each returns is reported under its name."""
+    """Functions that all ranks call in the same order; what each returns is reported under its name.
 
-    def __init__(self) -> None:
+    Args:
+        graphs_as_built: TensorFlow does not rewrite graphs (Grappler) before their first run, which takes up to half of
+            the time of graphs that run a few times. Golden programs, examples and users' scripts run with it.
+    """
+
+    def __init__(self, graphs_as_built: bool = True) -> None:
+        self._graphs_as_built = graphs_as_built
         self._functions: dict[str, Callable[[], Any]] = {}
 
     def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -28,21 +34,13 @@ class Scenarios:
 
     def run(self, folder: Path, rank: int, **results: Any) -> None:
         """Run all; write what this rank saw."""
-        _take_graphs_as_they_are_built()
+        if self._graphs_as_built and "tensorflow" in sys.modules:
+            sys.modules["tensorflow"].config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
         for name, function in self._functions.items():
             (folder / f"{rank}.now").write_text(name)
             results[name] = function()
         (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
-
-
-def _take_graphs_as_they_are_built() -> None:
-    """Have TensorFlow not rewrite graphs (Grappler) before their first run: most graphs of scenarios run a few times.
-
-    Golden programs, examples and users' scripts run with it.
-    """
-    if "tensorflow" in sys.modules:
-        sys.modules["tensorflow"].config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def rotated(longest: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -11,13 +11,14 @@ import pytest
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
 from tests.parallel.test_scenarios import EXPECTED
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-SIZES = [1, 3]
-GRAPHS = [(1, "v2"), (2, "v1")]
+SIZES = [1, thorough(3)]
+GRAPHS = [thorough((1, "v2")), (2, "v1")]
 
 DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.9501953125]]
 """The numbers that tf.contrib.opt itself gave."""

@@ -14,7 +14,7 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [("python", 1, "v2"), ("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2"))]
+JOBS = [thorough(("python", 1, "v2")), ("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2"))]
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -20,7 +20,7 @@ JOBS = [
     thorough(("mpirun", [[0, 1], [2, 3]])),
     ("mpirun", [[0, 3], [1, 2]]),
     thorough(("mpirun", [[0, 1], [2, 3], [4, 5]])),
-    ("mpirun", [[0, 2, 4], [1, 3]]),
+    thorough(("mpirun", [[0, 2, 4], [1, 3]])),
     ("horovodrun --gloo", [[0, 1], [2]]),
 ]
 

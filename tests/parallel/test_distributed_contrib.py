@@ -15,7 +15,7 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(200)
 
-JOBS = [thorough(("mpirun", "v1", [[0, 3], [1, 2]])), ("horovodrun --gloo", "v2", [[0, 1], [2]])]
+JOBS = [thorough(("mpirun", "v1", [[0, 3], [1, 2]])), thorough(("horovodrun --gloo", "v2", [[0, 1], [2]]))]
 
 Reports = list[dict[str, Any]]
 

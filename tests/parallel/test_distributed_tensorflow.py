@@ -91,7 +91,7 @@ def test_in_fit(job: tuple[list[list[int]], Reports]) -> None:
 
 
 def test_post_local_in_fit(job: tuple[list[list[int]], Reports]) -> None:
-    """All ranks are equal before the switch, and after an exchange of averages, but not between."""
+    """All ranks are equal before the switch, and not after a local step that follows the exchange."""
     found = column(job[1], "post_local_in_fit")
     for before, after, rounds in found:
         assert before == found[0][0]

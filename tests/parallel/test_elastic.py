@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize(
     ("change", "framework"),
-    [("kill", "torch"), thorough("kill", "keras"), thorough("add", "torch"), ("add", "keras")],
+    [("kill", "torch"), thorough("kill", "keras"), thorough("add", "torch"), thorough("add", "keras")],
 )
 def test_a_job_whose_ranks_change_ends(framework: str, change: str, tmp_path: Path) -> None:
     script = tmp_path / "hosts.sh"

@@ -8,7 +8,6 @@ import pytest
 
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
-from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
@@ -17,11 +16,11 @@ pytestmark = pytest.mark.timeout(180)
 Reports = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, thorough(3)], ids=lambda size: f"mpirun {size}")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios("mpirun", request.param, "habits_tensorflow_scenarios", folder, 150, framework="tensorflow")
+    return run_scenarios("mpirun", 2, "habits_tensorflow_scenarios", folder, 150, framework="tensorflow")
 
 
 def test_weights_of_a_compiled_model_loaded_on_the_root(ranks: Reports) -> None:

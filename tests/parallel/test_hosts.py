@@ -191,7 +191,7 @@ def test_what_launchers_write_themselves(launcher: str, hosts: list[str], tmp_pa
     assert sorted(line[-2:] for line in finished.stdout.splitlines()) == ["h1", "h1", "h2"]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "mpich", "horovodrun --mpi"])
+@pytest.mark.parametrize("launcher", ["mpirun", "mpich", thorough("horovodrun --mpi")])
 def test_pinning(launcher: str, tmp_path: Path) -> None:
     require(launcher)
     (tmp_path / "cores.py").write_text(

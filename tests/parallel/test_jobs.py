@@ -56,7 +56,7 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
     ("loop", "algorithm"),
     [
         ("fit", "easgd"),
-        ("tape", "diloco"),
+        thorough("tape", "diloco"),
         thorough("fit", "allreduce"),
         thorough("tape", "average"),
         thorough("fit", "slowmo"),
@@ -158,7 +158,7 @@ def test_asynchronous_workers_learn(
     assert run["staleness"] > 0
 
 
-@pytest.mark.parametrize(("algorithm", "center"), [("easgd", "sharded"), ("agn", "root")])
+@pytest.mark.parametrize(("algorithm", "center"), [thorough("easgd", "sharded"), ("agn", "root")])
 def test_where_the_center_lives_changes_nothing(algorithm: str, center: str, results: Path, tmp_path: Path) -> None:
     command = [EXAMPLE, "--algorithm", algorithm, "--center", center]
     start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 120, "torch")

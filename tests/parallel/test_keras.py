@@ -15,7 +15,7 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [("python", 1), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
+JOBS = [thorough(("python", 1)), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
 
 pytestmark = pytest.mark.timeout(300)
 

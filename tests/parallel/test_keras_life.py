@@ -9,17 +9,16 @@ import pytest
 from tests.parallel.keras_life_scenarios import ALGORITHMS, PLACES
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
-from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module", params=[2, thorough(3)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_scenarios(
-        "mpirun", request.param, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow"
+        "mpirun", 2, "keras_life_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow"
     )
 
 

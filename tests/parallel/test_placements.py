@@ -18,9 +18,9 @@ pytest.importorskip("horovod.torch")
 pytestmark = pytest.mark.timeout(240)
 
 JOBS = [
-    thorough(("torch", 2)),
-    ("torch", 3),
-    ("tensorflow", 2),
+    ("torch", 2),
+    thorough(("torch", 3)),
+    thorough(("tensorflow", 2)),
     thorough(("tensorflow", 3, "trajectories", "statistics")),
 ]
 """Framework, ranks, and what they run; default: everything."""
