@@ -44,6 +44,16 @@ class TensorFlowCommunicator(HorovodCommunicator):
         """Gather; the result is a new tensor."""
         return self._run(self._hvd.allgather, buffer, name)
 
+    def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
+        """Gather; the result is a new tensor."""
+        gathered = self.allgather(buffer, name)
+        return lambda: gathered
+
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Exchange parts; the result is a new tensor."""
+        parts = self._run(self._hvd.alltoall, buffer, name)
+        return lambda: parts
+
     def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
         """Gather at once, under the name that the same has in a graph."""
         with tf.init_scope():

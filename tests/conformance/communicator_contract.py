@@ -49,6 +49,9 @@ def check_communicator(communicator: Communicator, tensor: Tensor = np.asarray) 
         check_broadcast,
         check_reducescatter,
         check_allgather,
+        check_begin_allgather,
+        check_alltoall,
+        check_sums_in_half,
         check_objects,
     ):
         check(communicator, tensor)
@@ -162,6 +165,38 @@ def check_allgather(communicator: Communicator, tensor: Tensor) -> None:
         name = f"contract.gather.{dtype}.{grow}.{into}"
         mine = tensor(values(communicator.rank, sizes[communicator.rank], dtype))
         assert_same(communicator.allgather(mine, name, out), expected)
+
+
+def check_begin_allgather(communicator: Communicator, tensor: Tensor) -> None:
+    """Two under way; bytes."""
+    waits = []
+    for salt in (0, 5):
+        mine = values(communicator.rank, 7, "uint8", salt)
+        out = tensor(np.zeros(7 * communicator.size, "uint8"))
+        waits.append(communicator.begin_allgather(tensor(mine), f"contract.begin_allgather.{salt}", out))
+    for salt, wait in zip((0, 5), waits, strict=True):
+        assert_same(wait(), over_ranks(communicator, 7, "uint8", salt).ravel())
+
+
+def check_alltoall(communicator: Communicator, tensor: Tensor) -> None:
+    """Two under way; bytes, of which every rank gets another part."""
+    rank, size = communicator.rank, communicator.size
+    waits = []
+    for part in (1, 5):
+        mine = values(rank, part * size, "uint8")
+        waits.append(communicator.alltoall(tensor(mine), f"contract.alltoall.{part}"))
+    for part, wait in zip((1, 5), waits, strict=True):
+        everything = over_ranks(communicator, part * size, "uint8").reshape(size, size, part)
+        assert_same(wait(), everything[:, rank].ravel())
+
+
+def check_sums_in_half(communicator: Communicator, tensor: Tensor) -> None:
+    if communicator.sums_half:
+        mine = tensor(values(communicator.rank, 7, "float16"))
+        assert_same(
+            communicator.allreduce(mine, "contract.half")(),
+            over_ranks(communicator, 7, "float16").sum(axis=0, dtype="float16"),
+        )
 
 
 def check_objects(communicator: Communicator, tensor: Tensor) -> None:

@@ -53,11 +53,12 @@ def test_networks(ranks: list[dict[str, Any]]) -> None:
     for case in ranks[0]["compressed_networks"]:
         reports = column(ranks, "compressed_networks", case)
         assert reports == [reports[0]] * len(ranks), case
-        original, copied, loaded = reports[0]
-        # Statistics, and 16 bits, are summed by Horovod, in an order of its own.
-        tolerance = 0 if len(ranks) <= 2 else 1e-2
-        assert copied == pytest.approx(original, rel=tolerance, abs=tolerance), case
-        assert loaded == pytest.approx(original, rel=tolerance, abs=tolerance), case
+        original, *others = reports[0]
+        # Statistics, and 16 bits, are summed by Horovod, in an order of its own; bytes are summed in that of ranks.
+        exact = len(ranks) <= 2 or "int8" in case or "topk" in case
+        for parameters, statistics in others:
+            assert parameters == (original[0] if exact else pytest.approx(original[0], abs=0.05)), case
+            assert statistics == pytest.approx(original[1], rel=1e-3, abs=1e-3), case
 
 
 def test_the_center_elsewhere(ranks: list[dict[str, Any]]) -> None:

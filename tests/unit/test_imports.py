@@ -24,7 +24,7 @@ LEVELS = [
     {"vectors"},
     {"outer"},
     {"algorithms", "schedules", "comm"},
-    {"local_state", "replica"},
+    {"local_state", "replica", "wires"},
     {"centers", "options"},
     {"asynchronous"},
     {"sync"},
