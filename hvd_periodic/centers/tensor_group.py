@@ -273,9 +273,9 @@ class TensorGroup(Generic[V]):
         """Return the name of a tensor of the replica or the worker that holds NaN or infinity; or None."""
         coding = self._replica.space.coding
         for key, store in {"parameter": self.values, **self.worker}.items():
-            for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True):
-                if not coding.is_finite(tensor):
-                    return f"{key} {spec.name!r}"
+            if not coding.are_finite(store.tensors()):
+                named = zip(store.layout.specs, store.tensors(), strict=True)
+                return next(f"{key} {spec.name!r}" for spec, tensor in named if not coding.are_finite([tensor]))
         return None
 
     def initial_center(self, x: V) -> State[V]:

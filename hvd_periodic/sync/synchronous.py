@@ -214,6 +214,7 @@ class Synchronous(Course[V]):
         for group in self.tensor_groups:
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, legacy.send)
+            group.outbox.forget()
             if group.placement.everywhere:
                 for store in group.center_state.values():
                     self.tensor_groups.send_store(store, legacy.send)

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from hvd_periodic import algorithms, local_state, schedules
+from hvd_periodic import algorithms, local_state, schedules, wires
 from hvd_periodic.schedules import Schedule
 
-_HOMES: tuple[ModuleType, ...] = (algorithms, schedules, local_state)
+_HOMES: tuple[ModuleType, ...] = (algorithms, schedules, local_state, wires)
 
 
 def encode(value: Any) -> Any:

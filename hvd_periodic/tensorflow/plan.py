@@ -22,6 +22,7 @@ from hvd_periodic.tensorflow.gradient_averaging import split_distributed
 from hvd_periodic.tensorflow.model import check_policy
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.wires import as_wire
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Plan:
         inside, connection.average = split_distributed(optimizer)
         check_policy(options["buffers"], model, connection.loaded)
         placement_of(options["center"])
+        as_wire(options["compression"])
         made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
         if not connection.loaded:
             connection.communicator.rank_of(options["root_rank"])
@@ -100,6 +102,7 @@ class Plan:
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
         if isinstance(self.options["optimizer_state"], LocalState):
             config["optimizer_state"] = encode(self.options["optimizer_state"])
+        config["compression"] = encode(as_wire(self.options["compression"]))
         config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer)
         if self.center is not None and not self.center.copied:
             config[outer_optimizer] = keras.saving.serialize_keras_object(self.center.optimizer)

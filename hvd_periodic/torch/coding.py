@@ -37,9 +37,12 @@ class TensorCoding(Coding[torch.Tensor]):
         """Return ``x``, no element larger than the limit in magnitude."""
         return x.clamp(-limit, limit)
 
-    def is_finite(self, x: torch.Tensor) -> bool:
-        """Return whether no element is NaN or infinite."""
-        return bool(torch.isfinite(x).all())
+    def are_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether no element is NaN or infinite; waits once for each device."""
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            found.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+        return all(bool(torch.stack(flags).all()) for flags in found.values())
 
     def rows(self, x: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """Return the elements in rows."""

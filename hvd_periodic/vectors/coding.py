@@ -45,9 +45,9 @@ class Coding(Generic[V]):
         """Return ``x``, no element larger than the limit in magnitude."""
         return cast(V, np.clip(x, -limit, limit))
 
-    def is_finite(self, x: Any) -> bool:
+    def are_finite(self, tensors: Sequence[Any]) -> bool:
         """Return whether no element is NaN or infinite."""
-        return bool(np.isfinite(x).all())
+        return all(bool(np.isfinite(tensor).all()) for tensor in tensors)
 
     def rows(self, x: Any, count: int, length: int) -> V:
         """Return the elements of ``x`` in so many rows, zeros after the last."""
