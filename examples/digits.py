@@ -75,6 +75,8 @@ class Run:
     """Of asynchronous exchange: pushes of other workers per exchange of this one."""
     schedule: str = "every"
     optimizer_state: str = "local"
+    overlap: int | str = 0
+    compression: str = "none"
     course: list[tuple[int, float]] = field(default_factory=list)
     """After every epoch: exchanges so far, and the accuracy of the center."""
 

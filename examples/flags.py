@@ -11,6 +11,7 @@ import digits
 import hvd_periodic as hvdp
 
 ALGORITHMS = tuple(digits.TITLES)
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk")
 SCHEDULES = ("every", "post-local", "piecewise", "doubling", "qsr", "adacomm", "seconds")
 
 
@@ -20,6 +21,7 @@ def parse(
     loops: tuple[str, ...] = (),
     placements: tuple[str, ...] = (),
     checkpoints: bool = False,
+    wires: bool = False,
 ) -> argparse.Namespace:
     """Return the flags; they are the same for every framework, but for the choices that it has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -47,6 +49,13 @@ def parse(
     if checkpoints:
         text = "save here after every epoch and go on from there; SIGUSR1 stops with exit code 75"
         parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=text)
+    if wires:
+        parser.add_argument(
+            "--overlap", type=_overlap, default=0, help="local steps for which exchanges travel, or period"
+        )
+        parser.add_argument(
+            "--compression", choices=COMPRESSIONS, default="none", help="of what travels; topk: a tenth"
+        )
     args = parser.parse_args()
     if args.asynchronous and args.algorithm not in ("easgd", "agn"):
         parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")
@@ -72,6 +81,19 @@ def _add_newer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer-state", choices=("local", "reset", "average"), default="local", help="the momentum"
     )
+
+
+def _overlap(text: str) -> int | str:
+    """Return local steps, or the word for a whole period."""
+    return text if text == "period" else int(text)
+
+
+def compression(args: argparse.Namespace) -> hvdp.Wire:
+    """Return the wire that was asked for."""
+    if args.compression == "topk":
+        return hvdp.Compression.topk(0.1)
+    wire: hvdp.Wire = getattr(hvdp.Compression, args.compression)
+    return wire
 
 
 def runs(args: argparse.Namespace) -> list[argparse.Namespace]:

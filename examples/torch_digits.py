@@ -89,6 +89,8 @@ class EveryPeriod:
             asynchronous=args.asynchronous,
             center=args.center,
             optimizer_state=args.optimizer_state,
+            overlap=args.overlap,
+            compression=flags.compression(args),
         )
         self.synchronizer = self.optimizer.synchronizer
         self.distance = self.synchronizer.distance
@@ -200,13 +202,16 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         staleness=method.staleness if args.asynchronous else None,
         schedule=args.schedule,
         optimizer_state=args.optimizer_state,
+        overlap=args.overlap,
+        compression=args.compression,
         course=course,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = flags.parse(__doc__.splitlines()[0], placements=("replicated", "root", "sharded"), checkpoints=True)
+    placements = ("replicated", "root", "sharded")
+    args = flags.parse(__doc__.splitlines()[0], placements=placements, checkpoints=True, wires=True)
     if args.compare:
         digits.compare(args.compare)
         return

@@ -28,8 +28,8 @@ class ExchangeOptions(TypedDict, total=False):
             replicated center. Elastic averaging goes exactly where it goes without; the others lose no local progress.
         compression: how messages travel, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8``
             or ``topk(0.01)``; also ``hvd.Compression.fp16``. What is not sent is not lost: it is kept for the next
-            exchange, or stays in the replica. Statistics travel as they are. For PyTorch and numpy; all but 16 bits
-            over Horovod need a replicated center.
+            exchange, or stays in the replica. Statistics travel as they are. For PyTorch and numpy; all but
+            fp16 over Horovod need a replicated center.
     """
 
     center: Annotated[str, "replicated"]

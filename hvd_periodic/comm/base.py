@@ -23,13 +23,13 @@ class Communicator(ABC):
         rank: this process within the set, from 0.
         size: number of ranks in the set.
         processes: whether ranks are processes of their own.
-        sums_half: whether collectives sum float16 and bfloat16.
+        sums: types of 16 bits that collectives sum: ``"f2"``, float16; ``"bf2"``, bfloat16.
     """
 
     rank: int
     size: int
     processes: ClassVar[bool] = True
-    sums_half: ClassVar[bool] = False
+    sums: ClassVar[frozenset[str]] = frozenset()
     constructed: int = 0
     """How many optimizers of this process were constructed on these ranks."""
     meeting_name: str = "hvd_periodic.meeting"

@@ -48,7 +48,7 @@ class HorovodCommunicator(Communicator):
         ValueError: the process set is not registered, or this rank is not in it.
     """
 
-    sums_half = True
+    sums = frozenset({"f2"})
     _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
@@ -132,7 +132,7 @@ class HorovodCommunicator(Communicator):
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to exchange parts, in a new tensor."""
         handle = self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return lambda: self._hvd.synchronize(handle)[0]  # and how many from each rank
 
     def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
         """Gather a small array."""

@@ -183,6 +183,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "center": self.course.placement.name,
             "optimizer_state": self.policy,
             "overlap": self.course.setting.overlap,
+            "compression": self.course.setting.wire,
         }
         return _restore, (of_rank, moving, arguments), self.state_dict()
 

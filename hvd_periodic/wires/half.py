@@ -17,7 +17,7 @@ V = TypeVar("V")
 class Half(Encoded):
     """Every element is rounded to 16 bits, and cut to what the sum of all ranks can hold.
 
-    Horovod sums in this type: that rounding is not made up for. Elsewhere sums are taken in float32.
+    Horovod sums float16 by itself: that rounding is not made up for. Otherwise sums are taken in float32.
 
     Args:
         kind: ``"f2"``, float16: 11 significant bits, up to 65504; or ``"bf2"``, bfloat16: 8 bits, in the range of
@@ -35,16 +35,16 @@ class Half(Encoded):
 
     def check(self, communicator: Communicator, place: str) -> None:
         """Allow all places where the collective itself sums."""
-        if not communicator.sums_half:
+        if self.kind not in communicator.sums:
             super().check(communicator, place)
 
     def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return False where the collective itself sums."""
-        return not communicator.sums_half and super().forms_sums(communicator, lasting)
+        return self.kind not in communicator.sums and super().forms_sums(communicator, lasting)
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Reduce in 16 bits, or as bytes."""
-        if not link.communicator.sums_half:
+        if self.kind not in link.communicator.sums:
             return super().start(link, message)
         coding = link.coding
         half = coding.cast(coding.clip(message, coding.largest_value(self.kind) / link.communicator.size), self.kind)

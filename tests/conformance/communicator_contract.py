@@ -191,7 +191,7 @@ def check_alltoall(communicator: Communicator, tensor: Tensor) -> None:
 
 
 def check_sums_in_half(communicator: Communicator, tensor: Tensor) -> None:
-    if communicator.sums_half:
+    if "f2" in communicator.sums:
         mine = tensor(values(communicator.rank, 7, "float16"))
         assert_same(
             communicator.allreduce(mine, "contract.half")(),

@@ -111,7 +111,7 @@ def compressed_networks() -> Any:
 
 @scenario
 def compressed_in_other_places() -> Any:
-    """16 bits with the center on the root, or sharded: the center after four exchanges; others: the error."""
+    """float16 with the center on the root, or sharded: the center after four exchanges; others: the error."""
     results = {}
     for wire, compression in WIRES.items():
         for place in ("replicated", "root", "sharded"):

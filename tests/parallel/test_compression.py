@@ -20,11 +20,11 @@ JOBS = [("mpirun", 2), ("horovodrun --gloo", 3), thorough(("mpirun", 4))]
 
 WIRES: dict[str, tuple[slow.Quantizer, int, float]] = {
     "fp16": (slow.float16, 1, 2e-3),
-    "bf16": (slow.bfloat16, 1, 2e-2),
+    "bf16": (slow.bfloat16, 2, 1e-6),
     "int8": (slow.int8, 2, 1e-6),
     "topk": (slow.top(2), 1, 1e-6),
 }
-"""Quantizer, hops, and tolerance: Horovod's own sums in 16 bits are rounded in an order of its own."""
+"""Quantizer, hops, and tolerance: Horovod sums float16 by itself, in an order of its own."""
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
@@ -54,8 +54,8 @@ def test_networks(ranks: list[dict[str, Any]]) -> None:
         reports = column(ranks, "compressed_networks", case)
         assert reports == [reports[0]] * len(ranks), case
         original, *others = reports[0]
-        # Statistics, and 16 bits, are summed by Horovod, in an order of its own; bytes are summed in that of ranks.
-        exact = len(ranks) <= 2 or "int8" in case or "topk" in case
+        # Statistics and float16 are summed by Horovod, in an order of its own; bytes are summed in that of ranks.
+        exact = len(ranks) <= 2 or "fp16" not in case
         for parameters, statistics in others:
             assert parameters == (original[0] if exact else pytest.approx(original[0], abs=0.05)), case
             assert statistics == pytest.approx(original[1], rel=1e-3, abs=1e-3), case
@@ -67,7 +67,7 @@ def test_the_center_elsewhere(ranks: list[dict[str, Any]]) -> None:
     for wire in WIRES:
         for place in ("root", "sharded"):
             report = found[0][f"{wire} {place}"]
-            if wire in ("fp16", "bf16"):
+            if wire == "fp16":
                 assert report == pytest.approx(found[0][f"{wire} replicated"], abs=0.02), (wire, place)
             else:
                 assert report.startswith("ValueError: `compression` as "), report

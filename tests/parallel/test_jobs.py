@@ -97,6 +97,28 @@ def test_compiled_steps_with_the_center_elsewhere(loop: str, algorithm: str, cen
     assert run["center_accuracy"] >= 0.85
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "overlap", "compression", "parts"),
+    [
+        ("average", "2", "int8", 3.9),
+        thorough("easgd", "period", "int8", 3.9),
+        thorough("easgd", "0", "topk", 7.5),
+        thorough("diloco", "1", "topk", 7.5),
+        thorough("agn", "0", "fp16", 1.9),
+    ],
+)
+def test_exchanges_that_travel_compressed(
+    algorithm: str, overlap: str, compression: str, parts: float, results: Path, tmp_path: Path
+) -> None:
+    """The center is as good, for a part of the bytes."""
+    command = [EXAMPLE, "--algorithm", algorithm, "--overlap", overlap, "--compression", compression]
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 60, "torch")
+    run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
+    assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.03)
+    assert other["bytes_sent"] / run["bytes_sent"] >= parts
+    assert run["exchanges"] == other["exchanges"]
+
+
 def gaps(run: Any) -> list[int]:
     """Return the local steps of every round."""
     return [after - before for before, after in itertools.pairwise([0, *run["exchange_steps"]])]
