@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,6 +55,16 @@ def require_int(value: object, argument: str, minimum: int) -> int:
     if number < minimum:
         raise ValueError(message)
     return number
+
+
+def described(value: object) -> str:
+    """Return ``repr(value)`` without the addresses of objects, so that it is the same on all ranks.
+
+    Example:
+        >>> described(object())
+        '<object object>'
+    """
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
 def require_real(value: object, argument: str, *, positive: bool) -> float:

@@ -25,7 +25,8 @@ class ExchangeOptions(TypedDict, total=False):
             What is not in the shape of a parameter, such as step counters and factored moments, is left alone.
         overlap: local steps d during which an exchange may travel while training goes on: it begins at a step s and is
             taken at min(s + d, next exchange). ``"period"``: just before the next one. For PyTorch and numpy, with a
-            replicated center. Elastic averaging goes exactly where it goes without; the others lose no local progress.
+            replicated center. Without compression elastic averaging goes exactly where it goes without;
+            the others lose no local progress.
         compression: how messages travel, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8``
             or ``topk(0.01)``; also ``hvd.Compression.fp16``. What is not sent is not lost: it is kept for the next
             exchange, or stays in the replica. Statistics travel as they are. For PyTorch and numpy; all but

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
@@ -17,7 +18,11 @@ from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
 
+UNSENT = "unsent"
+"""Name of the worker's vector that holds what a lossy wire has left of its messages."""
+
 UNSENT_SUMS = "unsent_sums"
+"""Name of what it has left of the sums that this rank has formed."""
 
 
 class Outbox(Generic[V]):
@@ -28,13 +33,15 @@ class Outbox(Generic[V]):
         layout: of its values.
         placement: where the center lives, and so how messages are summed.
         replica: knows the verbs of the front end.
-        reduction: ``"sum"``, ``"max"`` or ``"root"``.
+        algorithm: says how messages are reduced, and who keeps what is not sent of them.
         wire: how messages are encoded.
         communicator: the ranks, if the wire is to form sums on them.
         lasting: local steps go on while messages travel.
 
     Attributes:
-        unsent: what this rank has not sent of the sums that it has formed; None where it forms none.
+        wire: as given.
+        unsent: what this rank has not sent of its messages, and adds to the next ones; None where nothing is kept.
+        unsent_sums: the same of the sums that it forms for others; None where it forms none.
     """
 
     def __init__(
@@ -43,36 +50,45 @@ class Outbox(Generic[V]):
         layout: Layout,
         placement: Placement,
         replica: Replica[V],
-        reduction: str = "sum",
+        algorithm: Algorithm,
         wire: Wire = Plain(),  # noqa: B008
         communicator: Communicator | None = None,
         lasting: bool = False,
     ) -> None:
-        self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, reduction
+        self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
         self.unsent: Store[V] | None = None
+        if wire.lossy and algorithm.keeps_error:
+            self.unsent = replica.new_store(layout, f"{name}.{UNSENT}")
+        self.unsent_sums: Store[V] | None = None
         if communicator is not None and wire.forms_sums(communicator, lasting):
             rank, size = communicator.rank, communicator.size
             own = layout.restrict(lambda bucket: row_bounds(bucket.size, rank, size))
-            self.unsent = replica.new_store(own, f"{name}.{UNSENT_SUMS}")
+            self.unsent_sums = replica.new_store(own, f"{name}.{UNSENT_SUMS}")
 
     def send(self, communicator: Communicator, bucket: Bucket, message: V, name: str) -> Sent[V]:
-        """Let a message travel; may overwrite it."""
+        """Let a message travel, with what was left of earlier ones; may overwrite it."""
 
         def reduce(buffer: Any, name: str) -> Callable[[], Any]:
             return self._placement.reduce(communicator, buffer, name, self._reduction)
 
-        remembered = None if self.unsent is None else _OfBucket(self.unsent, self.unsent.layout.buckets[bucket.index])
-        coding = self._replica.space.coding
-        return self.wire.start(
-            Link(communicator, name, bucket.size, bucket.nbytes, reduce, coding, remembered), message
-        )
+        space, sums = self._replica.space, self.unsent_sums
+        remembered = None if sums is None else _OfBucket(sums, sums.layout.buckets[bucket.index])
+        link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, remembered)
+        if self.unsent is None:
+            return self.wire.start(link, message)
+        left = self.unsent.read(bucket)
+        message = space.axpy(1.0, left, message)
+        sent = self.wire.start(link, message)
+        decoded = message if sent.decoded is None else sent.decoded
+        self.unsent.write(bucket, space.sub(message, decoded, out=left))
+        return sent
 
     def forget(self) -> None:
-        """Forget what was not sent of sums."""
-        if self.unsent is not None:
-            for bucket in self.unsent.layout.buckets:
-                if bucket.size:
-                    self.unsent.write(bucket, self._replica.space.zeros_like(self.unsent.read(bucket)))
+        """Forget what was not sent."""
+        for store in (self.unsent, self.unsent_sums):
+            if store is not None:
+                for bucket in store.layout.buckets:
+                    _OfBucket(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
 
 
 @dataclass(frozen=True)

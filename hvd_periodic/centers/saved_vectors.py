@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.centers.outbox import UNSENT_SUMS
-from hvd_periodic.centers.tensor_group import ERROR, TensorGroup
+from hvd_periodic.centers.outbox import UNSENT, UNSENT_SUMS
+from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Layout
@@ -53,12 +53,11 @@ class SavedVectors(Generic[V]):
     def load(self, saved: Saved) -> None:
         """Set the worker's vectors and this rank's share of the center's to what :meth:`save` returned."""
         group, replica = self._group, self._replica
+        group.outbox.forget()  # A state that was saved without compression has left nothing.
         for key, store in group.worker.items():
-            if key in saved or key != ERROR:
+            if key in saved or key != UNSENT:
                 replica.load(store, dict(saved[key]))
-            else:  # Saved without compression: everything was sent.
-                replica.load(store, replica.save(replica.new_temporary_store(store.layout)))
-        self._load_unsent(saved.get(UNSENT_SUMS, {}))
+        self._load_unsent_sums(saved.get(UNSENT_SUMS, {}))
         for key, store in group.center_state.items():
             share: dict[str, Any] = {}
             for spec, (tensor, start, stop) in zip(group.share.specs, group.share.sources, strict=True):
@@ -74,7 +73,7 @@ class SavedVectors(Generic[V]):
         """
         group = self._group
         for key in group.vectors:
-            if key == ERROR and key not in saved:
+            if key == UNSENT and key not in saved:
                 continue
             if key not in saved and saved:
                 raise ValueError(
@@ -84,18 +83,15 @@ class SavedVectors(Generic[V]):
             check_names(f"{key!r} of the {group.name}", group.values.layout, saved.get(key, {}))
 
     def _save_workers(self) -> dict[str, Any]:
-        unsent = self._group.outbox.unsent
-        stores = self._group.worker if unsent is None else {**self._group.worker, UNSENT_SUMS: unsent}
+        sums = self._group.outbox.unsent_sums
+        stores = self._group.worker if sums is None else {**self._group.worker, UNSENT_SUMS: sums}
         return {key: self._replica.save(store) for key, store in stores.items()}
 
-    def _load_unsent(self, saved: Mapping[str, Any]) -> None:
+    def _load_unsent_sums(self, saved: Mapping[str, Any]) -> None:
         """Load what this rank has not sent of sums; nothing of another rank, which sums other parts."""
-        unsent = self._group.outbox.unsent
-        if unsent is None:
-            return
-        self._group.outbox.forget()
-        if saved.keys() == {spec.name for spec in unsent.layout.specs}:
-            self._replica.load(unsent, dict(saved))
+        sums = self._group.outbox.unsent_sums
+        if sums is not None and saved.keys() == {spec.name for spec in sums.layout.specs}:
+            self._replica.load(sums, dict(saved))
 
 
 def check_names(what: str, layout: Layout, saved: Mapping[str, Any]) -> None:

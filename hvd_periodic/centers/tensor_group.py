@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.centers.outbox import Outbox
+from hvd_periodic.centers.outbox import UNSENT, Outbox
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
@@ -23,9 +23,6 @@ V = TypeVar("V")
 
 IN_FLIGHT = 2
 """Buckets under way at once: one travels while the next is computed."""
-
-ERROR = "error"
-"""Name of the worker's vector that holds what a lossy wire has left of its messages."""
 
 _FETCHED = 2 * IN_FLIGHT
 """The working buffer of a bucket of the center that is not here; the others are two per bucket under way."""
@@ -99,9 +96,9 @@ class TensorGroup(Generic[V]):
             key: replica.new_store(values.layout, f"{name}.{key}")
             for key in algorithm.init_worker(replica.space, first)
         }
-        self.outbox = Outbox(name, values.layout, placement, replica, algorithm.reduction, wire, communicator, lasting)
-        if wire.lossy and algorithm.keeps_error:
-            self.worker[ERROR] = replica.new_store(values.layout, f"{name}.{ERROR}")
+        self.outbox = Outbox(name, values.layout, placement, replica, algorithm, wire, communicator, lasting)
+        if self.outbox.unsent is not None:
+            self.worker[UNSENT] = self.outbox.unsent
         self.travelling: Store[V] | None = None
         self.snapshot: Store[V] | None = None
         if lasting:
@@ -137,10 +134,7 @@ class TensorGroup(Generic[V]):
             x = self._read(bucket, slot=0)
             for key, vector in self.initial_center(x).items():
                 self.set_share(key, bucket, vector)
-            initial = self.algorithm.init_worker(space, x)
-            if ERROR in self.worker:
-                initial = initial | {ERROR: space.zeros_like(x)}
-            self._write(self.worker, bucket, {}, initial)
+            self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
 
     def set_share(self, key: str, bucket: Bucket, vector: V) -> None:
@@ -192,15 +186,11 @@ class TensorGroup(Generic[V]):
         )
         self._write(self.worker, bucket, worker, changed)
         worker |= changed
-        if ERROR in worker:
-            message = self._replica.space.axpy(1.0, worker[ERROR], message)
-        if self.travelling is not None and not self.outbox.wire.lossy:
+        if self.travelling is not None:
             message = self._kept(self.travelling, bucket, message)
-        if not self.outbox.wire.lossy and not algorithm.reads_after:
-            self._pull(bucket, x, worker, center, exchange)
         sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
-        if sent.decoded is not None:
-            self._settle(bucket, x, worker, center, message, sent.decoded, exchange)
+        if not algorithm.reads_after:
+            self._pull(bucket, x, worker, center, exchange, sent.decoded)
         if self.travelling is not None:
             self._forget_spent(bucket, worker)
         return Pending(bucket, x, worker, sent.wait), sent.nbytes + handed_out
@@ -269,15 +259,6 @@ class TensorGroup(Generic[V]):
         x = self._read(bucket, slot=2 * (bucket.index % IN_FLIGHT))
         self._pull(bucket, x, self._read_all(self.worker, bucket), center, exchange)
 
-    def not_finite(self) -> str | None:
-        """Return the name of a tensor of the replica or the worker that holds NaN or infinity; or None."""
-        coding = self._replica.space.coding
-        for key, store in {"parameter": self.values, **self.worker}.items():
-            if not coding.are_finite(store.tensors()):
-                named = zip(store.layout.specs, store.tensors(), strict=True)
-                return next(f"{key} {spec.name!r}" for spec, tensor in named if not coding.are_finite([tensor]))
-        return None
-
     def initial_center(self, x: V) -> State[V]:
         """Return the vectors of the center when training starts from a replica."""
         state = self.algorithm.init_center(self._replica.space, x)
@@ -334,29 +315,19 @@ class TensorGroup(Generic[V]):
             if value is not old.get(key):
                 stores[key].write(bucket, value)
 
-    def _pull(self, bucket: Bucket, x: V, worker: State[V], center: V, exchange: Exchange) -> None:
-        values, changed = self.algorithm.pull(self._replica.space, x, worker, center, exchange)
+    def _pull(
+        self, bucket: Bucket, x: V, worker: State[V], center: V, exchange: Exchange, sent: V | None = None
+    ) -> None:
+        """Let the replica pull; by what was ``sent``, where that is a part of the message, and the rest is its own."""
+        algorithm, space = self.algorithm, self._replica.space
+        if sent is None or algorithm.keeps_error:
+            values, changed = algorithm.pull(space, x, worker, center, exchange)
+        else:
+            values, changed = algorithm.pull_sent(space, x, worker, center, sent, exchange)
         self.values.write(bucket, values)
         self._write(self.worker, bucket, worker, changed)
         if self.travelling is None:
             self._forget_spent(bucket, worker)
-
-    def _settle(
-        self, bucket: Bucket, x: V, worker: State[V], center: V, message: V, sent: V, exchange: Exchange
-    ) -> None:
-        """Let the worker keep what a lossy wire has left of its message; or the replica, which then pulls here."""
-        space = self._replica.space
-        if ERROR in worker:
-            error = space.sub(message, sent, out=worker[ERROR])
-            self._write(self.worker, bucket, worker, {ERROR: error})
-        if self.algorithm.reads_after:
-            return
-        if self.algorithm.keeps_error:
-            self._pull(bucket, x, worker, center, exchange)
-            return
-        values, changed = self.algorithm.pull_sent(space, x, worker, center, sent, exchange)
-        self.values.write(bucket, values)
-        self._write(self.worker, bucket, worker, changed)
 
     def _forget_spent(self, bucket: Bucket, worker: State[V]) -> None:
         """Set to zeros what a message has used up."""

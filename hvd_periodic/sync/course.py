@@ -144,10 +144,6 @@ class Course(ABC, Generic[V]):
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange; return whether some rank is still training that this one waits for."""
 
-    def cannot_send(self) -> str | None:
-        """Return why what this rank has to say cannot travel, or None."""
-        return None
-
     def has_to_land(self) -> bool:
         """Return whether the replica has to take what is under way, after the local step that was counted last."""
         return False

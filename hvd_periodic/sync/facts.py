@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from hvd_periodic.arguments import described
 from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.sync.course import Course
@@ -32,7 +32,7 @@ def facts_of(course: Course[Any], policy: LocalState) -> dict[str, object]:
     return {
         "version": __version__,
         "algorithm": exchanged.algorithm,
-        "schedule": re.sub(" at 0x[0-9a-f]+", "", repr(schedule)),
+        "schedule": described(schedule),
         "first exchanges": forecast(schedule, 8),
         "root rank": setting.membership.root,
         "place of the center": course.placement.name,

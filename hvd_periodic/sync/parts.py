@@ -105,7 +105,7 @@ class Parts(Generic[V]):
         self.checkpoint = forms.checkpoint(self.course)
         self.beginning = Beginning(self.course, self.checkpoint)
         self.view = forms.view(self.course, self.checkpoint, self.beginning)
-        self.meeting.checks += [replica.changes, self.course.cannot_send]
+        self.meeting.checks.append(replica.changes)
         if self.ledger.is_new:
             self.course.tensor_groups.reset()
 

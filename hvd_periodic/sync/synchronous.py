@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.meeting import Purpose, Record, integers
@@ -52,6 +53,11 @@ class Synchronous(Course[V]):
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
         setting.wire.check(membership.communicator, place.name)
+        if setting.wire.lossy and exchanged.algorithm.reduction != "sum":
+            raise ValueError(
+                f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
+                f"reduction. Received: compression={setting.wire!r}"
+            )
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         parameters = self.tensor_groups.parameters
@@ -70,7 +76,7 @@ class Synchronous(Course[V]):
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
-        return {"asynchronous": False, "compression": self.setting.wire}
+        return {"asynchronous": False, "compression": described(self.setting.wire)}
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when the first exchange takes place, the same on all ranks."""
@@ -83,20 +89,12 @@ class Synchronous(Course[V]):
         except RuntimeError:
             raise error from None
 
-    def cannot_send(self) -> str | None:
-        """Return which tensor is not finite, where the wire is one that would spread it or hide it."""
-        if not self.setting.wire.lossy:
-            return None
-        name, steps = self.tensor_groups.parameters.not_finite(), self.setting.ledger.local_steps
-        if name is None:
-            return None
-        return f"{name} is not finite at step {steps}: it cannot travel with compression={self.setting.wire!r}"
-
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with all ranks; return whether some of them is still training."""
         setting, ledger = self.setting, self.setting.ledger
         started, own = time.perf_counter(), ledger.standpoint()
         purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
+        problem = problem or self._not_finite()
         agreed = setting.meeting.agree(setting.meeting.meet(purpose, problem), own)
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
@@ -156,6 +154,19 @@ class Synchronous(Course[V]):
         while self.exchange(leaving=True):
             pass
         self.tensor_groups.audit()
+
+    def _not_finite(self) -> str | None:
+        """Return which tensor holds NaN or infinity, where the wire would spread it."""
+        wire, steps = self.setting.wire, self.setting.ledger.local_steps
+        if not wire.lossy:
+            return None
+        group, coding = self.tensor_groups.parameters, self.setting.exchanged.replica.space.coding
+        for key, store in {"parameter": group.values, **group.worker}.items():
+            if not coding.are_finite(store.tensors()):
+                named = zip(store.layout.specs, store.tensors(), strict=True)
+                name = next(spec.name for spec, tensor in named if not coding.are_finite([tensor]))
+                return f"{key} {name!r} is not finite at step {steps}: it cannot travel with compression={wire!r}"
+        return None
 
     def _moved_uncounted(self) -> str | None:
         """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""

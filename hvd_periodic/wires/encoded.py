@@ -11,13 +11,17 @@ from hvd_periodic.wires.base import Link, Remembered, Sent, Wire
 
 V = TypeVar("V")
 
+_LARGEST = 3e38
+"""Of float32, but for what the decoded numbers may be larger."""
+
 
 class Encoded(Wire):
     """Sums in float32, in the order of ranks: identical to the bit on all of them.
 
     In two hops, of which no rank carries more than twice a message: every rank is sent one n-th of all messages, and
-    sends their sum on, encoded as well. What is lost there it remembers, and adds to the next sum. In one hop, where an
-    exchange lasts or little travels: every rank is sent all messages.
+    sends their sum on, encoded as well. What is lost there it remembers, and adds to the next sum; elastic averaging,
+    whose center moves by the rate of that next exchange, loses nothing as long as its rate is constant. In one hop,
+    where an exchange lasts or little travels: every rank is sent all messages.
     """
 
     @abstractmethod
@@ -49,7 +53,7 @@ class Encoded(Wire):
 
     def _in_one_hop(self, link: Link[V], message: Any) -> Sent[V]:
         coding, communicator, size = link.coding, link.communicator, link.size
-        payload: Any = self.encode(coding, coding.rows(coding.cast(message, "f4"), 1, size))
+        payload: Any = self.encode(coding, coding.rows(_single(coding, message, communicator.size), 1, size))
         decoded: Any = self.decode(coding, payload, size)
         flat = coding.reshape(payload, -1)
         wait = communicator.begin_allgather(flat, link.name, coding.joined([flat] * communicator.size))
@@ -62,7 +66,7 @@ class Encoded(Wire):
     def _in_two_hops(self, link: Link[V], message: Any, remembered: Remembered[V]) -> Sent[V]:
         coding, communicator, size, n = link.coding, link.communicator, link.size, link.communicator.size
         length = row_length(size, n)
-        payload: Any = self.encode(coding, coding.rows(coding.cast(message, "f4"), n, length))
+        payload: Any = self.encode(coding, coding.rows(_single(coding, message, n), n, length))
         decoded: Any = coding.reshape(self.decode(coding, payload, length), -1)
         wait = communicator.alltoall(coding.reshape(payload, -1), link.name)
 
@@ -85,6 +89,11 @@ class Encoded(Wire):
         for rank in range(1, count):
             total = total + self.decode(coding, rows[rank : rank + 1], length)
         return total[0]
+
+
+def _single(coding: Coding[V], message: V, ranks: int) -> V:
+    """Return a message in float32, cut so that the sum of as many is finite."""
+    return coding.cast(coding.clip(message, _LARGEST / ranks), "f4")
 
 
 def row_length(size: int, ranks: int) -> int:

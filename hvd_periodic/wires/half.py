@@ -12,6 +12,9 @@ from hvd_periodic.wires.encoded import Encoded
 
 V = TypeVar("V")
 
+_ROUNDED_UP = 1 + 2.0**-11
+"""By how much a number, or a sum of two, may be rounded up in float16."""
+
 
 @dataclass(frozen=True)
 class Half(Encoded):
@@ -23,15 +26,22 @@ class Half(Encoded):
         kind: ``"f2"``, float16: 11 significant bits, up to 65504; or ``"bf2"``, bfloat16: 8 bits, in the range of
             float32.
 
+    Raises:
+        ValueError: another kind.
+
     Example:
         >>> import numpy as np
         >>> from hvd_periodic.vectors.coding import Coding
         >>> coding, wire = Coding(), Half("bf2")
         >>> wire.decode(coding, wire.encode(coding, np.array([[1.0, 3.14159, -1e-30]], "f4")), 3)
-        array([[ 1.000000e+00,  3.140625e+00, -9.985313e-31]], dtype=float32)
+        array([[ 1.000000e+00,  3.140625e+00, -9.984021e-31]], dtype=float32)
     """
 
     kind: str = "f2"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("f2", "bf2"):
+            raise ValueError(f"`kind` must be 'f2' or 'bf2'. Received: {self.kind!r}")
 
     def check(self, communicator: Communicator, place: str) -> None:
         """Allow all places where the collective itself sums."""
@@ -47,7 +57,9 @@ class Half(Encoded):
         if self.kind not in link.communicator.sums:
             return super().start(link, message)
         coding = link.coding
-        half = coding.cast(coding.clip(message, coding.largest_value(self.kind) / link.communicator.size), self.kind)
+        n = link.communicator.size
+        limit = coding.largest_value(self.kind) / (n * _ROUNDED_UP**n)
+        half = coding.cast(coding.clip(message, limit), self.kind)
         decoded = coding.like(half, message)
         wait = link.reduce(half, link.name)
         return Sent(lambda: coding.like(wait(), message), decoded, 2 * link.size)
