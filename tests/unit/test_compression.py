@@ -124,7 +124,7 @@ def test_elastic_averaging_conserves_what_there_is(wire: Wire) -> None:
 DRIFTS = {
     "fp16": ([0.0, 4e-8], [0.0, 7e-8]),  # Below 3e-8, one step would be 0.
     "bf16": ([1.003, 0.0], [0.02, 0.0]),  # It would be 1 every time.
-    "int8": ([1.0, 1e-3], [0.01, 0.01]),  # Below half of 1/127, it would be 0.
+    "int8": ([1.0, 1e-3, 1.0, 1e-3], [0.01] * 4),  # Below half of 1/127, it would be 0.
     "topk": ([1.0, 0.3], [1.0, 1.0]),  # It would never be sent.
 }
 """How far the last of two ranks moves at every step, of which the mean is sent at once, and how far is tolerated."""
