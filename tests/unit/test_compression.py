@@ -137,7 +137,7 @@ def test_what_is_not_sent_is_sent_later(wire: str) -> None:
     compression = Compression.topk(0.5) if wire == "topk" else WIRES[wire][0]
 
     def run(communicator: Communicator) -> Array:
-        x = np.zeros(2)
+        x = np.zeros(len(drift))
         optimizer = PeriodicOptimizer(
             SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator, compression=compression
         )
