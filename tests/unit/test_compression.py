@@ -48,10 +48,12 @@ def made(communicator: Communicator, arrays: dict[str, Array], name: str, compre
     )
 
 
-def train(communicator: Communicator, name: str, compression: Any) -> tuple[list[list[float]], list[float]]:
+def train(
+    communicator: Communicator, name: str, compression: Any, overlap: int | str = 0
+) -> tuple[list[list[float]], list[float]]:
     """Return x after every step, and c at the end."""
     x = np.array(oracle.START)
-    optimizer, seen = made(communicator, {"x": x}, name, compression), []
+    optimizer, seen = made(communicator, {"x": x}, name, compression, overlap=overlap), []
     for _ in range(oracle.STEPS):
         optimizer.step([np.array(oracle.gradient(communicator.rank, x.tolist()))])
         seen.append(x.tolist())
@@ -71,6 +73,18 @@ def test_agreement_with_a_slow_oracle(name: str, wire: str, size: int) -> None:
             assert x == pytest.approx(seen[step][worker], rel=1e-6, abs=1e-6), (step, worker)
         assert its_center == pytest.approx(center, rel=1e-6, abs=1e-6)
         assert its_center == found[0][1], "one center, to the bit"
+
+
+@pytest.mark.parametrize("overlap", [1, 2, "period"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_elastic_averaging_with_overlap(wire: str, overlap: int | str) -> None:
+    """In one hop; the replica pulls at once, by what it has sent."""
+    compression, quantize, _ = WIRES[wire]
+    found = run_ranks(2, lambda communicator: train(communicator, "easgd", compression, overlap))
+    seen, center = slow.expected("easgd", 2, quantize, hops=1)
+    for worker, (of_worker, its_center) in enumerate(found):
+        assert np.array(of_worker) == pytest.approx(np.array([x[worker] for x in seen]), rel=1e-6, abs=1e-6)
+        assert its_center == pytest.approx(center, rel=1e-6, abs=1e-6)
 
 
 def test_numbers_worked_out_by_hand() -> None:
