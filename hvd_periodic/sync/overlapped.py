@@ -43,8 +43,9 @@ class Overlapped(Synchronous[V]):
 
     An exchange that begins at step s is taken at step min(s + d, next exchange), before anything else of that step's
     exchange. Elastic averaging pulls at s already, by the center that is here: its trajectory is that without overlap.
-    Algorithms that hand out the center take it by ``catch_up``, so that no local progress is lost. The last exchange,
-    after which no rank trains on, does not overlap with anything.
+    Algorithms that hand out the center take it by ``catch_up``, so that no local progress is lost. Statistics, which
+    are small, are waited for: taken late, they would lose what local steps have added. The last exchange, after which
+    no rank trains on, does not overlap with anything.
 
     Ranks may look at the center, and so move it, at different steps: it moves by the learning rates of step s.
     """
@@ -180,9 +181,11 @@ class Overlapped(Synchronous[V]):
         if (twin := _SENDING.get(used)) is not None:
             twin.arrive()
         _SENDING[used] = self
-        self._under_way = [UnderWay(group, communicator, exchange, name).begin() for group in self.tensor_groups]
-        self._begun, self._due = step, None if overlap is None else step + overlap
-        return sum(group.sent for group in self._under_way)
+        waited_for = sum(group.exchange(communicator, exchange, name) for group in self.tensor_groups.statistics)
+        under_way = UnderWay(self.tensor_groups.parameters, communicator, exchange, name).begin()
+        self._under_way, self._begun = [under_way], step
+        self._due = None if overlap is None else step + overlap
+        return waited_for + under_way.sent
 
 
 _SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()

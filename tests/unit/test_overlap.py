@@ -214,31 +214,29 @@ def test_a_synchronous_beginning() -> None:
     assert found == later
 
 
-def test_statistics_take_the_new_value() -> None:
-    """A difference would make a variance negative."""
+def test_statistics_go_where_they_go_without_overlap() -> None:
+    """They are waited for: taken late, they would lose what local steps have added, with a whole period all of it."""
     torch = pytest.importorskip("torch")
     hvdp = pytest.importorskip("hvd_periodic.torch")
 
-    def run(communicator: Communicator) -> tuple[list[float], int]:
+    def run(communicator: Communicator, overlap: int | str) -> list[list[float]]:
         torch.set_num_threads(1)
-        model = torch.nn.BatchNorm1d(2)
+        model, seen = torch.nn.BatchNorm1d(2).eval(), []
         optimizer = hvdp.PeriodicOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model, Averaging(), 2, process_set=communicator, overlap=1
+            torch.optim.SGD(model.parameters(), 0.1), model, Averaging(), 2, process_set=communicator, overlap=overlap
         )
-        for step in range(3):
-            model.running_var.fill_(10.0 ** (communicator.rank - step))
-            model.num_batches_tracked.fill_(step + communicator.rank)
+        for _ in range(7):
             optimizer.zero_grad()
-            model(torch.randn(4, 2)).sum().backward()
-            variance = model.running_var.clone()
-            model.running_var.copy_(variance)
+            model(torch.ones(4, 2)).sum().backward()
+            model.running_mean += 1.0 + communicator.rank
             optimizer.step()
-        return model.running_var.tolist(), int(model.num_batches_tracked)
+            seen.append(model.running_mean.tolist())
+        return seen
 
-    reports = run_ranks(2, run)
-    assert reports[0][0] == reports[1][0], "the mean of step 2, not what step 3 has made of it"
-    assert min(reports[0][0]) > 0
-    assert reports[0][1] == reports[1][1]
+    expected = run_ranks(2, lambda communicator: run(communicator, 0))
+    assert expected[0][5] == [9.0, 9.0], "1.5 at every step"
+    for overlap in (1, "period"):
+        assert run_ranks(2, lambda communicator, d=overlap: run(communicator, d)) == expected, overlap  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
