@@ -58,8 +58,6 @@ class Algorithm(ABC):
         uses_learning_rate: ``move`` reads ``exchange.learning_rate``.
         spent: name of the worker's vector that a message has used up, if there is one: it becomes zeros. Until ``pull``
             its memory may hold the total.
-        keeps_progress: a pull that is taken late goes through ``catch_up``; otherwise ``pull`` is given the replica of
-            then.
         keeps_error: what a lossy wire leaves of a message is added to the next one; otherwise it stays in the replica,
             which ``pull_sent`` moves.
         takes_outer_optimizer: an optimizer of the framework may take the place of ``move``: it descends on what
@@ -72,7 +70,6 @@ class Algorithm(ABC):
     reads_after: ClassVar[bool] = True
     uses_learning_rate: ClassVar[bool] = False
     spent: ClassVar[str | None] = None
-    keeps_progress: ClassVar[bool] = True
     keeps_error: ClassVar[bool] = True
     takes_outer_optimizer: ClassVar[bool] = False
     needs_outer_optimizer: ClassVar[bool] = False

@@ -26,7 +26,6 @@ class Broadcast(Algorithm):
 
     reduction: ClassVar[str] = "root"
     reads_before: ClassVar[bool] = False
-    keeps_progress: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
         """Raise: the root may not be there when another worker exchanges."""

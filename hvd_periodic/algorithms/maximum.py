@@ -32,7 +32,6 @@ class Maximum(Algorithm):
 
     reduction: ClassVar[str] = "max"
     reads_before: ClassVar[bool] = False
-    keeps_progress: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
         """Return the maximum that also the center takes part in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from hvd_periodic.algorithms.averaging import Averaging
 from hvd_periodic.algorithms.base import Algorithm, Exchange, State
@@ -37,8 +37,6 @@ class Statistics(Averaging):
     """
 
     alone: bool = False
-
-    keeps_progress: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
         """Return the mean that recovers from a center that is not finite."""

@@ -66,7 +66,7 @@ class TensorGroup(Generic[V]):
         worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
         total: where an outer optimizer finds its gradient: of this rank's share.
         outbox: sends the messages.
-        travelling: the messages that are under way, where exchanges last.
+        travelling: the messages that are under way, where exchanges last and no wire has encoded them.
         snapshot: the replica that they were formed from, where a late pull needs it.
     """
 
@@ -101,10 +101,11 @@ class TensorGroup(Generic[V]):
             self.worker[UNSENT] = self.outbox.unsent
         self.travelling: Store[V] | None = None
         self.snapshot: Store[V] | None = None
-        if lasting:
+        if lasting and not wire.lossy:
             self.travelling = replica.new_store(values.layout, f"{name}.travelling")
-            if algorithm.reads_after and algorithm.keeps_progress:
-                self.snapshot = replica.new_store(values.layout, f"{name}.snapshot")
+        if lasting and algorithm.reads_after:
+            self.snapshot = replica.new_store(values.layout, f"{name}.snapshot")
+        self._lasting = lasting
         lent = outer is not None and self.share is values.layout and not lasting and not wire.lossy
         self._spent = algorithm.spent if lent else None
         self.total: Store[V] | None = None
@@ -191,7 +192,7 @@ class TensorGroup(Generic[V]):
         sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
         if not algorithm.reads_after:
             self._pull(bucket, x, worker, center, exchange, sent.decoded)
-        if self.travelling is not None:
+        if self._lasting:
             self._forget_spent(bucket, worker)
         return Pending(bucket, x, worker, sent.wait), sent.nbytes + handed_out
 
@@ -326,7 +327,7 @@ class TensorGroup(Generic[V]):
             values, changed = algorithm.pull_sent(space, x, worker, center, sent, exchange)
         self.values.write(bucket, values)
         self._write(self.worker, bucket, worker, changed)
-        if self.travelling is None:
+        if not self._lasting:
             self._forget_spent(bucket, worker)
 
     def _forget_spent(self, bucket: Bucket, worker: State[V]) -> None:

@@ -28,7 +28,6 @@ class Mean(Algorithm):
     """
 
     reads_before: ClassVar[bool] = False
-    keeps_progress: ClassVar[bool] = False
 
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return nothing."""

@@ -97,19 +97,21 @@ class Exchanged(Generic[V]):
     ) -> list[TensorGroup[V]]:
         """Return the groups with their centers, each where its placement says.
 
-        The first, of the parameters, has the outer optimizer and the wire; statistics travel as they are.
+        The first, of the parameters, has the outer optimizer and the wire; its exchanges may last. Statistics travel
+        as they are, and are waited for.
         """
         rates = self.rates if self.algorithm.uses_learning_rate else None
+        parameters, *statistics = zip(tensors, placements, strict=True)
         return [
             TensorGroup(
-                *kind,
+                *parameters[0],
                 self.replica,
-                placement,
-                self.outer if i == 0 else None,
-                rates if i == 0 else None,
+                parameters[1],
+                self.outer,
+                rates,
                 lasting=lasting,
-                wire=wire if i == 0 else Plain(),
+                wire=wire,
                 communicator=communicator,
-            )
-            for i, (kind, placement) in enumerate(zip(tensors, placements, strict=True))
+            ),
+            *(TensorGroup(*kind, self.replica, placement) for kind, placement in statistics),
         ]

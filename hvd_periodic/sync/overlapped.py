@@ -59,7 +59,7 @@ class Overlapped(Synchronous[V]):
                 f"from other ranks, and training would wait for that. Received: overlap={setting.overlap!r}"
             )
         super().__init__(setting, place, use_locking)
-        self._under_way: list[UnderWay[V]] = []
+        self._under_way: UnderWay[V] | None = None
         self._begun = 0
         self._due: int | None = None
 
@@ -83,16 +83,15 @@ class Overlapped(Synchronous[V]):
         Raises:
             RuntimeError: an exchange has failed: the center is in no state that could be read.
         """
-        if not self._under_way:
+        if self._under_way is None:
             return
         setting, started = self.setting, time.perf_counter()
         if setting.meeting.failure is not None:
             raise RuntimeError(setting.meeting.failure)
-        if not any(group.pending for group in self._under_way):
+        if not self._under_way.pending:
             return
         with failing(setting.meeting, self._begun):
-            for group in self._under_way:
-                group.arrive()
+            self._under_way.arrive()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def land(self) -> None:
@@ -105,20 +104,19 @@ class Overlapped(Synchronous[V]):
 
     def _land(self) -> None:
         self.arrive()
-        if not self._under_way:
+        if self._under_way is None:
             return
         setting, started = self.setting, time.perf_counter()
         with failing(setting.meeting, self._begun):
-            for group in self._under_way:
-                group.land(setting.ledger.local_steps > self._begun)
-        self._under_way, self._due = [], None
+            self._under_way.land(setting.ledger.local_steps > self._begun)
+        self._under_way, self._due = None, None
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:
         """Wait for what is under way, and forget it."""
         if self.setting.meeting.failure is None:
             self.arrive()
-        self._under_way, self._due = [], None
+        self._under_way, self._due = None, None
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, which nothing is under way to change."""
@@ -137,35 +135,26 @@ class Overlapped(Synchronous[V]):
     def under_way(self) -> Any:
         """Return what is left to be taken, for a checkpoint."""
         self.arrive()
-        left = [group for group in self._under_way if group.group.algorithm.reads_after]
-        if not left:
+        left = self._under_way
+        if left is None or not left.group.algorithm.reads_after:
             return None
-        replica = self.setting.exchanged.replica
-        return {
-            "begun": self._begun,
-            "due": self._due,
-            "groups": {group.group.name: group.save(replica) for group in left},
-        }
+        groups = {left.group.name: left.save(self.setting.exchanged.replica)}
+        return {"begun": self._begun, "due": self._due, "groups": groups}
 
     def check_under_way(self, saved: Any) -> None:
         """Check what was under way when a state was saved."""
-        groups = {} if saved is None else saved["groups"]
-        for group in self.tensor_groups:
-            if group.snapshot is not None and group.name in groups:
-                snapshot = groups[group.name]["snapshot"]
-                check_names(f"snapshot of the {group.name}", group.values.layout, snapshot)
+        group = self.tensor_groups.parameters
+        if saved is not None and group.snapshot is not None:
+            check_names(f"snapshot of the {group.name}", group.values.layout, saved["groups"][group.name]["snapshot"])
 
     def load_under_way(self, saved: Any) -> None:
         """Go on with what was under way when a state was saved."""
-        membership, replica = self.setting.membership, self.setting.exchanged.replica
-        self._under_way, self._due = [], None
+        membership, group = self.setting.membership, self.tensor_groups.parameters
+        self._under_way, self._due = None, None
         if saved is not None:
+            left, replica = saved["groups"][group.name], self.setting.exchanged.replica
             self._begun, self._due = saved["begun"], saved["due"]
-            self._under_way = [
-                UnderWay.load(saved["groups"][group.name], group, membership.communicator, membership.name, replica)
-                for group in self.tensor_groups
-                if group.name in saved["groups"]
-            ]
+            self._under_way = UnderWay.load(left, group, membership.communicator, membership.name, replica)
 
     def _followed(self, settings: Any) -> Any:
         """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""
@@ -182,10 +171,9 @@ class Overlapped(Synchronous[V]):
             twin.arrive()
         _SENDING[used] = self
         waited_for = sum(group.exchange(communicator, exchange, name) for group in self.tensor_groups.statistics)
-        under_way = UnderWay(self.tensor_groups.parameters, communicator, exchange, name).begin()
-        self._under_way, self._begun = [under_way], step
-        self._due = None if overlap is None else step + overlap
-        return waited_for + under_way.sent
+        self._under_way = UnderWay(self.tensor_groups.parameters, communicator, exchange, name).begin()
+        self._begun, self._due = step, None if overlap is None else step + overlap
+        return waited_for + self._under_way.sent
 
 
 _SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()
