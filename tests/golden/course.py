@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from tests.golden.cases import RESUMED_AT, Array, Case, checkpoints
+from tests.parallel.program import take_graphs_as_built
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE / "checkpoints"
@@ -180,6 +181,7 @@ def run(
     kept: Iterable[Case] | None = None,
 ) -> None:
     """Follow all cases, and on two ranks go on from checkpoints; or write these. Report the lines of this rank."""
+    take_graphs_as_built()
     lines: dict[str, list[str]] = {}
     for case in () if saving else planned:
         lines[case.name] = follow(case, make, rank, folder)

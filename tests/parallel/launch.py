@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import PATIENCE
+from tests.parallel.program import CHOSEN
 from tests.parallel.warm import SERVERS
 
 ROOT = Path(__file__).parents[2]
@@ -164,12 +165,18 @@ def run_scenarios(
     timeout_seconds: float,
     *arguments: str,
     framework: str | None = None,
+    only: Sequence[str] = (),
 ) -> list[Any]:
     """Run a program of this folder, which writes ``<rank>.json``; return the contents in rank order.
+
+    Where scenarios are named by ``only``, the program runs these: what does not depend on the number of ranks needs no
+    job of every size.
 
     Raises:
         AssertionError: as ``start``; with the scenario that each rank was in.
     """
+    if only:
+        (folder / CHOSEN).write_text("\n".join(only))
     try:
         command = ["-m", f"tests.parallel.{program}", str(folder), *arguments]
         start(launcher, ranks, command, timeout_seconds, framework)

@@ -696,12 +696,12 @@ def tensorflow_program() -> Program:
     return TensorFlowProgram()
 
 
-def main(folder: Path, framework: str, *names: str) -> None:
-    """Run the scenarios of these names; default: those of the framework."""
+def main(folder: Path, framework: str) -> None:
+    """Run the scenarios of a framework."""
     program = {"torch": torch_program, "tensorflow": tensorflow_program}[framework]()
     program.hvd.init()
     scenario = Scenarios()
-    for name in names or program.scenarios:
+    for name in program.scenarios:
         scenario(getattr(program, name))
     scenario.run(folder, program.rank)
 

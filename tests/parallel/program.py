@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+CHOSEN = "chosen.txt"
+"""File with the names of the scenarios that a job runs, if not all."""
+
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
 
@@ -16,7 +19,7 @@ class Scenarios:
 
     Args:
         graphs_as_built: TensorFlow does not rewrite graphs (Grappler) before their first run, which takes up to half of
-            the time of graphs that run a few times. Golden programs, examples and users' scripts run with it.
+            the time of graphs that run a few times. Examples and users' scripts run with it.
     """
 
     def __init__(self, graphs_as_built: bool = True) -> None:
@@ -33,14 +36,21 @@ class Scenarios:
         self._functions |= other._functions
 
     def run(self, folder: Path, rank: int, **results: Any) -> None:
-        """Run all; write what this rank saw."""
-        if self._graphs_as_built and "tensorflow" in sys.modules:
-            sys.modules["tensorflow"].config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-        for name, function in self._functions.items():
+        """Run all, or those that the folder's file names; write what this rank saw."""
+        if self._graphs_as_built:
+            take_graphs_as_built()
+        chosen = (folder / CHOSEN).read_text().split() if (folder / CHOSEN).exists() else list(self._functions)
+        for name in chosen:
             (folder / f"{rank}.now").write_text(name)
-            results[name] = function()
+            results[name] = self._functions[name]()
         (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+def take_graphs_as_built() -> None:
+    """Let TensorFlow, where it is imported, run graphs without rewriting them (Grappler) before their first run."""
+    if "tensorflow" in sys.modules:
+        sys.modules["tensorflow"].config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def rotated(longest: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-JOBS = [thorough(("python", 1)), thorough(("mpirun", 2)), ("mpirun", 3), thorough(("mpirun", 4))]
+JOBS = [thorough(("python", 1)), thorough(("mpirun", 2)), ("mpirun", 3)]
 RATE = 0.25
 
 Reports = list[dict[str, Any]]

@@ -14,7 +14,7 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("mpirun", "v1"), thorough(("horovodrun --gloo", "v2"))]
+JOBS = [thorough(("mpirun", "v1")), thorough(("horovodrun --gloo", "v2"))]
 
 NAMES = ("easgd", "easgd_rho", "average", "agn")
 

@@ -15,7 +15,13 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(200)
 
-JOBS = [thorough(("mpirun", "v1", [[0, 3], [1, 2]])), thorough(("horovodrun --gloo", "v2", [[0, 1], [2]]))]
+JOBS = [
+    thorough(("horovodrun --gloo", "v1", [[0, 1], [2]])),
+    thorough(("mpirun", "v2", [[0, 3], [1, 2]], "hierarchical", "embedding", "refused")),
+]
+"""Launcher, version, groups, and what the job runs; default: everything."""
+
+whole = pytest.mark.parametrize("job", JOBS[:1], ids=str, indirect=True)
 
 Reports = list[dict[str, Any]]
 
@@ -23,11 +29,11 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=JOBS, ids=str)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], Reports]:
     """The groups of a job, and what each of its ranks reports; all tests of a job share it."""
-    launcher, version, groups = request.param
+    launcher, version, groups, *only = request.param
     ranks, folder = sum(map(len, groups)), tmp_path_factory.mktemp("job")
     arguments = (version, str(groups))
     return groups, run_scenarios(
-        launcher, ranks, "distributed_contrib_scenarios", folder, 180, *arguments, framework="tensorflow"
+        launcher, ranks, "distributed_contrib_scenarios", folder, 180, *arguments, framework="tensorflow", only=only
     )
 
 
@@ -36,6 +42,7 @@ def close(values: Any) -> Any:
     return pytest.approx(values, rel=1e-6, abs=1e-6)
 
 
+@whole
 def test_scripts_without_a_getter(job: tuple[list[list[int]], Reports]) -> None:
     """The script's own broadcast starts all; checkpoints of all variables bring everything back."""
     reports = job[1]
@@ -53,6 +60,7 @@ def test_scripts_without_a_getter(job: tuple[list[list[int]], Reports]) -> None:
             assert local == 0, "everything is in the script's checkpoints and broadcast"
 
 
+@whole
 def test_centers_start_where_a_script_without_a_getter_has_restored_its_variables(
     job: tuple[list[list[int]], Reports],
 ) -> None:
@@ -71,6 +79,7 @@ def test_two_levels_agree_with_the_oracle(job: tuple[list[list[int]], Reports]) 
             assert [found[rank] for rank in group] == [found[group[0]]] * len(group), "members stay equal"
 
 
+@whole
 def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
     reports = job[1]
     for name, (replicas, center) in oracle.post_local_results(len(reports), 4).items():
@@ -80,6 +89,7 @@ def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
             assert late == [close(replicas[rank]), close(center)], (name, rank)
 
 
+@whole
 def test_a_restart_does_not_fall_back_into_the_synchronous_phase(job: tuple[list[list[int]], Reports]) -> None:
     found = column(job[1], "resumed")
     for with_getter in (True, False):

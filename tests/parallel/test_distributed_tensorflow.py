@@ -16,7 +16,13 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(300)
 
-JOBS = [thorough(("mpirun", [[0, 3], [1, 2]])), ("horovodrun --gloo", [[0, 1], [2]])]
+JOBS = [
+    ("horovodrun --gloo", [[0, 1], [2]]),
+    thorough(("mpirun", [[0, 3], [1, 2]], "hierarchical", "levels", "refused")),
+]
+"""Launcher, groups, and what the job runs; default: everything."""
+
+whole = pytest.mark.parametrize("job", JOBS[:1], ids=str, indirect=True)
 
 Reports = list[dict[str, Any]]
 
@@ -24,10 +30,10 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=JOBS, ids=str)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], Reports]:
     """The groups of a job, and what each of its ranks reports; all tests of a job share it."""
-    launcher, groups = request.param
+    launcher, groups, *only = request.param
     ranks, folder = sum(map(len, groups)), tmp_path_factory.mktemp("job")
     return groups, run_scenarios(
-        launcher, ranks, "distributed_tensorflow_scenarios", folder, 280, str(groups), framework="tensorflow"
+        launcher, ranks, "distributed_tensorflow_scenarios", folder, 280, str(groups), framework="tensorflow", only=only
     )
 
 
@@ -48,6 +54,7 @@ def test_two_levels_agree_with_the_oracle(job: tuple[list[list[int]], Reports]) 
             assert [found[rank] for rank in group] == [found[group[0]]] * len(group), "members stay equal to the bit"
 
 
+@whole
 def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
     """The switch comes at the same step on all ranks; resumed before and after it, training goes on to the bit."""
     reports = column(job[1], "post_local")
@@ -74,6 +81,7 @@ def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
         assert (inner_rounds, rounds) == (6, 2)
 
 
+@whole
 def test_in_fit(job: tuple[list[list[int]], Reports]) -> None:
     """Sparse gradients, compression, clipping, accumulation and loss scaling; members of a group stay equal."""
     groups, reports = job
@@ -90,6 +98,7 @@ def test_in_fit(job: tuple[list[list[int]], Reports]) -> None:
         assert np.abs(np.array(found[other]) - plain).max() > 1e-6, other
 
 
+@whole
 def test_post_local_in_fit(job: tuple[list[list[int]], Reports]) -> None:
     """All ranks are equal before the switch, and not after a local step that follows the exchange."""
     found = column(job[1], "post_local_in_fit")
@@ -100,6 +109,7 @@ def test_post_local_in_fit(job: tuple[list[list[int]], Reports]) -> None:
     assert any(after != found[0][1] for _, after, _ in found[1:]), "the last step was a local one"
 
 
+@whole
 def test_saved_and_loaded(job: tuple[list[list[int]], Reports]) -> None:
     for kept, loaded, error in column(job[1], "saved_and_loaded"):
         assert loaded == pytest.approx(kept, rel=1e-5, abs=1e-7), "Gloo sums three ranks in an order that varies"

@@ -43,7 +43,7 @@ JOBS = {
     "tensorflow1_images": Job(("horovod.tensorflow", "sklearn"), (), 250, 25),
 }
 
-FIRST = ("torch_synthetic", "tensorflow1_synthetic")
+FIRST = ("torch_synthetic",)
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -15,7 +15,7 @@ pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(150)
 
-JOBS = [thorough(("mpirun", 2)), ("mpirun", 3), ("horovodrun --gloo", 2)]
+JOBS = [thorough(("mpirun", 2)), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
 
 Reports = list[dict[str, Any]]
 

@@ -11,7 +11,7 @@ from tests.parallel.program import column
 
 pytest.importorskip("horovod.tensorflow")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.thorough]
 
 Reports = list[dict[str, Any]]
 

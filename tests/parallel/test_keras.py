@@ -15,15 +15,26 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [thorough(("python", 1)), thorough(("mpirun", 3)), ("horovodrun --gloo", 2)]
+OF_SIZE = (
+    *("constant_gradients", "constant_gradients_in_fit", "quadratics", "centers_and_buffers", "buffer_policies"),
+    *("overflow_on_one_rank", "uneven_data", "disagreements", "late_start", "states_of_local_optimizers"),
+    *("failures_on_the_last_rank", "statistics_of_integers", "process_set", "contract"),
+)
+"""What the number of ranks makes a difference for."""
+
+JOBS = [("horovodrun --gloo", 2), thorough(("python", 1, *OF_SIZE)), thorough(("mpirun", 3, *OF_SIZE))]
+"""Launcher, ranks, and what the job runs; default: everything."""
+
+whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    launcher, size = request.param
-    return run_scenarios(launcher, size, "keras_scenarios", tmp_path_factory.mktemp("job"), 240, framework="tensorflow")
+    launcher, size, *only = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "keras_scenarios", folder, 240, framework="tensorflow", only=only)
 
 
 @pytest.mark.parametrize("loop", ["eager", "function"])
@@ -86,12 +97,14 @@ def test_policies_of_statistics(ranks: list[dict[str, Any]]) -> None:
         assert len({report[policy][1] for report in found}) == kinds, f"frozen weights, {policy}"
 
 
+@whole
 def test_buckets_and_graphs_change_nothing(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "small_buckets_equal_one"):
         assert [buckets for buckets, _, _ in report] == [15, 15, 1, 1]
         assert all(found[1:] == report[0][1:] for found in report)
 
 
+@whole
 def test_resume_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "resume"):
         assert len(report) == 5
@@ -99,6 +112,7 @@ def test_resume_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "resume_of_a_synchronizer") == [[True, True]] * len(ranks)
 
 
+@whole
 def test_restore_on_the_root_only(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "restore_on_root_only") == [[True, 3]] * len(ranks)
 
@@ -157,6 +171,7 @@ def test_a_first_step_without_build(ranks: list[dict[str, Any]]) -> None:
         assert compiled == -1.0, "a compiled step starts from the root's value"
 
 
+@whole
 def test_exchange_at_different_steps_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for errors in column(ranks, "different_steps"):
         for loop in ("eager", "function"):
@@ -166,6 +181,7 @@ def test_exchange_at_different_steps_is_an_error_on_every_rank(ranks: list[dict[
                 assert f"from 3 to {2 + len(ranks)}" in errors[loop]
 
 
+@whole
 def test_one_rank_compiles_and_others_do_not(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "different_loops") == [report["constant_gradients"]["easgd eager"][:6] for report in ranks]
 
@@ -202,10 +218,12 @@ def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "contract") == ["kept"] * len(ranks)
 
 
+@whole
 def test_torch_is_not_loaded(ranks: list[dict[str, Any]]) -> None:
     assert all(column(ranks, "torch_is_not_loaded"))
 
 
+@whole
 def test_schedules_of_the_clock(ranks: list[dict[str, Any]]) -> None:
     """In ``fit``, compiled and eager; losses are reported in its steps, and models saved and loaded."""
     check_exchanges(ranks)

@@ -12,7 +12,7 @@ from tests.parallel.program import column
 
 pytest.importorskip("horovod.tensorflow")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     framework, size, *scenarios = request.param
     pytest.importorskip(f"horovod.{framework}")
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios("mpirun", size, "placement_scenarios", folder, 200, framework, *scenarios, framework=framework)
+    return run_scenarios(
+        "mpirun", size, "placement_scenarios", folder, 200, framework, framework=framework, only=scenarios
+    )
 
 
 def reported(ranks: Reports, scenario: str) -> list[Any]:
