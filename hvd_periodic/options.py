@@ -31,12 +31,16 @@ class ExchangeOptions(TypedDict, total=False):
             or ``topk(0.01)``; also ``hvd.Compression.fp16``. What is not sent is not lost: it is kept for the next
             exchange, or stays in the replica. Statistics travel as they are. For PyTorch and numpy; all but
             fp16 over Horovod need a replicated center.
+        fragments: parts F of the parameters, of about equal size, that are exchanged one after another within every
+            period of τ local steps: the f-th after ⌈f τ/F⌉ of them. The most that travels at once falls by F.
+            Statistics and optimizer state go with the last one. For PyTorch and numpy, synchronously.
     """
 
     center: Annotated[str, "replicated"]
     optimizer_state: Annotated[LocalStateLike, "local"]
     overlap: Annotated[int | str, 0]
     compression: Annotated[Any, Compression.none]
+    fragments: Annotated[int, 1]
 
 
 class Options(ExchangeOptions, total=False):
@@ -73,12 +77,12 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ...     def __init__(self, size, **options):
         ...         self.options = options
         >>> Setup(3).options
-        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain()}
+        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), 'fragments': 1}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap', 'compression']
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments']
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., compression
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., fragments
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -12,8 +12,10 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.outbox import UNSENT, Outbox
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
+from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
@@ -148,14 +150,23 @@ class TensorGroup(Generic[V]):
         """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
         return self._spread(communicator, bucket, self.center_state[key].read(self._share_of(bucket)), prefix)
 
-    def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str) -> int:
-        """Exchange all buckets, one travelling while the next is computed; return the bytes handed to collectives.
+    def exchange(
+        self, communicator: Communicator, exchange: Exchange, prefix: str, fragment: Fragment | None = None
+    ) -> int:
+        """Exchange a fragment, a bucket travelling while the next is computed; return the bytes handed to collectives.
 
         With an outer optimizer, all totals come first, then its step, then the pulls.
+
+        Args:
+            communicator: the ranks.
+            exchange: what the algorithm may know.
+            prefix: of the names of collectives.
+            fragment: default: all buckets.
         """
         sent = 0
         under_way: deque[Pending[V]] = deque()
-        for bucket in self.values.layout.buckets:
+        fragment = fragment or Fragment(0, self.values.layout.buckets)
+        for bucket in fragment.buckets:
             if len(under_way) == IN_FLIGHT:
                 sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
             pending, bytes_sent = self.begin(bucket, communicator, exchange, prefix)
@@ -164,8 +175,8 @@ class TensorGroup(Generic[V]):
         while under_way:
             sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
         if self._outer is not None:
-            self.move_by_outer_optimizer()
-            for bucket in self.values.layout.buckets:
+            self.move_by_outer_optimizer(fragment.index)
+            for bucket in fragment.buckets:
                 self.pull(bucket, self.handed_out(communicator, bucket, exchange, prefix), exchange)
                 sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         return sent
@@ -227,10 +238,10 @@ class TensorGroup(Generic[V]):
             self._write(self.center_state, share, center, moved)
         return moved
 
-    def move_by_outer_optimizer(self) -> None:
-        """Let the outer optimizer step, if there is one: the gradient of the whole center is there."""
+    def move_by_outer_optimizer(self, fragment: int = 0) -> None:
+        """Let the outer optimizer of a fragment step, if there is one: the gradient of all its elements is there."""
         if self._outer is not None:
-            self._outer.step()
+            (self._outer.parts[fragment] if isinstance(self._outer, Divided) else self._outer).step()
 
     def pull_late(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
         """Let a replica that has gone on since its message was formed pull a bucket of what the center hands out."""

@@ -9,6 +9,7 @@ from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.centers.tensor_group import Pending, TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
+from hvd_periodic.vectors.fragments import Fragment
 
 V = TypeVar("V")
 
@@ -25,6 +26,7 @@ class UnderWay(Generic[V]):
         communicator: the ranks.
         exchange: which it is.
         prefix: of the names of its collectives.
+        fragment: what travels.
         pending: what :meth:`TensorGroup.begin` has returned of the buckets; nothing where the center has moved.
 
     Attributes:
@@ -35,12 +37,13 @@ class UnderWay(Generic[V]):
     communicator: Communicator
     exchange: Exchange
     prefix: str
+    fragment: Fragment
     pending: list[Pending[V]] = field(default_factory=list)
     sent: int = 0
 
     def begin(self) -> UnderWay[V]:
         """Let all messages travel; return this."""
-        for bucket in self.group.values.layout.buckets:
+        for bucket in self.fragment.buckets:
             pending, sent = self.group.begin(bucket, self.communicator, self.exchange, self.prefix)
             self.pending.append(pending)
             self.sent += sent
@@ -52,7 +55,7 @@ class UnderWay(Generic[V]):
             return
         while self.pending:  # Each only once, also where one of them fails.
             self.group.arrive(self.pending.pop(0), self.exchange)
-        self.group.move_by_outer_optimizer()
+        self.group.move_by_outer_optimizer(self.fragment.index)
 
     def land(self, moved_on: bool) -> None:
         """Let the replica take what has come.
@@ -64,7 +67,7 @@ class UnderWay(Generic[V]):
         group = self.group
         if not group.algorithm.reads_after:
             return
-        for bucket in group.values.layout.buckets:
+        for bucket in self.fragment.buckets:
             handed_out = group.handed_out(self.communicator, bucket, self.exchange, self.prefix)
             (group.pull_late if moved_on else group.pull)(bucket, handed_out, self.exchange)
 
@@ -75,9 +78,15 @@ class UnderWay(Generic[V]):
 
     @classmethod
     def load(
-        cls, saved: dict[str, Any], group: TensorGroup[V], communicator: Communicator, prefix: str, replica: Replica[V]
+        cls,
+        saved: dict[str, Any],
+        group: TensorGroup[V],
+        communicator: Communicator,
+        prefix: str,
+        fragment: Fragment,
+        replica: Replica[V],
     ) -> UnderWay[V]:
-        """Return what :meth:`save` has said of a group."""
+        """Return what :meth:`save` has said of a fragment of a group."""
         if group.snapshot is not None:
             replica.load(group.snapshot, saved["snapshot"])
-        return cls(group, communicator, Exchange(**saved["exchange"]), prefix)
+        return cls(group, communicator, Exchange(**saved["exchange"]), prefix, fragment)

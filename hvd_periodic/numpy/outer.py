@@ -25,6 +25,10 @@ class ArrayOuterOptimizer:
         self._source = copy.deepcopy(source)
         self._optimizer = copy.deepcopy(source)
 
+    def another(self) -> ArrayOuterOptimizer:
+        """Return one like this that has no center yet."""
+        return ArrayOuterOptimizer(self._source)
+
     @property
     def name(self) -> str:
         """The class of the optimizer."""

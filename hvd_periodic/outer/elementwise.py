@@ -48,6 +48,7 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
         different, problem = True, f" ({type(error).__name__}: {error})"
     if different:
         raise ValueError(
-            f"`center='sharded'` cuts tensors, and {name} computes something else on parts than on the whole{problem}: "
-            f"use center='root', or another `{outer_name()}`"
+            f"`center='sharded'` cuts tensors, and so do `fragments` of a model that one tensor dominates; {name} "
+            f"computes something else on parts than on the whole{problem}: use center='root' and fewer fragments, or "
+            f"another `{outer_name()}`"
         )

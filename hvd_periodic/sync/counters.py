@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,39 @@ class Counters:
         return self.pushes_missed / max(self.rounds, 1)
 
 
+class Since(NamedTuple):
+    """What has happened since a fragment of the parameters was exchanged.
+
+    Attributes:
+        planned: local steps, as the schedule planned them.
+        pending: local steps, on the rank with most of them.
+        gradients: that this rank accumulated.
+    """
+
+    planned: int = 0
+    pending: int = 0
+    gradients: int = 0
+
+    def and_then(self, more: Since) -> Since:
+        """Return what has happened when more has."""
+        return Since(*map(sum, zip(self, more, strict=True)))
+
+
 @dataclass(frozen=True)
 class Notes:
-    """What a rank keeps for its schedule from one question to the next, besides the counters.
+    """What a rank keeps from one exchange to the next, besides the counters.
 
     Attributes:
         loss_sum: of the losses that were reported since the last exchange.
         losses: how many.
         memory: what the schedule asked to be remembered.
+        since: of every fragment, in the middle of a period; empty at its end.
     """
 
     loss_sum: float = 0.0
     losses: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
+    since: Sequence[Since] = ()
 
     @property
     def loss(self) -> float | None:

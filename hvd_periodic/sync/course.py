@@ -23,6 +23,7 @@ from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
 from hvd_periodic.wires.plain import Plain
@@ -42,6 +43,7 @@ class Setting(Generic[V]):
         phase: whether gradients are still averaged.
         meeting: speaks with the other ranks.
         optimizer_state: exchanges the state of local optimizers, if anything does.
+        fragments: the parts of the parameters that are exchanged one after another.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
         wire: how messages of the parameters are encoded.
     """
@@ -53,6 +55,7 @@ class Setting(Generic[V]):
     phase: Phase
     meeting: Meeting
     optimizer_state: OptimizerStateExchange[V] | None
+    fragments: Sequence[Fragment]
     overlap: int | str = 0
     wire: Wire = Plain()  # noqa: RUF009
 

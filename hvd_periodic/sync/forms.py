@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hvd_periodic.arguments import require_int
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.checkpoint import Checkpoint
@@ -14,6 +15,8 @@ from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.view import View
+from hvd_periodic.vectors.fragments import Fragment, cut_into_fragments
+from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires import Wire, as_wire
 
 
@@ -28,6 +31,7 @@ class Forms(NamedTuple):
         view: reads the center.
         overlapped: runs exchanges that travel during local steps; None where the framework has no such thing.
         encodes: the verbs of wires are there.
+        streams: a part of the parameters can be exchanged.
     """
 
     ledger: Callable[[Schedule], Ledger] = Ledger
@@ -37,6 +41,7 @@ class Forms(NamedTuple):
     view: Callable[..., View[Any]] = View
     overlapped: type[Course[Any]] | None = Overlapped
     encodes: bool = True
+    streams: bool = True
 
     def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
         """Return what runs exchanges.
@@ -57,6 +62,23 @@ class Forms(NamedTuple):
                 f"TensorFlow choose a longer period. Received: overlap={overlap!r}"
             )
         return self.overlapped
+
+    def fragments(self, asynchronous: bool, fragments: int, parameters: Store[Any]) -> list[Fragment]:
+        """Return the parts in which the parameters are exchanged, after which their buckets are cut.
+
+        Raises:
+            TypeError, ValueError: not an int of at least 1; or more make no sense here.
+        """
+        require_int(fragments, "`fragments`", minimum=1)
+        if fragments > 1 and asynchronous:
+            raise ValueError(
+                "`fragments` is for synchronous exchange: with asynchronous=True no rank waits for another. Received: "
+                f"fragments={fragments}"
+            )
+        if fragments > 1 and not self.streams:
+            raise ValueError(f"`fragments` is for PyTorch and numpy; not for TensorFlow yet. Received: {fragments=}")
+        parameters.layout, cut = cut_into_fragments(parameters.layout, fragments)
+        return cut
 
     def wire(self, asynchronous: bool, compression: Any) -> Wire:
         """Return how messages travel.

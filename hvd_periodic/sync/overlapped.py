@@ -7,13 +7,13 @@ from collections.abc import Hashable
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.saved_vectors import check_names
 from hvd_periodic.centers.under_way import UnderWay
 from hvd_periodic.sync.course import Setting, failing
 from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.sync.turns import Turn
 
 V = TypeVar("V")
 
@@ -139,7 +139,7 @@ class Overlapped(Synchronous[V]):
         if left is None or not left.group.algorithm.reads_after:
             return None
         groups = {left.group.name: left.save(self.setting.exchanged.replica)}
-        return {"begun": self._begun, "due": self._due, "groups": groups}
+        return {"begun": self._begun, "due": self._due, "fragment": left.fragment.index, "groups": groups}
 
     def check_under_way(self, saved: Any) -> None:
         """Check what was under way when a state was saved."""
@@ -154,26 +154,27 @@ class Overlapped(Synchronous[V]):
         if saved is not None:
             left, replica = saved["groups"][group.name], self.setting.exchanged.replica
             self._begun, self._due = saved["begun"], saved["due"]
-            self._under_way = UnderWay.load(left, group, membership.communicator, membership.name, replica)
+            fragment = self.turns.fragments[saved.get("fragment", 0)]
+            self._under_way = UnderWay.load(left, group, membership.communicator, membership.name, fragment, replica)
 
     def _followed(self, settings: Any) -> Any:
         """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""
         return self.setting.exchanged.hyperparameters.hyperparameters() if settings is None else settings
 
-    def _send(self, exchange: Exchange, step: int, training: bool) -> Any:
+    def _send(self, turn: Turn, step: int, training: bool) -> Any:
         """Let an exchange begin at a step; where nobody trains on, let it end as well."""
         if not training:
-            return super()._send(exchange, step, training)
+            return super()._send(turn, step, training)
         membership, overlap = self.setting.membership, as_overlap(self.setting.overlap)
         communicator, name = membership.communicator, membership.name
         used = communicator.namespace, name
         if (twin := _SENDING.get(used)) is not None:
             twin.arrive()
         _SENDING[used] = self
-        waited_for = sum(group.exchange(communicator, exchange, name) for group in self.tensor_groups.statistics)
-        self._under_way = UnderWay(self.tensor_groups.parameters, communicator, exchange, name).begin()
+        group = self.tensor_groups.parameters
+        self._under_way = UnderWay(group, communicator, turn.exchange, name, turn.fragment).begin()
         self._begun, self._due = step, None if overlap is None else step + overlap
-        return waited_for + self._under_way.sent
+        return self._under_way.sent
 
 
 _SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()

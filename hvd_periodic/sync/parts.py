@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state import LocalStateLike, as_local_state
+from hvd_periodic.outer.divided import Divided, Divisible
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.schedules.streamed import streamed
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting
@@ -55,6 +57,7 @@ class Parts(Generic[V]):
         local_optimizer: that state, for policies that touch it.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
         compression: how the messages of the parameters travel.
+        fragments: in how many parts, one after another within a period.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -84,10 +87,13 @@ class Parts(Generic[V]):
         local_optimizer: OptimizerState[V] | None = None,
         overlap: int | str = 0,
         compression: Any = Compression.none,
+        fragments: int = 1,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
-        self.policy, planned = as_local_state(optimizer_state), as_schedule(schedule, "schedule")
+        cut = forms.fragments(bool(asynchronous), fragments, replica.parameters)
+        outer = Divided(cast(Divisible, outer), cut) if outer is not None and len(cut) > 1 else outer
+        self.policy, planned = as_local_state(optimizer_state), streamed(as_schedule(schedule, "schedule"), len(cut))
         self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
         course.check(planned, self.policy)
         self.replica, self.algorithm = replica, self.exchanged.algorithm
@@ -99,7 +105,7 @@ class Parts(Generic[V]):
         hyperparameters = self.exchanged.hyperparameters
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
-        setting = Setting(self.exchanged, *known, state, overlap, wire)
+        setting = Setting(self.exchanged, *known, state, cut, overlap, wire)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)

@@ -14,11 +14,12 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.meeting import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.counters import Notes
+from hvd_periodic.sync.counters import Notes, Since
 from hvd_periodic.sync.course import Course, Legacy, Setting, failing
 from hvd_periodic.sync.knowledge import Agreement
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.turns import Turn, Turns
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -52,6 +53,7 @@ class Synchronous(Course[V]):
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
+        self.turns = Turns(setting.fragments, membership.communicator.size)
         setting.wire.check(membership.communicator, place.name)
         if setting.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
@@ -60,9 +62,9 @@ class Synchronous(Course[V]):
             )
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        parameters = self.tensor_groups.parameters
-        if parameters.total is not None:
-            self._outer.bind(parameters.center, parameters.total, parameters.values.layout)
+        group = self.tensor_groups.parameters
+        if group.total is not None:
+            self._outer.bind(group.center, group.total, group.values.layout)
 
     @property
     def reads_together(self) -> bool:
@@ -76,7 +78,8 @@ class Synchronous(Course[V]):
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
-        return {"asynchronous": False, "compression": described(self.setting.wire)}
+        setting = self.setting
+        return {"asynchronous": False, "compression": described(setting.wire), "fragments": len(setting.fragments)}
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when the first exchange takes place, the same on all ranks."""
@@ -99,9 +102,12 @@ class Synchronous(Course[V]):
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
-        if agreed.training or agreed.pending:
+        passed = Since(agreed.period, agreed.pending, own.counters.gradients)
+        since = self.turns.passed(own.notes.since, passed if agreed.training or agreed.pending else Since())
+        turns = self.turns.take(since, own.counters.rounds, agreed.training)
+        if turns:
             with failing(setting.meeting, own.counters.local_steps):
-                sent = self._run(agreed)
+                sent = self._run(agreed, turns)
             ledger.add(bytes_sent=sent, rounds=1)
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         counters = ledger.counters
@@ -114,28 +120,31 @@ class Synchronous(Course[V]):
             gradients=0,
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
-        ledger.notes = Notes(memory=plan.memory)
+        ledger.notes = Notes(memory=plan.memory, since=self.turns.left(since, turns))
         ledger.time(agreed.step)
         return agreed.training
 
-    def _run(self, agreed: Agreement) -> Any:
+    def _run(self, agreed: Agreement, turns: Sequence[Turn]) -> Any:
         """Let data travel; return the bytes handed to collectives."""
-        setting, counters = self.setting, self.setting.ledger.counters
+        setting, rounds, sent = self.setting, self.setting.ledger.counters.rounds, 0
         if setting.phase.equal:
             self.tensor_groups.restart()
             self.tensor_groups.audit()
             return 0
-        exchange = Exchange(setting.membership.communicator.size, agreed.period, max(counters.gradients, 1))
-        sent = self._exchange_state(exchange, counters.rounds) if agreed.states_are_there else 0
-        return sent + self._send(exchange, agreed.step, agreed.training)
+        if self.turns.completes(rounds, agreed.training):
+            last = turns[-1].exchange
+            if agreed.states_are_there:
+                sent += self._exchange_state(last, rounds // len(self.turns.fragments))
+            sent += self.tensor_groups.exchange_statistics(last)
+        return sent + sum(self._send(turn, agreed.step, agreed.training) for turn in turns)
 
     def _followed(self, settings: Any) -> Any:
         """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""
         return settings
 
-    def _send(self, exchange: Exchange, step: int, training: bool) -> Any:
-        """Exchange parameters and statistics at a step; return the bytes handed to collectives."""
-        return self.tensor_groups.exchange(exchange)
+    def _send(self, turn: Turn, step: int, training: bool) -> Any:
+        """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
+        return self.tensor_groups.exchange_parameters(turn.exchange, turn.fragment)
 
     def _exchange_state(self, exchange: Exchange, rounds: Any) -> Any:
         """Exchange the local optimizer's state as its policy asks; return the bytes handed to collectives."""
@@ -193,6 +202,7 @@ class Synchronous(Course[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Load the state of the center's optimizer, of which this rank may have a part."""
+        self.turns.check(state.get("notes", {}).get("since", ()))
         self._load_optimizer_state(state["center_optimizer"])
 
     def _load_optimizer_state(self, saved: Any) -> None:

@@ -11,6 +11,7 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.agreement import audit
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
+from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -91,9 +92,18 @@ class TensorGroups(Generic[V]):
             store.write(bucket, send(store.read(bucket, out=self._replica.scratch(bucket, 0))))
 
     def exchange(self, exchange: Exchange) -> Any:
-        """Exchange all groups; return the bytes handed to collectives."""
+        """Exchange all groups, in the order that all ranks keep; return the bytes handed to collectives."""
+        return self.exchange_statistics(exchange) + self.exchange_parameters(exchange)
+
+    def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> Any:
+        """Exchange the parameters, or a fragment of them; return the bytes handed to collectives."""
+        membership = self._membership
+        return self.parameters.exchange(membership.communicator, exchange, membership.name, fragment)
+
+    def exchange_statistics(self, exchange: Exchange) -> Any:
+        """Exchange all others; return the bytes handed to collectives."""
         communicator, name = self._membership.communicator, self._membership.name
-        return sum(group.exchange(communicator, exchange, name) for group in self)
+        return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
 
     def audit(self) -> None:
         """Check on all ranks that they hold the same centers, to the bit; each what it holds of them for all.

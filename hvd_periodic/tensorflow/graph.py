@@ -56,6 +56,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             VariableView,
             overlapped=None,
             encodes=False,
+            streams=False,
         )
         super().__init__(*arguments, **options | {"forms": forms})
         alone = self.course.worker is not None

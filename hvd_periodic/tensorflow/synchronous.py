@@ -66,8 +66,8 @@ class GraphSynchronous(Synchronous[Any]):
             gradients = tf.maximum(ledger.variables["gradients"], 1)
             size = setting.membership.communicator.size
             exchange: Any = Exchange(size, tf.cast(plan.period, tf.float64), tf.cast(gradients, tf.float64))
-            sent = self.tensor_groups.exchange(exchange)
-            sent += self._exchange_state(exchange, ledger.variables["rounds"].read_value())
+            sent = self._exchange_state(exchange, ledger.variables["rounds"].read_value())
+            sent += self.tensor_groups.exchange(exchange)
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided)
         ledger.timed(started)

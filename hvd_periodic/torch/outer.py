@@ -32,6 +32,10 @@ class TorchOuterOptimizer:
         self._optimizer: CenterOptimizer | None = None
         self._keys: list[tuple[int, int, str]] = []
 
+    def another(self) -> TorchOuterOptimizer:
+        """Return one like this that has no center yet."""
+        return TorchOuterOptimizer(self.source, self._local, self._parameters)
+
     @property
     def name(self) -> str:
         """The class of the optimizer, once there is one."""

@@ -20,6 +20,7 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.options import of_exchange, takes
+from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.phase import schedule_around
@@ -173,7 +174,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica, membership, outer = self.replica, self.membership, self.exchanged.outer
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes)
-        moving = outer.source if isinstance(outer, TorchOuterOptimizer) else None
+        first = outer.parts[0] if isinstance(outer, Divided) else outer
+        moving = first.source if isinstance(first, TorchOuterOptimizer) else None
         arguments = {
             "algorithm": self.exchanged.algorithm,
             "schedule": self.planner.schedule,
@@ -184,6 +186,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "optimizer_state": self.policy,
             "overlap": self.course.setting.overlap,
             "compression": self.course.setting.wire,
+            "fragments": len(self.course.setting.fragments),
         }
         return _restore, (of_rank, moving, arguments), self.state_dict()
 

@@ -11,8 +11,10 @@ span several buckets, and a bucket may hold several tensors: a *piece* is the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 DEFAULT_BUCKET_BYTES = 16 * 2**20
@@ -154,6 +156,27 @@ class Layout:
         part.sources = tuple(stretches)
         part.buckets = part._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
         return part
+
+    def cut_at(self, places: Mapping[str, Sequence[int]]) -> Layout:
+        """Return the same layout with more buckets: those that hold one of these elements end before it.
+
+        Args:
+            places: elements by arena.
+
+        Example:
+            >>> layout = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)])
+            >>> [(bucket.start, bucket.stop) for bucket in layout.cut_at({"f4": [3]}).buckets]
+            [(0, 3), (3, 4)]
+        """
+        itemsizes = {spec.kind: spec.itemsize for spec in self.specs}
+        cuts = {}
+        for kind, total in self.arenas.items():
+            starts = {bucket.start for bucket in self.buckets if bucket.kind == kind}
+            ends = sorted({*starts, *places.get(kind, ()), total} - {0})
+            cuts[kind] = [end - start for start, end in pairwise([0, *ends])]
+        cut = copy(self)
+        cut.buckets = cut._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
+        return cut
 
     def span(self, tensor: int) -> tuple[str, int, int]:
         """Return the arena of a tensor and the first and past-the-last element of the tensor in it."""

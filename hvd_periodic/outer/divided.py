@@ -1,0 +1,146 @@
+"""One optimizer of the center for each fragment of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.vectors.fragments import Fragment
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.store import FlatStore, Store
+
+
+class Divisible(OuterOptimizer, Protocol):
+    """An optimizer of the center of which there may be several."""
+
+    def another(self) -> Divisible:
+        """Return one like this that has no center yet."""
+
+
+class Divided:
+    """As many optimizers as there are fragments, each over its slice of the center, with a state of its own.
+
+    Args:
+        outer: what is wanted.
+        fragments: of the parameters; the center is cut as they are.
+
+    Attributes:
+        parts: the optimizers, by fragment.
+    """
+
+    def __init__(self, outer: Divisible, fragments: Sequence[Fragment]) -> None:
+        self.parts: list[Divisible] = [outer.another() for _ in fragments]
+        self._fragments = fragments
+
+    @property
+    def name(self) -> str:
+        """The class of each."""
+        return self.parts[0].name
+
+    def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
+        """Make the optimizers."""
+        for part, fragment in zip(self.parts, self._fragments, strict=True):
+            slices = [Slice(store, fragment) for store in (center, gradient)]
+            of_center = slices[0]
+            uncut = center.layout is whole and not of_center.cuts
+            part.bind(of_center, slices[1], of_center.layout if uncut else whole)
+
+    def step(self) -> None:
+        """Let each take a step."""
+        for part in self.parts:
+            part.step()
+
+    def settings(self) -> dict[str, object]:
+        """Return the hyper-parameters, which all have in common."""
+        return self.parts[0].settings()
+
+    def hyperparameters(self) -> Any:
+        """Return the hyper-parameters, which all have in common."""
+        return self.parts[0].hyperparameters()
+
+    def follow(self, settings: Any) -> None:
+        """Let all take these."""
+        for part in self.parts:
+            part.follow(settings)
+
+    def state(self) -> Any:
+        """Return the states, by fragment."""
+        return {"fragments": [part.state() for part in self.parts]}
+
+    def load(self, state: Any) -> None:
+        """Restore what :meth:`state` returned.
+
+        Raises:
+            ValueError: it was saved with another number of fragments.
+        """
+        states = state.get("fragments") if isinstance(state, dict) else None
+        if states is None or len(states) != len(self.parts):
+            found = 1 if states is None else len(states)
+            raise ValueError(
+                f"The state of the center optimizer was saved with fragments={found}, and this one has "
+                f"{len(self.parts)}: load it with the same number, or start anew from the saved center"
+            )
+        for part, of_part in zip(self.parts, states, strict=True):
+            part.load(of_part)
+
+    def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
+        """Make the optimizers."""
+        self.bind(center, gradient, whole)
+
+    def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+        """Return those of one after another."""
+        return [shape for part in self.parts for shape in part.shapes(layout)]
+
+    def reset(self) -> None:
+        """Forget all states."""
+        for part in self.parts:
+            part.reset()
+
+    def pull(self, arrays: Sequence[np.ndarray]) -> None:
+        """Refuse: arrays are shared by asynchronous processes, which have no fragments."""
+        raise NotImplementedError("Asynchronous exchange has no fragments")
+
+    def push(self, arrays: Sequence[np.ndarray]) -> None:
+        """Refuse, as :meth:`pull`."""
+        raise NotImplementedError("Asynchronous exchange has no fragments")
+
+
+@dataclass
+class Slice(Store[Any]):
+    """A fragment of a store: views of the tensors and parts of tensors in it."""
+
+    store: Store[Any]
+    fragment: Fragment
+
+    def __post_init__(self) -> None:
+        of_store, indices = self.store.layout, {bucket.index for bucket in self.fragment.buckets}
+        self.layout = of_store.restrict(lambda bucket: (0, bucket.size if bucket.index in indices else 0))
+        self._stretches = self.layout.sources
+        owners = [(of_store.sources[tensor], start, stop) for tensor, start, stop in self._stretches]
+        self.layout.sources = tuple((owner, first + start, first + stop) for (owner, first, _), start, stop in owners)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it holds parts of tensors."""
+        specs = self.store.layout.specs
+        return any(stop - start < specs[tensor].size for tensor, start, stop in self._stretches)
+
+    def tensors(self) -> list[Any]:
+        """Return the tensors, those that are not whole flat."""
+        tensors, specs = self.store.tensors(), self.store.layout.specs
+        return [
+            tensors[tensor] if stop - start == specs[tensor].size else tensors[tensor].reshape(-1)[start:stop]
+            for tensor, start, stop in self._stretches
+        ]
+
+    def read(self, bucket: Bucket, out: Any = None) -> Any:
+        """Return the values of a bucket of the fragment."""
+        return self.store.read(self.store.layout.buckets[bucket.index], out)
+
+    def write(self, bucket: Bucket, value: Any) -> None:
+        """Set the values of a bucket of the fragment."""
+        self.store.write(self.store.layout.buckets[bucket.index], value)

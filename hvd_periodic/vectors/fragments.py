@@ -1,0 +1,109 @@
+"""Cuts a layout into fragments: runs of buckets of about equal bytes, which travel one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hvd_periodic.vectors.layout import Bucket, Layout
+
+_UNEVEN = 2
+"""So many times its part a fragment may be large, where tensors stay whole."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A part of the parameters that is exchanged at a time of its own.
+
+    Attributes:
+        index: counts fragments.
+        buckets: of the fragment.
+    """
+
+    index: int
+    buckets: tuple[Bucket, ...]
+
+
+def cut_into_fragments(layout: Layout, count: int) -> tuple[Layout, list[Fragment]]:
+    """Return the layout with buckets that lie in one fragment each, and the fragments.
+
+    Fragments end where tensors end; where one tensor dominates, so that they would be of very different sizes, also
+    where buckets end.
+
+    Args:
+        layout: of which kinds may differ, and the first may be cut as the last.
+        count: of fragments, F; with 1 the layout stays as it is.
+
+    Raises:
+        ValueError: more fragments than there are tensors and buckets.
+
+    Example:
+        >>> from hvd_periodic.vectors.layout import TensorSpec
+        >>> layout = Layout([TensorSpec(name, (size,), "f4", 4) for name, size in (("a", 3), ("b", 4), ("c", 2))])
+        >>> _, fragments = cut_into_fragments(layout, 2)
+        >>> [[(bucket.start, bucket.stop) for bucket in fragment.buckets] for fragment in fragments]
+        [[(0, 3)], [(3, 9)]]
+    """
+    if count == 1:
+        return layout, [Fragment(0, layout.buckets)]
+    starts, total = _starts(layout)
+    tensors = {_place(starts, *layout.span(i)[:2], layout.specs[i].itemsize) for i in range(len(layout.specs))}
+    buckets = {_place(starts, bucket.kind, bucket.start, bucket.itemsize) for bucket in layout.buckets}
+    choices = [_nearest(sorted(places - {0, total}), total, count) for places in (tensors, tensors | buckets)]
+    possible = [cuts for cuts in choices if cuts is not None]
+    if not possible:
+        most = len((tensors | buckets) - {0, total}) + 1
+        raise ValueError(
+            f"`fragments` must be at most {most}, the number of tensors and buckets that the model can be cut into. "
+            f"Received: fragments={count}"
+        )
+    sizes = [max(after - before for before, after in pairwise([0, *cuts, total])) for cuts in possible]
+    cuts = possible[0] if sizes[0] <= _UNEVEN * total / count else possible[sizes.index(min(sizes))]
+    cut = layout.cut_at(
+        {
+            kind: [
+                (place - start) // _itemsize(layout, kind)
+                for place in cuts
+                if start < place < start + layout.arenas[kind] * _itemsize(layout, kind)
+            ]
+            for kind, start in starts.items()
+        }
+    )
+    ends = [*cuts, total]
+    fragments: list[list[Bucket]] = [[] for _ in ends]
+    for bucket in cut.buckets:
+        place = _place(starts, bucket.kind, bucket.start, bucket.itemsize)
+        fragments[next(i for i, end in enumerate(ends) if place < end)].append(bucket)
+    return cut, [Fragment(index, tuple(buckets)) for index, buckets in enumerate(fragments)]
+
+
+def _nearest(places: Sequence[int], total: int, count: int) -> list[int] | None:
+    """Return increasing places, the k-th near to k-th parts of the total; None if there are too few."""
+    cuts: list[int] = []
+    first = 0
+    for k in range(1, count):
+        choices = range(first, len(places) - (count - 1 - k))
+        if not choices:
+            return None
+        chosen = min(choices, key=lambda i: abs(places[i] * count - k * total))
+        cuts.append(places[chosen])
+        first = chosen + 1
+    return cuts
+
+
+def _starts(layout: Layout) -> tuple[dict[str, int], int]:
+    """Return where every arena begins when all lie one after another, in bytes; and where the last one ends."""
+    starts, end = {}, 0
+    for kind, size in layout.arenas.items():
+        starts[kind] = end
+        end += size * _itemsize(layout, kind)
+    return starts, end
+
+
+def _itemsize(layout: Layout, kind: str) -> int:
+    return next(spec.itemsize for spec in layout.specs if spec.kind == kind)
+
+
+def _place(starts: dict[str, int], kind: str, element: int, itemsize: int) -> int:
+    return starts[kind] + element * itemsize
