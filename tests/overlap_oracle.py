@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tests import oracle
@@ -34,8 +35,20 @@ def move(name: str, state: dict[str, Any], c: float, total: float, n: int) -> tu
     return c, c
 
 
-def expected(name: str, n: int, overlap: int | str) -> list[list[list[float]]]:
-    """Return x of every worker after every step, by the difference rule."""
+def expected(
+    name: str, n: int, overlap: int | str, own: Sequence[int] = (), landing: Sequence[int] = ()
+) -> list[list[list[float]]]:
+    """Return x of every worker after every step, by the difference rule.
+
+    Args:
+        name: of the algorithm.
+        n: workers.
+        overlap: local steps, or ``"period"``.
+        own: steps of exchanges; default: every third.
+        landing: steps at which what is under way is taken at the latest; default: those of exchanges.
+    """
+    own = own or range(PERIOD, oracle.STEPS + 1, PERIOD)
+    landing, last = landing or own, 0
     size = len(oracle.START)
     workers = oracle.Workers(n, oracle.MOMENTUM)
     center, handed_out = list(oracle.START), list(oracle.START)
@@ -48,8 +61,8 @@ def expected(name: str, n: int, overlap: int | str) -> list[list[list[float]]]:
             gradient = oracle.gradient(worker, workers.x[worker])
             sums[worker] = [a + g for a, g in zip(sums[worker], gradient, strict=True)]
             workers.descend(worker, gradient)
-        exchange = step % PERIOD == 0
-        if under_way is not None and (exchange or step >= under_way[0]):
+        exchange = step in own
+        if under_way is not None and (step in landing or step >= under_way[0]):
             _, snapshots, new = under_way
             for worker, snapshot in enumerate(snapshots):
                 pairs = zip(workers.x[worker], new, snapshot, strict=True)
@@ -58,11 +71,11 @@ def expected(name: str, n: int, overlap: int | str) -> list[list[list[float]]]:
         if exchange:
             for k in range(size):
                 if name.startswith("agn"):
-                    total = sum(a[k] / PERIOD for a in sums)
+                    total = sum(a[k] / (step - last) for a in sums)
                 else:
                     total = sum(x[k] - handed_out[k] for x in workers.x)
                 center[k], handed_out[k] = move(name, states[k], center[k], total, n)
-            sums = [[0.0] * size for _ in range(n)]
+            sums, last = [[0.0] * size for _ in range(n)], step
             due = math.inf if overlap == "period" else step + float(overlap)
             under_way = due, [list(x) for x in workers.x], list(handed_out)
         seen.append([list(x) for x in workers.x])

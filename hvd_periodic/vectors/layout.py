@@ -140,7 +140,7 @@ class Layout:
         """
         stretches: list[tuple[int, int, int]] = []
         cuts: dict[str, list[int]] = {kind: [] for kind in self.arenas}
-        itemsizes = {spec.kind: spec.itemsize for spec in self.specs}
+        itemsizes = {bucket.kind: bucket.itemsize for bucket in self.buckets}
         for bucket in self.buckets:
             first, last = owned(bucket)
             cuts[bucket.kind].append(last - first)

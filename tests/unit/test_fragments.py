@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hvd_periodic import SGD, Clock, PeriodicOptimizer
+from hvd_periodic import (
+    AGN,
+    EASGD,
+    SGD,
+    Averaging,
+    Clock,
+    Compression,
+    Doubling,
+    Every,
+    PeriodicOptimizer,
+    Piecewise,
+    PostLocal,
+    Schedule,
+)
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.schedules.streamed import Streamed
+from hvd_periodic.sync.planning import forecast
+from hvd_periodic.vectors.fragments import cut_into_fragments
+from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests import oracle
-from tests.helpers import run_ranks
+from tests.helpers import errors, readable, run_ranks
+from tests.overlap_oracle import expected
 from tests.unit.test_overlap import ALGORITHMS, late
 
 PERIOD = 5
@@ -26,10 +50,11 @@ def train(
     schedule: Any = PERIOD,
     steps: int = oracle.STEPS,
     look: bool = False,
+    elements: Sequence[int] = (0, 1, 2),
     **options: Any,
 ) -> list[Any]:
-    """Return x after every step, and x and c at the end, of one array per element."""
-    x = arrays()
+    """Return x after every step, and x and c at the end, of one array per element, all or these."""
+    x = {key: value for key, value in arrays().items() if int(key[1:]) in elements}
     optimizer = PeriodicOptimizer(
         SGD(oracle.RATE, oracle.MOMENTUM),
         x,
@@ -44,8 +69,8 @@ def train(
         seen.append([value.item() for value in x.values()])
 
     for _ in range(steps):
-        now = [value.item() for value in x.values()]
-        optimizer.step([np.array([g]) for g in oracle.gradient(communicator.rank, now)])
+        now = [x[key].item() if key in x else start.item() for key, start in arrays().items()]
+        optimizer.step([np.array([oracle.gradient(communicator.rank, now)[element]]) for element in elements])
         if look:
             with optimizer.center():
                 pass
@@ -65,8 +90,7 @@ def test_each_fragment_goes_where_all_go_that_begin_with_it(name: str, size: int
     for fragments in (2, 3):
         found = run_ranks(size, lambda communicator, f=fragments: train(communicator, name, fragments=f))  # type: ignore[misc]
         for element in range(3):
-            fragment = min(element, fragments - 1) if fragments == 3 else int(element > 0)
-            first = -(-(fragment + 1) * PERIOD // fragments)
+            first = steps_of(fragment_of(element, fragments), fragments)[0]
 
             def phase(clock: Clock, first: int = first) -> int:
                 return PERIOD if clock.round else first
@@ -74,3 +98,287 @@ def test_each_fragment_goes_where_all_go_that_begin_with_it(name: str, size: int
             alone = run_ranks(size, lambda communicator, phase=phase: train(communicator, name, phase))  # type: ignore[misc]
             for rank in range(size):
                 assert [x[element] for x in found[rank]] == [x[element] for x in alone[rank]], (fragments, element)
+
+
+def fragment_of(element: int, fragments: int) -> int:
+    """Three elements: the first is the first of two fragments."""
+    return element if fragments == 3 else int(element > 0)
+
+
+def steps_of(fragment: int, fragments: int) -> list[int]:
+    """Return the steps at which a fragment is exchanged."""
+    return list(range(-(-(fragment + 1) * PERIOD // fragments), oracle.STEPS + 1, PERIOD))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_fragments_that_travel_during_local_steps(name: str) -> None:
+    """What is under way is taken when the next fragment is exchanged, at the latest; elastic averaging goes as ever."""
+    for fragments in (2, 3):
+        landing = [step for fragment in range(fragments) for step in steps_of(fragment, fragments)]
+        blocking = run_ranks(2, lambda communicator, f=fragments: train(communicator, name, fragments=f))  # type: ignore[misc]
+        for overlap in (1, 2, "period"):
+            options = {"fragments": fragments, "overlap": overlap}
+            found = run_ranks(2, lambda communicator, o=options: train(communicator, name, **o))  # type: ignore[misc]
+            assert found[0][-1] == found[1][-1]
+            if name.startswith("easgd"):
+                assert found == blocking
+                continue
+            for element in range(3):
+                own = steps_of(fragment_of(element, fragments), fragments)
+                for step, of_workers in enumerate(expected(name, 2, overlap, own, landing)):
+                    for worker, x in enumerate(of_workers):
+                        assert found[worker][step][element] == pytest.approx(x[element], rel=1e-9, abs=1e-9), options
+
+
+@pytest.mark.parametrize("name", ["easgd_rho", "average", "agn", "diloco", "slowmo", "bmuf"])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_resume_in_the_middle_of_a_period(name: str, overlap: int) -> None:
+    """At every step of two periods, in new objects: the same to the bit."""
+
+    def run(communicator: Communicator) -> None:
+        rank = communicator.rank
+
+        def make(x: dict[str, Any]) -> PeriodicOptimizer:
+            options: Any = {"fragments": 3, "overlap": overlap, "communicator": communicator}
+            return PeriodicOptimizer(SGD(oracle.RATE), x, ALGORITHMS[name](), PERIOD, **options)
+
+        def step(optimizer: PeriodicOptimizer, x: dict[str, Any]) -> None:
+            optimizer.step([np.array([g]) for g in oracle.gradient(rank, [value.item() for value in x.values()])])
+
+        for saved_at in range(1, 1 + 2 * PERIOD):
+            x = arrays()
+            optimizer = make(x)
+            for _ in range(saved_at):
+                step(optimizer, x)
+            kept, state = {key: value.copy() for key, value in x.items()}, optimizer.synchronizer.state_dict()
+            y = {key: np.zeros(1) for key in x}
+            again = make(y)
+            again.synchronizer.load_state_dict(state)
+            for key, value in kept.items():
+                y[key][...] = value
+            for _ in range(PERIOD + 2):
+                step(optimizer, x)
+                step(again, y)
+                assert {k: v.tobytes() for k, v in y.items()} == {k: v.tobytes() for k, v in x.items()}, saved_at
+            optimizer.synchronizer.finalize()
+            again.synchronizer.finalize()
+            with optimizer.center(), again.center():
+                assert {k: v.tobytes() for k, v in y.items()} == {k: v.tobytes() for k, v in x.items()}, saved_at
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("center", ["root", "sharded"])
+def test_places_of_the_center(name: str, center: str) -> None:
+    replicated = run_ranks(3, lambda communicator: train(communicator, name, fragments=2))
+    found = run_ranks(3, lambda communicator: train(communicator, name, fragments=2, center=center))
+    for rank in range(3):
+        assert np.ravel(found[rank]) == pytest.approx(np.ravel(replicated[rank]), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["easgd", "average", "agn", "diloco"])
+@pytest.mark.parametrize("wire", [Compression.int8, Compression.topk(0.5), Compression.bf16], ids=repr)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_compressed_fragments(name: str, wire: Any, overlap: int) -> None:
+    """As messages of one element each, of a training whose phase is that of the fragment."""
+    options: dict[str, Any] = {"compression": wire, "overlap": overlap}
+    found = run_ranks(2, lambda communicator: train(communicator, name, fragments=3, **options))
+    for element in range(3):
+        first = steps_of(element, 3)[0]
+
+        def phase(clock: Clock, first: int = first) -> int:
+            return PERIOD if clock.round else first
+
+        only: Any = options | {"schedule": phase, "elements": [element]}
+        alone = run_ranks(2, lambda communicator, o=only: train(communicator, name, **o))  # type: ignore[misc]
+        for rank in range(2):
+            assert [x[element] for x in found[rank]] == [x for (x,) in alone[rank]], element
+    assert found[0][-1] == found[1][-1]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_ranks_with_other_numbers_of_steps(name: str) -> None:
+    """Rank r has 4 + 3 r: all end together, with one center; elastic averaging conserves the sum of all."""
+
+    def run(communicator: Communicator) -> tuple[list[float], list[float], int]:
+        x = {"a": np.array([1.0]), "b": np.array([2.0])}
+        options: Any = {"fragments": 2, "communicator": communicator}
+        optimizer = PeriodicOptimizer(SGD(1.0), x, ALGORITHMS[name](), PERIOD, **options)
+        for step in range(4 + 3 * communicator.rank):
+            optimizer.step([np.full(1, -1.0 * communicator.rank * (step == 0))] * 2)
+        optimizer.synchronizer.finalize()
+        replica = [value.item() for value in x.values()]
+        with optimizer.center():
+            return replica, [value.item() for value in x.values()], optimizer.synchronizer.rounds
+
+    found = run_ranks(3, run)
+    assert all(report[1:] == found[0][1:] for report in found)
+    assert found[0][2] == 5, "at 3, 5, 8 and 10, and the first fragment at the end"
+    if name == "easgd":
+        total = np.sum([replica for replica, _, _ in found], axis=0) + found[0][1]
+        assert total == pytest.approx([4.0 + (0 + 1 + 2), 8.0 + (0 + 1 + 2)])
+
+
+def test_looking_changes_nothing() -> None:
+    for name in ALGORITHMS:
+        for overlap in (0, 1):
+            plain, looked = (
+                run_ranks(2, lambda c, n=name, d=overlap, see=look: train(c, n, look=see, fragments=3, overlap=d))  # type: ignore[misc]
+                for look in (False, True)
+            )
+            assert looked == plain, (name, overlap)
+
+
+def test_traffic_is_spread() -> None:
+    """A quarter of the bytes at every exchange, and the meeting's."""
+
+    def run(communicator: Communicator, fragments: int) -> list[int]:
+        x, seen = {f"x{i}": np.zeros(1000) for i in range(4)}, [0]
+        options: Any = {"fragments": fragments, "communicator": communicator}
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 8, **options)
+        for _ in range(8):
+            optimizer.step([np.ones(1000)] * 4)
+            seen.append(optimizer.synchronizer.counters.bytes_sent)
+        return np.diff(seen).tolist()  # type: ignore[no-any-return]
+
+    whole, parts = (run_ranks(2, lambda communicator, f=f: run(communicator, f))[0] for f in (1, 4))  # type: ignore[misc]
+    assert [step for step, sent in enumerate(whole, 1) if sent] == [8]
+    assert [step for step, sent in enumerate(parts, 1) if sent] == [2, 4, 6, 8]
+    assert {sent - (whole[7] - 4 * 8000) for sent in parts if sent} == {8000}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Every(7),
+        Piecewise({0: 3, 9: 6}),
+        Doubling(3, 2, 20),
+        PostLocal(4, 5, quiet=True),
+        as_schedule(lambda clock: 3 + clock.round, ""),
+    ],
+    ids=lambda schedule: type(schedule).__name__,
+)
+def test_the_last_fragment_is_exchanged_when_the_schedule_says(schedule: Schedule) -> None:
+    whole, parts = forecast(schedule, 4), forecast(Streamed(schedule, 3), 12)
+    assert parts[2::3] == whole
+    starts = [schedule.synchronous_until or 0, *whole]
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        assert parts[3 * i : 3 * i + 3] == [begin + -(-f * (end - begin) // 3) for f in (1, 2, 3)]
+
+
+def test_schedules_of_the_learning_rate_and_the_loss_are_asked_once_in_a_period() -> None:
+    asked = []
+
+    @dataclass(frozen=True)
+    class Asking(Schedule):
+        remembers: ClassVar[tuple[str, ...]] = ("last",)
+
+        def __call__(self, clock: Clock) -> int:
+            asked.append((clock.step, clock.round, clock.period, clock.loss, dict(clock.memory)))
+            return 4
+
+        def remember(self, clock: Clock) -> dict[str, float]:
+            return {"last": float(clock.step)}
+
+    schedule, clock = Streamed(Asking(), 2), Clock()
+    for _ in range(5):
+        steps, memory = schedule(clock), schedule.remember(clock)
+        assert set(memory) <= set(schedule.remembers)
+        clock = Clock(clock.step + steps, clock.round + 1, loss=clock.step + 1.0, period=steps, memory=memory)
+    assert list(dict.fromkeys(map(str, asked))) == [
+        str(times) for times in [(0, 0, 0, None, {}), (4, 1, 4, 3.0, {"last": 0.0}), (8, 2, 4, 7.0, {"last": 4.0})]
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    kinds=st.lists(st.sampled_from(["float32", "float64"]), min_size=8, max_size=8),
+    count=st.integers(1, 6),
+    bucket_bytes=st.integers(8, 400),
+)
+def test_fragments_cut_the_layout(sizes: list[int], kinds: list[str], count: int, bucket_bytes: int) -> None:
+    """Every bucket is in one of them, in order; and no fragment is much too large where tensors allow it."""
+    kinds = sorted(kinds)
+    specs = [TensorSpec(f"t{i}", (n,), kinds[i], int(kinds[i][-2:]) // 8) for i, n in enumerate(sizes)]
+    if not any(sizes):
+        return
+    layout = Layout(specs, bucket_bytes)
+    places = {(bucket.kind, bucket.start) for bucket in layout.buckets}
+    places |= {layout.span(i)[:2] for i, size in enumerate(sizes) if size}
+    if len(places) < count:
+        with pytest.raises(ValueError, match=f"`fragments` must be at most {len(places)}, "):
+            cut_into_fragments(layout, count)
+        return
+    cut, fragments = cut_into_fragments(layout, count)
+    assert len(fragments) == count
+    assert [fragment.index for fragment in fragments] == list(range(count))
+    assert all(fragment.buckets for fragment in fragments)
+    assert tuple(bucket for fragment in fragments for bucket in fragment.buckets) == cut.buckets
+    assert cut.specs == layout.specs
+    assert cut.arenas == layout.arenas
+    for kind, size in layout.arenas.items():
+        ends = [0, *(bucket.stop for bucket in cut.buckets if bucket.kind == kind)]
+        assert [bucket.start for bucket in cut.buckets if bucket.kind == kind] == ends[:-1]
+        assert ends[-1] == size
+    assert all(bucket.nbytes <= max(bucket_bytes, bucket.itemsize) for bucket in cut.buckets)
+    largest = max(sum(bucket.nbytes for bucket in fragment.buckets) for fragment in fragments)
+    total = sum(bucket.nbytes for bucket in cut.buckets)
+    step = max([bucket.nbytes for bucket in layout.buckets])
+    assert largest <= 2 * total / count + step
+
+
+def test_one_tensor_that_dominates_is_cut_between_buckets() -> None:
+    layout = Layout([TensorSpec("embedding", (1000,), "f4", 4), TensorSpec("bias", (10,), "f4", 4)], 400)
+    _, fragments = cut_into_fragments(layout, 5)
+    assert [sum(bucket.size for bucket in fragment.buckets) for fragment in fragments] == [200, 200, 200, 200, 210]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"fragments": 0}, ValueError, "`fragments` must be an int >= 1. Received: 0"),
+        ({"fragments": 1.5}, TypeError, "`fragments` must be an int"),
+        ({"fragments": True}, TypeError, "`fragments` must be an int"),
+        ({"fragments": 4}, ValueError, "`fragments` must be at most 3, the number of tensors and buckets"),
+        ({"fragments": 3, "period": 2}, ValueError, "`fragments` must be at most the local steps of a period"),
+        ({"fragments": 2, "asynchronous": True}, ValueError, "`fragments` is for synchronous exchange"),
+    ],
+    ids=readable,
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    def make(communicator: Communicator) -> None:
+        given: Any = {"period": PERIOD} | options
+        PeriodicOptimizer(SGD(0.1), arrays(), EASGD(0.25), given.pop("period"), communicator=communicator, **given)
+
+    for kind, found in errors(2, make):
+        assert issubclass(kind, error)
+        assert text in found
+
+
+def test_ranks_have_to_agree() -> None:
+    def make(communicator: Communicator) -> None:
+        train(communicator, "average", fragments=2 + communicator.rank)
+
+    for _, found in errors(2, make):
+        assert "fragments=2) on rank 0; " in found
+
+
+def test_a_state_in_the_middle_of_a_period_has_its_number_of_fragments() -> None:
+    def run(communicator: Communicator) -> list[str]:
+        def make(fragments: int) -> PeriodicOptimizer:
+            options: Any = {"fragments": fragments, "communicator": communicator}
+            return PeriodicOptimizer(SGD(0.1), arrays(), AGN(), PERIOD, **options)
+
+        optimizer, found = make(3), []
+        for _ in range(2):
+            optimizer.step([np.ones(1)] * 3)
+        for other in (2, 1):
+            with pytest.raises(ValueError, match="fragments") as caught:
+                make(other).synchronizer.load_state_dict(optimizer.synchronizer.state_dict())
+            found.append(str(caught.value))
+        return found
+
+    for first, second in run_ranks(2, run):
+        assert "saved in the middle of a period of 3 fragments" in first
+        assert "Received: fragments=1" in second
