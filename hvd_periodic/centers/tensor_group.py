@@ -150,23 +150,15 @@ class TensorGroup(Generic[V]):
         """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
         return self._spread(communicator, bucket, self.center_state[key].read(self._share_of(bucket)), prefix)
 
-    def exchange(
-        self, communicator: Communicator, exchange: Exchange, prefix: str, fragment: Fragment | None = None
-    ) -> int:
-        """Exchange a fragment, a bucket travelling while the next is computed; return the bytes handed to collectives.
+    def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str, part: Fragment | None = None) -> int:
+        """Exchange all, or a part, a bucket travelling while the next is computed; return the bytes for collectives.
 
         With an outer optimizer, all totals come first, then its step, then the pulls.
-
-        Args:
-            communicator: the ranks.
-            exchange: what the algorithm may know.
-            prefix: of the names of collectives.
-            fragment: default: all buckets.
         """
         sent = 0
         under_way: deque[Pending[V]] = deque()
-        fragment = fragment or Fragment(0, self.values.layout.buckets)
-        for bucket in fragment.buckets:
+        part = part or Fragment(0, self.values.layout.buckets)
+        for bucket in part.buckets:
             if len(under_way) == IN_FLIGHT:
                 sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
             pending, bytes_sent = self.begin(bucket, communicator, exchange, prefix)
@@ -175,8 +167,8 @@ class TensorGroup(Generic[V]):
         while under_way:
             sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
         if self._outer is not None:
-            self.move_by_outer_optimizer(fragment.index)
-            for bucket in fragment.buckets:
+            self.move_by_outer_optimizer(part.index)
+            for bucket in part.buckets:
                 self.pull(bucket, self.handed_out(communicator, bucket, exchange, prefix), exchange)
                 sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         return sent
