@@ -150,14 +150,14 @@ class TensorGroup(Generic[V]):
         """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
         return self._spread(communicator, bucket, self.center_state[key].read(self._share_of(bucket)), prefix)
 
-    def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str, part: Fragment | None = None) -> int:
-        """Exchange all, or a part, a bucket travelling while the next is computed; return the bytes for collectives.
+    def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str, of: Fragment | None = None) -> int:
+        """Exchange all, or a fragment, a bucket travelling while the next is computed; return the bytes for collectives.
 
         With an outer optimizer, all totals come first, then its step, then the pulls.
         """
         sent = 0
         under_way: deque[Pending[V]] = deque()
-        part = part or Fragment(0, self.values.layout.buckets)
+        part = of or Fragment(0, self.values.layout.buckets)
         for bucket in part.buckets:
             if len(under_way) == IN_FLIGHT:
                 sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
