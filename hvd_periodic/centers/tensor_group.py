@@ -151,7 +151,7 @@ class TensorGroup(Generic[V]):
         return self._spread(communicator, bucket, self.center_state[key].read(self._share_of(bucket)), prefix)
 
     def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str, of: Fragment | None = None) -> int:
-        """Exchange all, or a fragment, a bucket travelling while the next is computed; return the bytes for collectives.
+        """Exchange all, or a fragment, one bucket travelling while the next is computed; return the bytes sent.
 
         With an outer optimizer, all totals come first, then its step, then the pulls.
         """

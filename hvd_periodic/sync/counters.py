@@ -69,13 +69,13 @@ class Notes:
         loss_sum: of the losses that were reported since the last exchange.
         losses: how many.
         memory: what the schedule asked to be remembered.
-        since: of every fragment, in the middle of a period; empty at its end.
+        since: the numbers of :class:`Since` of every fragment, in the middle of a period; empty at its end.
     """
 
     loss_sum: float = 0.0
     losses: int = 0
     memory: Mapping[str, float] = field(default_factory=dict)
-    since: Sequence[Since] = ()
+    since: Sequence[Sequence[int]] = ()
 
     @property
     def loss(self) -> float | None:

@@ -44,9 +44,9 @@ class Turns:
     def __init__(self, fragments: Sequence[Fragment], size: int) -> None:
         self.fragments, self._size = fragments, size
 
-    def passed(self, since: Sequence[Since], more: Since) -> tuple[Since, ...]:
-        """Return what has passed since every fragment was exchanged, with that since the last exchange of all."""
-        return tuple(before.and_then(more) for before in since or [Since()] * len(self.fragments))
+    def passed(self, noted: Sequence[Sequence[int]], more: Since) -> list[Since]:
+        """Return what has passed since every fragment was exchanged: what was noted, and since then."""
+        return [Since(*before).and_then(more) for before in noted or [Since()] * len(self.fragments)]
 
     def take(self, since: Sequence[Since], rounds: int, training: bool) -> list[Turn]:
         """Return what is exchanged after so many exchanges: the next fragment; at the end, all that have gone on.
@@ -62,20 +62,20 @@ class Turns:
             Turn(self.fragments[i], Exchange(self._size, since[i].planned, max(since[i].gradients, 1))) for i in due
         ]
 
-    def left(self, since: Sequence[Since], turns: Sequence[Turn]) -> tuple[Since, ...]:
-        """Return what has passed, once these are exchanged; nothing where nothing has to be known."""
+    def left(self, since: Sequence[Since], turns: Sequence[Turn]) -> list[list[int]]:
+        """Return what is to be noted once these are exchanged; nothing where nothing has to be known."""
         exchanged = [turn.fragment.index for turn in turns]
-        left = tuple(Since() if i in exchanged else since[i] for i in range(len(since)))
-        return left if any(left) else ()
+        left = [list(Since() if i in exchanged else since[i]) for i in range(len(since))]
+        return left if any(map(any, left)) else []
 
     def completes(self, rounds: int, training: bool) -> bool:
         """Return whether the exchange after so many is the last of a period."""
         return not training or (rounds + 1) % len(self.fragments) == 0
 
-    def check(self, since: Sequence[Since]) -> None:
-        """Raise a ValueError if this has passed for other fragments."""
-        if since and len(since) != len(self.fragments):
+    def check(self, noted: Sequence[Sequence[int]]) -> None:
+        """Raise a ValueError if this was noted of other fragments."""
+        if noted and len(noted) != len(self.fragments):
             raise ValueError(
-                f"The state was saved in the middle of a period of {len(since)} fragments: load it with that number. "
+                f"The state was saved in the middle of a period of {len(noted)} fragments: load it with that number. "
                 f"Received: fragments={len(self.fragments)}"
             )
