@@ -77,6 +77,7 @@ class Run:
     optimizer_state: str = "local"
     overlap: int | str = 0
     compression: str = "none"
+    fragments: int = 1
     course: list[tuple[int, float]] = field(default_factory=list)
     """After every epoch: exchanges so far, and the accuracy of the center."""
 

@@ -56,6 +56,9 @@ def parse(
         parser.add_argument(
             "--compression", choices=COMPRESSIONS, default="none", help="of what travels; topk: a tenth"
         )
+        parser.add_argument(
+            "--fragments", type=int, default=1, help="parts of the model that are exchanged one after another"
+        )
     args = parser.parse_args()
     if args.asynchronous and args.algorithm not in ("easgd", "agn"):
         parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")

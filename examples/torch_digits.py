@@ -91,6 +91,7 @@ class EveryPeriod:
             optimizer_state=args.optimizer_state,
             overlap=args.overlap,
             compression=flags.compression(args),
+            fragments=args.fragments,
         )
         self.synchronizer = self.optimizer.synchronizer
         self.distance = self.synchronizer.distance
@@ -204,6 +205,7 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         optimizer_state=args.optimizer_state,
         overlap=args.overlap,
         compression=args.compression,
+        fragments=args.fragments,
         course=course,
     )
 

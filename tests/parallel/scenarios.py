@@ -25,12 +25,13 @@ from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
-from tests.parallel import torch_life, torch_overlap
+from tests.parallel import torch_fragments, torch_life, torch_overlap
 from tests.parallel.program import Scenarios, attempt
 
 scenario = Scenarios()
 scenario.include(torch_life.scenario)
 scenario.include(torch_overlap.scenario)
+scenario.include(torch_fragments.scenario)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, m, **k: hvdp.ElasticAverageOptimizer(o, m, 2, moving_rate=0.25, **k),

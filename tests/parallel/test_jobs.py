@@ -119,6 +119,17 @@ def test_exchanges_that_travel_compressed(
     assert run["exchanges"] == other["exchanges"]
 
 
+@pytest.mark.parametrize(("algorithm", "overlap"), [("diloco", "1"), thorough("agn", "0")])
+def test_exchanges_of_fragments(algorithm: str, overlap: str, results: Path, tmp_path: Path) -> None:
+    """The center is as good, by the same bytes in four times as many exchanges."""
+    command = [EXAMPLE, "--algorithm", algorithm, "--fragments", "4", "--overlap", overlap]
+    start("mpirun", 2, [*command, "--output", str(tmp_path), "--no-progress"], 60, "torch")
+    run, other = (json.loads((folder / f"{algorithm}.json").read_text()) for folder in (tmp_path, results))
+    assert run["center_accuracy"] == pytest.approx(other["center_accuracy"], abs=0.03)
+    assert run["bytes_sent"] == pytest.approx(other["bytes_sent"], rel=0.05)
+    assert run["exchanges"] == 4 * other["exchanges"] + 1, "at the end, those that have gone on"
+
+
 def gaps(run: Any) -> list[int]:
     """Return the local steps of every round."""
     return [after - before for before, after in itertools.pairwise([0, *run["exchange_steps"]])]

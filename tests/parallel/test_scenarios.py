@@ -203,6 +203,43 @@ def test_restore_on_the_root_only(ranks: list[dict[str, Any]]) -> None:
         assert ("center variables differ" in error) == (len(ranks) > 1)
 
 
+def test_fragments_go_where_they_go_alone(ranks: list[dict[str, Any]]) -> None:
+    """To the bit, but for sums over three ranks, whose order is Horovod's."""
+    found = ranks[0]["fragments_of_quadratics"]
+    for case in found:
+        reports = column(ranks, "fragments_of_quadratics", case)
+        alone = column(ranks, "fragments_of_quadratics", f"{case.partition(' ')[0]} alone")
+        for rank, seen in enumerate(reports):
+            assert np.ravel(seen) == pytest.approx(np.ravel(alone[rank]), rel=1e-12, abs=1e-12), case
+        assert len({str(seen[-1]) for seen in reports}) == 1, "one center"
+        if len(ranks) <= 2 and not case.startswith("agn"):
+            assert reports == alone, case
+
+
+def test_fragments_of_networks(ranks: list[dict[str, Any]]) -> None:
+    """A copy and what was loaded go on as the original; all ranks end with one center."""
+    for name in ranks[0]["fragments_of_networks"]:
+        reports = column(ranks, "fragments_of_networks", name)
+        assert reports == [reports[0]] * len(ranks), name
+        original, *others = reports[0]
+        for other in others:
+            assert other == (original if len(ranks) <= 2 else pytest.approx(original, rel=1e-5, abs=1e-5)), name
+
+
+def test_fragments_refused(ranks: list[dict[str, Any]]) -> None:
+    texts = {
+        "many": "`fragments` must be at most 3, the number of tensors and buckets",
+        "on the last": "`fragments` must be at most 3, the number of tensors and buckets",
+        "short": "`fragments` must be at most the local steps of a period, one for each. Received: fragments=3",
+        "shrinking": "a period of 2 at step 3",
+        "loaded": "saved in the middle of a period of 3 fragments",
+    }
+    for report in column(ranks, "fragments_refused"):
+        for case, text in texts.items():
+            assert text in report[case], case
+        assert len(ranks) == 1 or "fragments=3) on rank 0" in report["different"]
+
+
 def test_process_set(ranks: list[dict[str, Any]]) -> None:
     """Ranks 0 and 2 of three start from rank 2 and average steps of 1 and 3; rank 1 is not in the set."""
     if len(ranks) == 3:

@@ -25,8 +25,14 @@ from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
-SHARED = ["center", "optimizer_state", "overlap", "compression", "root_rank", "process_set"]
-DEFAULTS = {"center": "replicated", "optimizer_state": "local", "overlap": 0, "compression": Compression.none}
+SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments", "root_rank", "process_set"]
+DEFAULTS = {
+    "center": "replicated",
+    "optimizer_state": "local",
+    "overlap": 0,
+    "compression": Compression.none,
+    "fragments": 1,
+}
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
     "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous"],
