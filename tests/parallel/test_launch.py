@@ -71,8 +71,14 @@ def test_a_rank_starts_with_the_frameworks_imported_and_with_its_own_environment
 
 def test_ranks_differ_as_processes_do(tmp_path: Path) -> None:
     """In the order of their sets, and in numbers that nobody has seeded."""
-    text = "import random, numpy\nprint(hash('a'), random.random(), numpy.random.rand(), flush=True)\n"
-    found = launch.start("mpirun", 2, [script(tmp_path, text)], 30, "torch").split()
+    # Each into a file of its own: on the way through mpirun lines of two ranks may mix.
+    lines = [
+        "import os, pathlib, random, sys, numpy",
+        "file = pathlib.Path(sys.argv[1], 'rank' + os.environ['OMPI_COMM_WORLD_RANK'])",
+        "file.write_text(f\"{hash('a')} {random.random()} {numpy.random.rand()}\")",
+    ]
+    launch.start("mpirun", 2, [script(tmp_path, "\n".join(lines)), str(tmp_path)], 30, "torch")
+    found = [number for rank in range(2) for number in (tmp_path / f"rank{rank}").read_text().split()]
     assert len(set(found)) == len(found) == 6
 
 
