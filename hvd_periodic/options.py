@@ -33,7 +33,8 @@ class ExchangeOptions(TypedDict, total=False):
             fp16 over Horovod need a replicated center.
         fragments: parts F of the parameters, of about equal size, that are exchanged one after another within every
             period of τ local steps: the f-th after ⌈f τ/F⌉ of them. The most that travels at once falls by F.
-            Statistics and optimizer state go with the last one. For PyTorch and numpy, synchronously.
+            Statistics and optimizer state go with the last one; ``sync()`` and ``finalize()`` exchange all. F is at
+            most τ. For PyTorch and numpy, synchronously.
     """
 
     center: Annotated[str, "replicated"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.centers.tensor_group import Pending, TensorGroup
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.fragments import Fragment
 
 V = TypeVar("V")
@@ -70,23 +69,3 @@ class UnderWay(Generic[V]):
         for bucket in self.fragment.buckets:
             handed_out = group.handed_out(self.communicator, bucket, self.exchange, self.prefix)
             (group.pull_late if moved_on else group.pull)(bucket, handed_out, self.exchange)
-
-    def save(self, replica: Replica[V]) -> dict[str, Any]:
-        """Return what is left to be done, once the center has moved."""
-        snapshot = {} if self.group.snapshot is None else replica.save(self.group.snapshot)
-        return {"exchange": asdict(self.exchange), "snapshot": snapshot}
-
-    @classmethod
-    def load(
-        cls,
-        saved: dict[str, Any],
-        group: TensorGroup[V],
-        communicator: Communicator,
-        prefix: str,
-        fragment: Fragment,
-        replica: Replica[V],
-    ) -> UnderWay[V]:
-        """Return what :meth:`save` has said of a fragment of a group."""
-        if group.snapshot is not None:
-            replica.load(group.snapshot, saved["snapshot"])
-        return cls(group, communicator, Exchange(**saved["exchange"]), prefix, fragment)

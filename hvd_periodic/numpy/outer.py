@@ -45,6 +45,7 @@ class ArrayOuterOptimizer:
 
         require_elementwise(self.name, center.layout, whole, steps)
         self._optimizer = copy.deepcopy(self._source)
+        _restrict(self._optimizer, center.layout, whole)
         self._views = (center.tensors(), gradient.tensors())
 
     def step(self) -> None:
@@ -99,6 +100,18 @@ class ArrayOuterOptimizer:
         """Copy into the arrays."""
         for mine, array in zip(_arrays(self._optimizer), arrays, strict=True):
             array[...] = mine
+
+
+def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
+    """Leave of what an optimizer has kept of every tensor of the whole what belongs to a share of it."""
+    if share is whole:
+        return
+    shapes = [spec.shape for spec in whole.specs]
+    for key, value in vars(optimizer).items():
+        if isinstance(value, list) and [getattr(array, "shape", None) for array in value] == shapes:
+            sources = zip(share.sources, share.specs, strict=True)
+            parts = [value[i].reshape(-1)[start:stop].reshape(spec.shape) for (i, start, stop), spec in sources]
+            setattr(optimizer, key, [part.copy() for part in parts])
 
 
 def _arrays(optimizer: ArrayOptimizer) -> list[Array]:

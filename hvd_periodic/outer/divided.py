@@ -44,10 +44,7 @@ class Divided:
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
         """Make the optimizers."""
         for part, fragment in zip(self.parts, self._fragments, strict=True):
-            slices = [Slice(store, fragment) for store in (center, gradient)]
-            of_center = slices[0]
-            uncut = center.layout is whole and not of_center.cuts
-            part.bind(of_center, slices[1], of_center.layout if uncut else whole)
+            part.bind(Slice(center, fragment), Slice(gradient, fragment), whole)
 
     def step(self) -> None:
         """Let each take a step."""
@@ -119,15 +116,11 @@ class Slice(Store[Any]):
     def __post_init__(self) -> None:
         of_store, indices = self.store.layout, {bucket.index for bucket in self.fragment.buckets}
         self.layout = of_store.restrict(lambda bucket: (0, bucket.size if bucket.index in indices else 0))
-        self._stretches = self.layout.sources
+        self._stretches, specs = self.layout.sources, of_store.specs
+        parts = any(stop - start < specs[i].size for i, start, stop in self._stretches)
+        self.layout.cut = of_store.cut or ("fragments" if parts else "")
         owners = [(of_store.sources[tensor], start, stop) for tensor, start, stop in self._stretches]
         self.layout.sources = tuple((owner, first + start, first + stop) for (owner, first, _), start, stop in owners)
-
-    @property
-    def cuts(self) -> bool:
-        """Whether it holds parts of tensors."""
-        specs = self.store.layout.specs
-        return any(stop - start < specs[tensor].size for tensor, start, stop in self._stretches)
 
     def tensors(self) -> list[Any]:
         """Return the tensors, those that are not whole flat."""

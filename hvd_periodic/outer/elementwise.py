@@ -13,6 +13,10 @@ Steps = Callable[[np.ndarray, list[np.ndarray]], np.ndarray]
 """``steps(x, gradients)`` returns what a new optimizer makes of ``x`` in as many steps as there are gradients."""
 
 
+_WHOLE = {"center='sharded'": "center='root'", "fragments": "fewer fragments"}
+"""What leaves tensors whole, by what cuts them."""
+
+
 def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -> None:
     """Raise unless the optimizer treats elements one by one, where this rank holds parts of tensors.
 
@@ -34,7 +38,7 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
         >>> half = whole.restrict(lambda bucket: (0, 2))
         >>> require_elementwise("sgd", half, whole, lambda x, gradients: x - 0.1 * sum(gradients))
     """
-    if share is whole or not share.specs:
+    if share is whole or not share.cut or not share.specs:
         return
     random = np.random.default_rng(0)
     x, gradients = random.standard_normal((3, 4)), [100 * random.standard_normal((3, 4)) for _ in range(2)]
@@ -48,7 +52,6 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
         different, problem = True, f" ({type(error).__name__}: {error})"
     if different:
         raise ValueError(
-            f"`center='sharded'` cuts tensors, and so do `fragments` of a model that one tensor dominates; {name} "
-            f"computes something else on parts than on the whole{problem}: use center='root' and fewer fragments, or "
-            f"another `{outer_name()}`"
+            f"`{share.cut}` cuts tensors, and {name} computes something else on parts than on the whole{problem}: use "
+            f"{_WHOLE[share.cut]}, or another `{outer_name()}`"
         )

@@ -81,6 +81,7 @@ class Checkpoint(Generic[V]):
             "outer": setting.exchanged.center_optimizer.name,
             "vectors": vectors,
             "under_way": under_way,
+            "fragments": len(setting.fragments),
         }
 
     def check(self, state: dict[str, Any]) -> None:
@@ -97,6 +98,12 @@ class Checkpoint(Generic[V]):
             raise ValueError(f"The state was saved by {state['algorithm']}, this optimizer runs {algorithm}")
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
+        fragments, saved = len(self._course.setting.fragments), state.get("fragments", 1)
+        if saved != fragments:
+            raise ValueError(
+                f"The state was saved with fragments={saved}, and this optimizer has fragments={fragments}: load it "
+                "with the same number, or start anew from the saved center"
+            )
         self._course.check_under_way(state.get("under_way"))
         for group, vectors in self._vectors():
             vectors.check(state["vectors"].get(group, {}))

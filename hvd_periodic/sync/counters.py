@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,6 @@ class Counters:
         return self.pushes_missed / max(self.rounds, 1)
 
 
-class Since(NamedTuple):
-    """What has happened since a fragment of the parameters was exchanged.
-
-    Attributes:
-        planned: local steps, as the schedule planned them.
-        pending: local steps, on the rank with most of them.
-        gradients: that this rank accumulated.
-    """
-
-    planned: int = 0
-    pending: int = 0
-    gradients: int = 0
-
-    def and_then(self, more: Since) -> Since:
-        """Return what has happened when more has."""
-        return Since(*map(sum, zip(self, more, strict=True)))
-
-
 @dataclass(frozen=True)
 class Notes:
     """What a rank keeps from one exchange to the next, besides the counters.
@@ -69,7 +50,7 @@ class Notes:
         loss_sum: of the losses that were reported since the last exchange.
         losses: how many.
         memory: what the schedule asked to be remembered.
-        since: the numbers of :class:`Since` of every fragment, in the middle of a period; empty at its end.
+        since: what has happened since every fragment of the parameters was exchanged; empty where that is nothing.
     """
 
     loss_sum: float = 0.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from dataclasses import asdict
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.saved_vectors import check_names
@@ -59,7 +61,7 @@ class Overlapped(Synchronous[V]):
                 f"from other ranks, and training would wait for that. Received: overlap={setting.overlap!r}"
             )
         super().__init__(setting, place, use_locking)
-        self._under_way: UnderWay[V] | None = None
+        self._under_way: list[UnderWay[V]] = []
         self._begun = 0
         self._due: int | None = None
 
@@ -83,15 +85,16 @@ class Overlapped(Synchronous[V]):
         Raises:
             RuntimeError: an exchange has failed: the center is in no state that could be read.
         """
-        if self._under_way is None:
+        if not self._under_way:
             return
         setting, started = self.setting, time.perf_counter()
         if setting.meeting.failure is not None:
             raise RuntimeError(setting.meeting.failure)
-        if not self._under_way.pending:
+        if not any(part.pending for part in self._under_way):
             return
         with failing(setting.meeting, self._begun):
-            self._under_way.arrive()
+            for part in self._under_way:
+                part.arrive()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def land(self) -> None:
@@ -104,19 +107,20 @@ class Overlapped(Synchronous[V]):
 
     def _land(self) -> None:
         self.arrive()
-        if self._under_way is None:
+        if not self._under_way:
             return
         setting, started = self.setting, time.perf_counter()
         with failing(setting.meeting, self._begun):
-            self._under_way.land(setting.ledger.local_steps > self._begun)
-        self._under_way, self._due = None, None
+            for part in self._under_way:
+                part.land(setting.ledger.local_steps > self._begun)
+        self._under_way, self._due = [], None
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:
         """Wait for what is under way, and forget it."""
         if self.setting.meeting.failure is None:
             self.arrive()
-        self._under_way, self._due = None, None
+        self._under_way, self._due = [], None
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, which nothing is under way to change."""
@@ -135,27 +139,33 @@ class Overlapped(Synchronous[V]):
     def under_way(self) -> Any:
         """Return what is left to be taken, for a checkpoint."""
         self.arrive()
-        left = self._under_way
-        if left is None or not left.group.algorithm.reads_after:
+        snapshot = self.tensor_groups.parameters.snapshot
+        if not self._under_way or snapshot is None:
             return None
-        groups = {left.group.name: left.save(self.setting.exchanged.replica)}
-        return {"begun": self._begun, "due": self._due, "fragment": left.fragment.index, "groups": groups}
+        return {
+            "begun": self._begun,
+            "due": self._due,
+            "fragments": [(part.fragment.index, asdict(part.exchange)) for part in self._under_way],
+            "snapshot": self.setting.exchanged.replica.save(snapshot),
+        }
 
     def check_under_way(self, saved: Any) -> None:
         """Check what was under way when a state was saved."""
         group = self.tensor_groups.parameters
-        if saved is not None and group.snapshot is not None:
-            check_names(f"snapshot of the {group.name}", group.values.layout, saved["groups"][group.name]["snapshot"])
+        if saved is not None:
+            check_names(f"snapshot of the {group.name}", group.values.layout, saved["snapshot"])
 
     def load_under_way(self, saved: Any) -> None:
         """Go on with what was under way when a state was saved."""
         membership, group = self.setting.membership, self.tensor_groups.parameters
-        self._under_way, self._due = None, None
-        if saved is not None:
-            left, replica = saved["groups"][group.name], self.setting.exchanged.replica
+        self._under_way, self._due = [], None
+        if saved is not None and group.snapshot is not None:
             self._begun, self._due = saved["begun"], saved["due"]
-            fragment = self.turns.fragments[saved.get("fragment", 0)]
-            self._under_way = UnderWay.load(left, group, membership.communicator, membership.name, fragment, replica)
+            self.setting.exchanged.replica.load(group.snapshot, saved["snapshot"])
+            self._under_way = [
+                UnderWay(group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i])
+                for i, exchange in saved["fragments"]
+            ]
 
     def _followed(self, settings: Any) -> Any:
         """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""
@@ -168,13 +178,14 @@ class Overlapped(Synchronous[V]):
         membership, overlap = self.setting.membership, as_overlap(self.setting.overlap)
         communicator, name = membership.communicator, membership.name
         used = communicator.namespace, name
-        if (twin := _SENDING.get(used)) is not None:
+        twin = _SENDING.get(used)
+        if twin is not None and twin is not self:
             twin.arrive()
         _SENDING[used] = self
-        group = self.tensor_groups.parameters
-        self._under_way = UnderWay(group, communicator, turn.exchange, name, turn.fragment).begin()
+        part = UnderWay(self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment).begin()
+        self._under_way.append(part)
         self._begun, self._due = step, None if overlap is None else step + overlap
-        return self._under_way.sent
+        return part.sent
 
 
 _SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()

@@ -14,12 +14,12 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.meeting import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.counters import Notes, Since
+from hvd_periodic.sync.counters import Notes
 from hvd_periodic.sync.course import Course, Legacy, Setting, failing
 from hvd_periodic.sync.knowledge import Agreement
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.sync.turns import Turn, Turns
+from hvd_periodic.sync.turns import Due, Since, Turn, Turns
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -53,7 +53,7 @@ class Synchronous(Course[V]):
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
-        self.turns = Turns(setting.fragments, membership.communicator.size)
+        self.turns = Turns(setting.fragments, membership.communicator.size, setting.planner.schedule)
         setting.wire.check(membership.communicator, place.name)
         if setting.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
@@ -103,11 +103,11 @@ class Synchronous(Course[V]):
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         passed = Since(agreed.period, agreed.pending, own.counters.gradients)
-        since = self.turns.passed(own.notes.since, passed if agreed.training or agreed.pending else Since())
-        turns = self.turns.take(since, own.counters.rounds, agreed.training)
-        if turns:
+        passed = passed if agreed.training or agreed.pending else Since()
+        due = self.turns.due(agreed.clock, own.notes.since, passed, agreed.training)
+        if due.turns:
             with failing(setting.meeting, own.counters.local_steps):
-                sent = self._run(agreed, turns)
+                sent = self._run(agreed, due)
             ledger.add(bytes_sent=sent, rounds=1)
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         counters = ledger.counters
@@ -120,23 +120,23 @@ class Synchronous(Course[V]):
             gradients=0,
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
-        ledger.notes = Notes(memory=plan.memory, since=self.turns.left(since, turns))
+        ledger.notes = replace(Notes() if due.completes else own.notes, memory=plan.memory, since=due.noted)
         ledger.time(agreed.step)
         return agreed.training
 
-    def _run(self, agreed: Agreement, turns: Sequence[Turn]) -> Any:
+    def _run(self, agreed: Agreement, due: Due) -> Any:
         """Let data travel; return the bytes handed to collectives."""
-        setting, rounds, sent = self.setting, self.setting.ledger.counters.rounds, 0
+        setting, sent = self.setting, 0
         if setting.phase.equal:
             self.tensor_groups.restart()
             self.tensor_groups.audit()
             return 0
-        if self.turns.completes(rounds, agreed.training):
-            last = turns[-1].exchange
+        if due.completes:
+            last = due.turns[-1].exchange
             if agreed.states_are_there:
-                sent += self._exchange_state(last, rounds // len(self.turns.fragments))
+                sent += self._exchange_state(last, due.periods)
             sent += self.tensor_groups.exchange_statistics(last)
-        return sent + sum(self._send(turn, agreed.step, agreed.training) for turn in turns)
+        return sent + sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
 
     def _followed(self, settings: Any) -> Any:
         """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""
@@ -202,7 +202,6 @@ class Synchronous(Course[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Load the state of the center's optimizer, of which this rank may have a part."""
-        self.turns.check(state.get("notes", {}).get("since", ()))
         self._load_optimizer_state(state["center_optimizer"])
 
     def _load_optimizer_state(self, saved: Any) -> None:

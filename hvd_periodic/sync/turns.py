@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvd_periodic.algorithms.base import Exchange
-from hvd_periodic.sync.counters import Since
+from hvd_periodic.schedules.base import Clock, Schedule
+from hvd_periodic.schedules.streamed import Streamed
 from hvd_periodic.vectors.fragments import Fragment
+
+
+class Since(NamedTuple):
+    """What has happened since a fragment of the parameters was exchanged.
+
+    Attributes:
+        planned: local steps, as the schedule planned them.
+        pending: local steps, on the rank with most of them.
+        gradients: that this rank accumulated.
+    """
+
+    planned: int = 0
+    pending: int = 0
+    gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -23,59 +39,72 @@ class Turn:
     exchange: Exchange
 
 
+@dataclass(frozen=True)
+class Due:
+    """What is exchanged now.
+
+    Attributes:
+        turns: of the parameters; none where nothing has happened since the last exchange.
+        completes: a period ends, so that also statistics and the state of local optimizers are exchanged.
+        periods: that had ended before.
+        noted: what has happened since every fragment was exchanged, once these are; empty where that is nothing.
+    """
+
+    turns: list[Turn]
+    completes: bool
+    periods: int
+    noted: list[list[int]]
+
+
 class Turns:
     """Fragments and their turns; a single one has every turn.
+
+    A planned exchange carries the next fragment; any other, and the last of a training, all that have gone on.
 
     Args:
         fragments: all there are.
         size: number of workers.
+        schedule: plans exchanges.
 
     Example:
-        >>> turns = Turns([Fragment(0, ()), Fragment(1, ())], size=3)
-        >>> since = turns.passed((), Since(5, 5, 5))
-        >>> now = turns.take(since, rounds=0, training=True)
-        >>> now[0].fragment.index, now[0].exchange
-        (0, Exchange(size=3, period=5, gradients=5, learning_rate=None))
-        >>> since = turns.passed(turns.left(since, now), Since(4, 4, 3))
-        >>> [turn.exchange.gradients for turn in turns.take(since, rounds=1, training=True)]
-        [8]
+        >>> from hvd_periodic import Every
+        >>> turns = Turns([Fragment(0, ()), Fragment(1, ())], 3, Streamed(Every(9), 2))
+        >>> memory = turns.schedule.remember(Clock())
+        >>> due = turns.due(Clock(step=5, round=1, memory=memory), [], Since(5, 5, 4), training=True)
+        >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
+        ([(0, 4)], False, [[0, 0, 0], [5, 5, 4]])
+        >>> due = turns.due(Clock(step=8, round=2, memory=memory), due.noted, Since(4, 3, 3), training=False)
+        >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
+        ([(0, 3), (1, 7)], True, [])
     """
 
-    def __init__(self, fragments: Sequence[Fragment], size: int) -> None:
-        self.fragments, self._size = fragments, size
+    def __init__(self, fragments: Sequence[Fragment], size: int, schedule: Schedule) -> None:
+        self.fragments, self._size, self.schedule = fragments, size, schedule
 
-    def passed(self, noted: Sequence[Sequence[int]], more: Since) -> list[Since]:
-        """Return what has passed since every fragment was exchanged: what was noted, and since then."""
-        return [Since(*before).and_then(more) for before in noted or [Since()] * len(self.fragments)]
-
-    def take(self, since: Sequence[Since], rounds: int, training: bool) -> list[Turn]:
-        """Return what is exchanged after so many exchanges: the next fragment; at the end, all that have gone on.
+    def due(self, clock: Clock, noted: Sequence[Sequence[int]], passed: Since, training: bool) -> Due:
+        """Return what is exchanged.
 
         Args:
-            since: of every fragment.
-            rounds: exchanges so far.
+            clock: that ranks have agreed on.
+            noted: what had happened since every fragment was exchanged, at the last exchange of any.
+            passed: since then.
             training: some rank goes on afterwards.
         """
-        count = len(self.fragments)
-        due = [rounds % count] if training else [i for i in range(count) if since[i].pending]
-        return [
-            Turn(self.fragments[i], Exchange(self._size, since[i].planned, max(since[i].gradients, 1))) for i in due
-        ]
-
-    def left(self, since: Sequence[Since], turns: Sequence[Turn]) -> list[list[int]]:
-        """Return what is to be noted once these are exchanged; nothing where nothing has to be known."""
-        exchanged = [turn.fragment.index for turn in turns]
-        left = [list(Since() if i in exchanged else since[i]) for i in range(len(since))]
-        return left if any(map(any, left)) else []
-
-    def completes(self, rounds: int, training: bool) -> bool:
-        """Return whether the exchange after so many is the last of a period."""
-        return not training or (rounds + 1) % len(self.fragments) == 0
-
-    def check(self, noted: Sequence[Sequence[int]]) -> None:
-        """Raise a ValueError if this was noted of other fragments."""
-        if noted and len(noted) != len(self.fragments):
-            raise ValueError(
-                f"The state was saved in the middle of a period of {len(noted)} fragments: load it with that number. "
-                f"Received: fragments={len(self.fragments)}"
-            )
+        before = noted or [Since()] * len(self.fragments)
+        since = [Since(*map(sum, zip(entry, passed, strict=True))) for entry in before]
+        turn: int | None = 0
+        periods = clock.round - 1
+        if isinstance(self.schedule, Streamed):
+            turn, periods = self.schedule.turn(clock), self.schedule.periods(clock)
+        turn = turn if training else None
+        chosen = [i for i, entry in enumerate(since) if entry.pending] if turn is None else [turn]
+        left = [list(Since() if i in chosen else entry) for i, entry in enumerate(since)]
+        return Due(
+            [
+                Turn(self.fragments[i], Exchange(self._size, since[i].planned, max(since[i].gradients, 1)))
+                for i in chosen
+            ],
+            turn in (None, len(self.fragments) - 1),
+            periods,
+            left if any(map(any, left)) else [],
+        )

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from hvd_periodic.vectors.layout import Bucket, Layout
 
-_UNEVEN = 2
-"""So many times its part a fragment may be large, where tensors stay whole."""
+_UNEVEN = 1.5
+"""So many times larger the largest fragment may be, for the sake of whole tensors."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def cut_into_fragments(layout: Layout, count: int) -> tuple[Layout, list[Fragmen
             f"Received: fragments={count}"
         )
     sizes = [max(after - before for before, after in pairwise([0, *cuts, total])) for cuts in possible]
-    cuts = possible[0] if sizes[0] <= _UNEVEN * total / count else possible[sizes.index(min(sizes))]
+    cuts = possible[0] if sizes[0] <= _UNEVEN * sizes[-1] else possible[-1]
     cut = layout.cut_at(
         {
             kind: [

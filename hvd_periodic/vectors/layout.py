@@ -91,6 +91,7 @@ class Layout:
         buckets: all buckets, arena by arena, without gap or overlap.
         sources: per tensor, the tensor of the layout that this one is a restriction of, and its first and
             past-the-last element there.
+        cut: the argument by which tensors may be cut, here or on another rank; empty where all are whole.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -124,6 +125,7 @@ class Layout:
             elements = min(max(1, bucket_bytes // itemsizes[kind]), MAX_BUCKET_ELEMENTS)
             cuts[kind] = [min(elements, total - start) for start in range(0, total, elements)]
         self.sources = tuple((index, 0, spec.size) for index, spec in enumerate(self.specs))
+        self.cut = ""
         self.buckets = self._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
 
     def restrict(self, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
@@ -154,6 +156,7 @@ class Layout:
         part = Layout([self._stretch(*stretch) for stretch in stretches])
         part.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
         part.sources = tuple(stretches)
+        part.cut = "center='sharded'"
         part.buckets = part._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
         return part
 

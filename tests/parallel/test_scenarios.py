@@ -232,7 +232,7 @@ def test_fragments_refused(ranks: list[dict[str, Any]]) -> None:
         "on the last": "`fragments` must be at most 3, the number of tensors and buckets",
         "short": "`fragments` must be at most the local steps of a period, one for each. Received: fragments=3",
         "shrinking": "a period of 2 at step 3",
-        "loaded": "saved in the middle of a period of 3 fragments",
+        "loaded": "The state was saved with fragments=3, and this optimizer has fragments=2",
     }
     for report in column(ranks, "fragments_refused"):
         for case, text in texts.items():

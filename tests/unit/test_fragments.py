@@ -325,7 +325,7 @@ def test_fragments_cut_the_layout(sizes: list[int], kinds: list[str], count: int
     largest = max(sum(bucket.nbytes for bucket in fragment.buckets) for fragment in fragments)
     total = sum(bucket.nbytes for bucket in cut.buckets)
     step = max([bucket.nbytes for bucket in layout.buckets])
-    assert largest <= 2 * total / count + step
+    assert largest <= 1.5 * (total / count + 2 * step)
 
 
 def test_one_tensor_that_dominates_is_cut_between_buckets() -> None:
@@ -364,7 +364,7 @@ def test_ranks_have_to_agree() -> None:
         assert "fragments=2) on rank 0; " in found
 
 
-def test_a_state_in_the_middle_of_a_period_has_its_number_of_fragments() -> None:
+def test_a_state_has_its_number_of_fragments() -> None:
     def run(communicator: Communicator) -> list[str]:
         def make(fragments: int) -> PeriodicOptimizer:
             options: Any = {"fragments": fragments, "communicator": communicator}
@@ -380,5 +380,113 @@ def test_a_state_in_the_middle_of_a_period_has_its_number_of_fragments() -> None
         return found
 
     for first, second in run_ranks(2, run):
-        assert "saved in the middle of a period of 3 fragments" in first
-        assert "Received: fragments=1" in second
+        assert "saved with fragments=3, and this optimizer has fragments=2: load it with the same number" in first
+        assert "and this optimizer has fragments=1" in second
+
+
+def test_an_exchange_that_was_not_planned_carries_all_fragments() -> None:
+    """And a period begins with it: after sync() at step 4 of 6, and finalize() at 13; training goes on after it."""
+    asked = []
+
+    def growing(clock: Clock) -> int:
+        asked.append((clock.step, clock.round))
+        return 6 + clock.round
+
+    def run(communicator: Communicator, overlap: int) -> list[Any]:
+        x, seen = arrays(), []
+        options: Any = {"fragments": 3, "communicator": communicator, "overlap": overlap}
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), growing, **options)
+        for step in range(1, 25):
+            optimizer.step([value - communicator.rank for value in x.values()])
+            if step == 4:
+                optimizer.synchronizer.sync()
+                if overlap == 0:
+                    assert optimizer.synchronizer.distance() == 0.0
+            if step == 13:
+                optimizer.synchronizer.finalize()
+                assert optimizer.synchronizer.distance() == 0.0
+            if optimizer.synchronizer.counters.last_exchange == step:
+                seen.append(step)
+        optimizer.synchronizer.finalize()
+        with optimizer.center():
+            return [seen, [value.item() for value in x.values()]]
+
+    for overlap in (0, 1):
+        found = run_ranks(2, lambda communicator, d=overlap: run(communicator, d))  # type: ignore[misc]
+        assert found[0] == found[1]
+        assert found[0][0] == [2, 4, 7, 9, 11, 13, 16, 19, 22]
+    assert {(0, 0), (4, 1), (11, 2), (13, 3), (22, 4)} <= set(asked)
+
+
+def test_nothing_is_exchanged_before_a_synchronous_beginning_ends() -> None:
+    """Whatever was called in it; the first fragment then has its whole part of the period."""
+
+    def run(communicator: Communicator) -> list[int]:
+        x, seen = arrays(), []
+        options: Any = {"fragments": 2, "communicator": communicator}
+        optimizer = PeriodicOptimizer(SGD(0.1), x, AGN(), PostLocal(10, 4, quiet=True), **options)
+        for step in range(1, 19):
+            optimizer.step([value - 1.0 for value in x.values()])
+            if step == 3:
+                optimizer.synchronizer.sync()
+            if step == 9:
+                optimizer.synchronizer.finalize()
+            if optimizer.synchronizer.counters.last_exchange == step:
+                seen.append(step)
+        return seen
+
+    assert run_ranks(2, run) == [[3, 9, 12, 14, 16, 18]] * 2
+
+
+def test_a_tensor_that_is_cut_needs_an_elementwise_outer_optimizer() -> None:
+    class Normalized(SGD):
+        def step(self, parameters: Any, gradients: Any) -> None:
+            super().step(parameters, [gradient / np.linalg.norm(gradient) for gradient in gradients])
+
+    def make(communicator: Communicator, fragments: int) -> None:
+        x = {"embedding": np.zeros(2**22), "a": np.zeros(2), "b": np.zeros(2)}
+        given: Any = {"communicator": communicator, "outer_optimizer": Normalized(0.1), "fragments": fragments}
+        PeriodicOptimizer(SGD(0.1), x, AGN(), 5, **given)
+
+    for kind, found in errors(2, lambda communicator: make(communicator, 2)):
+        assert issubclass(kind, ValueError)
+        assert "`fragments` cuts tensors, and Normalized computes something else on parts than on the whole" in found
+        assert "use fewer fragments, or another `outer_optimizer`" in found
+
+
+def test_losses_of_a_period_are_reported_together() -> None:
+    losses = []
+
+    def noting(clock: Clock) -> int:
+        losses.append(clock.loss)
+        return 4
+
+    def run(communicator: Communicator) -> None:
+        x = arrays()
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), noting, communicator=communicator, fragments=2)
+        for step in range(8):
+            optimizer.synchronizer.report(float(step))
+            optimizer.step([np.ones(1)] * 3)
+
+    run_ranks(1, run)
+    assert {loss for loss in losses if loss is not None} == {1.5, 5.5}
+
+
+def test_an_outer_optimizer_that_brings_a_state_is_cut_with_the_center() -> None:
+    """One optimizer with velocities, whole and in fragments: the first step of the center is the same."""
+
+    def run(communicator: Communicator, options: dict[str, Any]) -> list[float]:
+        x, moving = arrays(), SGD(0.1, 0.5)
+        moving.step([np.zeros(1) for _ in x], [np.array([1.0]), np.array([2.0]), np.array([3.0])])
+        given: Any = options | {"communicator": communicator, "outer_optimizer": moving}
+        optimizer = PeriodicOptimizer(SGD(0.0), x, AGN(), 30, **given)
+        for _ in range(2):
+            optimizer.step([np.ones(1)] * 3)
+        optimizer.synchronizer.sync()
+        with optimizer.center():
+            return [value.item() for value in x.values()]
+
+    expected = [start - 0.1 * (2.0 + 0.5 * velocity) for start, velocity in zip(oracle.START, (1, 2, 3), strict=True)]
+    for options in ({}, {"fragments": 2}, {"fragments": 3}):
+        for found in run_ranks(2, lambda communicator, o=options: run(communicator, o)):  # type: ignore[misc]
+            assert found == pytest.approx(expected), options
