@@ -15,7 +15,6 @@ from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.given import as_schedule
-from hvd_periodic.schedules.streamed import streamed
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting
@@ -26,6 +25,7 @@ from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
+from hvd_periodic.sync.streamed import streamed
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.wires.given import Compression
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.streamed import Streamed
+from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.vectors.fragments import Fragment
 
 

@@ -28,8 +28,8 @@ from hvd_periodic import (
 )
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.schedules.given import as_schedule
-from hvd_periodic.schedules.streamed import Streamed
 from hvd_periodic.sync.planning import forecast
+from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.vectors.fragments import cut_into_fragments
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests import oracle

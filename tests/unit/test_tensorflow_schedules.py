@@ -122,6 +122,7 @@ def test_a_state_dict_holds_what_is_remembered() -> None:
         "loss_sum": 0.25,
         "losses": 1,
         "memory": {"period": 2.0, "loss": 4.0, "learning_rate": float(np.float32(0.1))},
+        "since": (),
     }
     other = network()
     again = wrapped(other, schedule, rate)
