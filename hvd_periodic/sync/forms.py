@@ -30,7 +30,6 @@ class Forms(NamedTuple):
         checkpoint: saves and loads.
         view: reads the center.
         overlapped: runs exchanges that travel during local steps; None where the framework has no such thing.
-        encodes: the verbs of wires are there.
         streams: a part of the parameters can be exchanged.
     """
 
@@ -40,7 +39,6 @@ class Forms(NamedTuple):
     checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
     view: Callable[..., View[Any]] = View
     overlapped: type[Course[Any]] | None = Overlapped
-    encodes: bool = True
     streams: bool = True
 
     def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
@@ -91,9 +89,5 @@ class Forms(NamedTuple):
             raise ValueError(
                 "`compression` is for synchronous exchange: with asynchronous=True ranks read and write the center "
                 f"itself. Received: compression={compression!r}"
-            )
-        if wire.lossy and not self.encodes:
-            raise ValueError(
-                f"`compression` is for PyTorch and numpy; not for TensorFlow yet. Received: compression={compression!r}"
             )
         return wire

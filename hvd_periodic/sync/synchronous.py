@@ -16,6 +16,7 @@ from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.counters import Notes
 from hvd_periodic.sync.course import Course, Legacy, Setting, failing
+from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Agreement
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -63,6 +64,7 @@ class Synchronous(Course[V]):
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         group = self.tensor_groups.parameters
+        self.finite = Finite(group, setting.wire, exchanged.replica.space.coding)
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
@@ -97,7 +99,7 @@ class Synchronous(Course[V]):
         setting, ledger = self.setting, self.setting.ledger
         started, own = time.perf_counter(), ledger.standpoint()
         purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
-        problem = problem or self._not_finite()
+        problem = problem or self.finite.problem(own.counters.local_steps)
         agreed = setting.meeting.agree(setting.meeting.meet(purpose, problem), own)
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
@@ -163,19 +165,6 @@ class Synchronous(Course[V]):
         while self.exchange(leaving=True):
             pass
         self.tensor_groups.audit()
-
-    def _not_finite(self) -> str | None:
-        """Return which tensor holds NaN or infinity, where the wire would spread it."""
-        wire, steps = self.setting.wire, self.setting.ledger.local_steps
-        if not wire.lossy:
-            return None
-        group, coding = self.tensor_groups.parameters, self.setting.exchanged.replica.space.coding
-        for key, store in {"parameter": group.values, **group.worker}.items():
-            if not coding.are_finite(store.tensors()):
-                named = zip(store.layout.specs, store.tensors(), strict=True)
-                name = next(spec.name for spec, tensor in named if not coding.are_finite([tensor]))
-                return f"{key} {name!r} is not finite at step {steps}: it cannot travel with compression={wire!r}"
-        return None
 
     def _moved_uncounted(self) -> str | None:
         """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""

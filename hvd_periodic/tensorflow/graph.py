@@ -55,7 +55,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             VariableCheckpoint,
             VariableView,
             overlapped=None,
-            encodes=False,
             streams=False,
         )
         super().__init__(*arguments, **options | {"forms": forms})

@@ -10,11 +10,14 @@ import tensorflow as tf
 from hvd_periodic.comm.agreement import audit
 from hvd_periodic.comm.meeting import Purpose, Record, check, integers, records_of
 from hvd_periodic.sync.course import Setting
+from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
 from hvd_periodic.tensorflow.ledger import VariableLedger
+
+_NOT_FINITE = "not finite"
 
 
 class GraphMeeting:
@@ -22,14 +25,16 @@ class GraphMeeting:
 
     Args:
         setting: of the exchange.
+        finite: says what has to be finite, if anything has.
 
     Attributes:
         before: what this rank knew by itself, as one vector of integers.
     """
 
-    def __init__(self, setting: Setting[Any]) -> None:
-        self._setting = setting
-        known = ledger_of(setting).known()
+    def __init__(self, setting: Setting[Any], finite: Finite[Any] | None = None) -> None:
+        self._setting, self._finite = setting, finite
+        tensors = [] if finite is None else [tensor for _, tensor in finite.tensors()]
+        known = ledger_of(setting).known() | {_NOT_FINITE: _first_not_finite(tensors)}
         self._kinds = {name: scalar.dtype for name, scalar in known.items()}
         self.before = packed(known)
 
@@ -39,7 +44,7 @@ class GraphMeeting:
 
         def announce(mine: list[int]) -> list[int]:
             own = self.standpoint(mine)
-            return integers(meeting.record(own, purpose, meeting.problem(own, purpose)))
+            return integers(meeting.record(own, purpose, self._problem(mine, purpose)))
 
         announced = on_host(announce, [self.before])
         with tf.device("CPU:0"):
@@ -55,12 +60,27 @@ class GraphMeeting:
         Raises:
             RuntimeError, ValueError: on all ranks, where one cannot go on, or where they have come for other things.
         """
-        problem = self._setting.meeting.problem(self.standpoint(before), purpose)
+        problem = self._problem(before, purpose)
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
         kind = RuntimeError if communicator.changed() is None else ValueError
         check(communicator, records, None if problem is None else kind(problem))
         return records
+
+    def _problem(self, before: list[int], purpose: Purpose) -> str | None:
+        own, index = self.standpoint(before), from_integers(before, self._kinds)[_NOT_FINITE]
+        problem = self._setting.meeting.problem(own, purpose)
+        if problem is None and self._finite is not None and index >= 0:
+            return self._finite.text(index, own.counters.local_steps)
+        return problem
+
+
+def _first_not_finite(tensors: Sequence[Any]) -> tf.Tensor:
+    """Return the index of the first tensor that holds NaN or infinity, in a graph; -1 if none does."""
+    if not tensors:
+        return tf.constant(-1, tf.int64)
+    finite = tf.stack([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
+    return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), tf.argmin(tf.cast(finite, tf.int8)))
 
 
 def ledger_of(setting: Setting[Any]) -> VariableLedger:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_periodic.tensorflow.coding import GraphCoding
 from hvd_periodic.vectors.space import VectorSpace
 
 
@@ -15,6 +16,8 @@ class TensorSpace(VectorSpace[Any]):
 
     A ``tf.Variable`` that a verb may overwrite is updated in place, and sparsely where what is added to it is sparse.
     """
+
+    coding = GraphCoding()
 
     def sub(self, x: Any, y: Any, out: Any = None) -> Any:
         """Return ``x - y`` in the dtype of ``y``."""

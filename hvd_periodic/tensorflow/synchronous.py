@@ -56,7 +56,7 @@ class GraphSynchronous(Synchronous[Any]):
         setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
         hyperparameters = setting.exchanged.hyperparameters
         with tf.control_dependencies(_take_turn()):
-            concluded, decided = self._decided(GraphMeeting(setting))
+            concluded, decided = self._decided(GraphMeeting(setting, self.finite))
         plan = _Decided(**{field.name: decided.pop(field.name) for field in fields(_Decided)})
         checks = [concluded, *self._started_alike(concluded)]
         if isinstance(hyperparameters, FollowsRate):

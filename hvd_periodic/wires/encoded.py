@@ -59,9 +59,9 @@ class Encoded(Wire):
         wait = communicator.begin_allgather(flat, link.name, coding.joined([flat] * communicator.size))
 
         def total() -> V:
-            return coding.like(self._sum(coding, wait(), communicator.size, size), message)
+            return coding.like(self._sum(coding, wait(), (communicator.size, payload.shape[1]), size), message)
 
-        return Sent(total, coding.like(decoded[0], message), len(payload[0]))
+        return Sent(total, coding.like(decoded[0], message), payload.shape[1])
 
     def _in_two_hops(self, link: Link[V], message: Any, remembered: Remembered[V]) -> Sent[V]:
         coding, communicator, size, n = link.coding, link.communicator, link.size, link.communicator.size
@@ -72,21 +72,22 @@ class Encoded(Wire):
 
         def total() -> V:
             kept: Any = coding.cast(remembered.read(), "f4")
-            mine: Any = self._sum(coding, wait(), n, length)[: len(kept)] + kept
+            mine: Any = self._sum(coding, wait(), (n, payload.shape[1]), length)[: kept.shape[0]] + kept
             answer: Any = self.encode(coding, coding.rows(mine, 1, length))
             sent_on: Any = self.decode(coding, answer, length)
-            remembered.write(mine - sent_on[0][: len(kept)])
+            remembered.write(mine - sent_on[0][: kept.shape[0]])
             flat = coding.reshape(answer, -1)
             gathered: Any = communicator.allgather(flat, f"{link.name}.sum", coding.joined([flat] * n))
-            sums: Any = self.decode(coding, coding.reshape(gathered, n, -1), length)
+            sums: Any = self.decode(coding, coding.reshape(gathered, n, payload.shape[1]), length)
             return coding.like(coding.reshape(sums, -1)[:size], message)  # type: ignore[index]
 
-        return Sent(total, coding.like(decoded[:size], message), (n + 1) * len(payload[0]))
+        return Sent(total, coding.like(decoded[:size], message), (n + 1) * payload.shape[1])
 
-    def _sum(self, coding: Coding[V], payloads: Any, count: int, length: int) -> Any:
-        rows: Any = coding.reshape(payloads, count, -1)
+    def _sum(self, coding: Coding[V], payloads: Any, shape: tuple[int, int], length: int) -> Any:
+        """Return the sum of payloads in their order; a graph does not know the ``shape`` of what was gathered."""
+        rows: Any = coding.reshape(payloads, *shape)
         total: Any = self.decode(coding, rows[:1], length)
-        for rank in range(1, count):
+        for rank in range(1, shape[0]):
             total = total + self.decode(coding, rows[rank : rank + 1], length)
         return total[0]
 

@@ -52,7 +52,7 @@ class Int8(Encoded):
         """Multiply."""
         array: Any = payload
         block, blocks = _blocks(length)
-        count, start = len(array), blocks * _SCALE_BYTES
+        count, start = array.shape[0], blocks * _SCALE_BYTES
         scales: Any = coding.reshape(coding.from_bytes(array[:, :start], "f4"), count, blocks, 1)
         levels = coding.padded(coding.wide(coding.from_bytes(array[:, start:], "i1")), blocks * block)
         values: Any = coding.reshape(coding.reshape(levels, count, blocks, block) * scales, count, blocks * block)

@@ -1,0 +1,90 @@
+"""The verbs of wires on TensorFlow tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_periodic.vectors.coding import Coding
+
+_TYPES = {
+    "f4": tf.float32,
+    "f2": tf.float16,
+    "bf2": tf.bfloat16,
+    "i1": tf.int8,
+    "i4": tf.int32,
+    "u1": tf.uint8,
+}
+
+
+class GraphCoding(Coding[Any]):
+    """Of tensors of known shapes, in a graph or not."""
+
+    def cast(self, x: Any, kind: str) -> Any:
+        """Return a tensor of another type."""
+        return tf.cast(x, _TYPES[kind])
+
+    def wide(self, x: Any) -> Any:
+        """Return float32."""
+        return tf.cast(x, tf.float32)
+
+    def like(self, x: Any, other: Any) -> Any:
+        """Return ``x`` in the type of ``other``."""
+        return tf.cast(x, other.dtype)
+
+    def clip(self, x: Any, limit: float) -> Any:
+        """Return ``x``, no element larger than the limit in magnitude."""
+        return tf.clip_by_value(x, tf.constant(-limit, x.dtype), tf.constant(limit, x.dtype))
+
+    def are_finite(self, tensors: Sequence[Any]) -> bool:
+        """Return whether no element is NaN or infinite; not in a graph."""
+        return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in tensors)
+
+    def rows(self, x: Any, count: int, length: int) -> Any:
+        """Return the elements in rows."""
+        flat = tf.reshape(x, [-1])
+        return tf.reshape(tf.pad(flat, [[0, count * length - flat.shape[0]]]), [count, length])
+
+    def padded(self, x: Any, length: int) -> Any:
+        """Return rows with zeros behind."""
+        return tf.pad(x, [[0, 0], [0, length - x.shape[1]]])
+
+    def reshape(self, x: Any, *shape: int) -> Any:
+        """Return ``x`` in another shape."""
+        return tf.reshape(x, shape)
+
+    def max_abs(self, x: Any) -> Any:
+        """Return the largest magnitude of every row."""
+        return tf.reduce_max(tf.abs(x), axis=-1, keepdims=True)
+
+    def quotient(self, x: Any, y: Any) -> Any:
+        """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
+        return tf.round(x / tf.where(tf.equal(y, 0), tf.ones_like(y), y))
+
+    def to_bytes(self, x: Any) -> Any:
+        """Return the memory of every row."""
+        return tf.reshape(tf.bitcast(x, tf.uint8), [*x.shape[:-1], x.shape[-1] * x.dtype.size])
+
+    def from_bytes(self, x: Any, kind: str) -> Any:
+        """Return what :meth:`to_bytes` was given."""
+        size = _TYPES[kind].size
+        grouped = x if size == 1 else tf.reshape(x, [*x.shape[:-1], x.shape[-1] // size, size])
+        return tf.bitcast(grouped, _TYPES[kind])
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Return rows side by side."""
+        return tf.concat(list(parts), axis=-1)
+
+    def largest(self, x: Any, count: int) -> Any:
+        """Return the places of the largest magnitudes; of equal ones, the first."""
+        return tf.sort(tf.math.top_k(tf.abs(x), count).indices)
+
+    def take(self, x: Any, places: Any) -> Any:
+        """Return the elements at these places."""
+        return tf.gather(x, places)
+
+    def scattered(self, values: Any, places: Any, size: int) -> Any:
+        """Return zeros with these values in them."""
+        return tf.scatter_nd(places[:, None], values, [size])
