@@ -20,7 +20,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from hvd_periodic.tensorflow import contrib_opt
+from hvd_periodic.tensorflow import Compression, contrib_opt
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt, rotated
 
@@ -101,6 +101,57 @@ def constant_gradients() -> Any:
                     for use_resource, x, c in zip(weights, values[:3], values[3:], strict=True):
                         results[f"{name} {use_resource}"].append((float(x[0]), float(c[0]), int(rounds)))
     return results
+
+
+@scenario
+def compressed() -> Any:
+    """The losses of the oracle with its momentum, as 8 bits and as the largest two: x after every step, and c."""
+    results: dict[str, Any] = {}
+    wires = {"int8": Compression.int8, "topk": Compression.topk(0.5), "bf16": Compression.bf16}
+    for name, wire in rotated(("easgd", "average", "agn", "easgd", "average"), tuple(wires)):
+        with tf.Graph().as_default():
+            getter = getter_of(name)
+            with tf.variable_scope("", custom_getter=getter):
+                w = tf.get_variable("w", initializer=tf.constant(oracle.START, tf.float64))
+            optimizer = {
+                "easgd": lambda o, g, c: contrib_opt.ElasticAverageOptimizer(
+                    o, hvd.size(), g, 3, moving_rate=0.25, rho=0.0, compression=c
+                ),
+                "average": lambda o, g, c: contrib_opt.ModelAverageOptimizer(
+                    o, hvd.size(), hvd.rank() == 0, g, 3, compression=c
+                ),
+                "agn": lambda o, g, c: contrib_opt.AGNOptimizer(o, hvd.size(), g, 3, compression=c),
+            }[name](tf.train.MomentumOptimizer(oracle.RATE, oracle.MOMENTUM), getter, wires[wire])
+            gradient = tf.placeholder(tf.float64, [len(oracle.START)])
+            step = tf.train.get_or_create_global_step()
+            train = optimizer.apply_gradients([(gradient, w)], step)
+            seen = []
+            with started(optimizer) as session:
+                for _ in range(oracle.STEPS):
+                    session.run(train, {gradient: oracle.gradient(hvd.rank(), session.run(w).tolist())})
+                    seen.append(session.run(w).tolist())
+                results[f"{name} {wire}"] = [seen, session.run(centers()[0]).tolist()]
+    return results
+
+
+@scenario
+def not_finite_on_the_last_rank() -> Any:
+    """The error of a message in 8 bits, and the center after it."""
+    with tf.Graph().as_default():
+        getter = getter_of("average")
+        with tf.variable_scope("", custom_getter=getter):
+            w = tf.get_variable("w", initializer=tf.zeros([2]))
+        optimizer = contrib_opt.ModelAverageOptimizer(
+            tf.train.GradientDescentOptimizer(0.1), hvd.size(), hvd.rank() == 0, getter, 2, compression=Compression.int8
+        )
+        gradient = tf.placeholder(tf.float32, [2])
+        train = optimizer.apply_gradients([(gradient, w)], tf.train.get_or_create_global_step())
+        with started(optimizer) as session:
+            session.run(train, {gradient: [1.0, 1.0]})
+            last = hvd.rank() == hvd.size() - 1
+            bad = {gradient: [np.nan if last else 1.0, 1.0]}
+            error = attempt(lambda: session.run(train, bad), tf.errors.OpError)
+            return [error, session.run(centers()[0]).tolist()]
 
 
 @scenario

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests import compression_oracle as slow
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
@@ -47,6 +49,25 @@ def test_numbers_worked_out_by_hand(use_resource: str, ranks: list[dict[str, Any
         for trajectory in found:
             assert [c for _, c, _ in trajectory] == [c for _, c, _ in found[0]], "one center on all ranks"
             assert [rounds for _, _, rounds in trajectory] == [step // period for step in range(1, 9)]
+
+
+def test_compressed_messages_agree_with_a_slow_oracle(ranks: list[dict[str, Any]]) -> None:
+    quantizers = {"int8": (slow.int8, 2), "topk": (slow.top(2), 1), "bf16": (slow.bfloat16, 2)}
+    for case in ranks[0]["compressed"]:
+        name, _, wire = case.partition(" ")
+        steps, center = slow.expected(name, len(ranks), *quantizers[wire])
+        reports = column(ranks, "compressed", case)
+        assert [report[1] for report in reports] == [reports[0][1]] * len(ranks), f"one center of {case}, to the bit"
+        assert reports[0][1] == pytest.approx(center, rel=1e-5, abs=1e-5), case
+        for rank, (seen, _) in enumerate(reports):
+            assert np.ravel(seen) == pytest.approx(np.ravel([x[rank] for x in steps]), rel=1e-5, abs=1e-5), (case, rank)
+
+
+def test_what_is_not_finite_is_named_before_it_travels(ranks: list[dict[str, Any]]) -> None:
+    for rank, (error, center) in enumerate(column(ranks, "not_finite_on_the_last_rank")):
+        last = len(ranks) - 1
+        assert ("parameter 'w' is not finite at step 2" if rank == last else f"Rank {last} failed") in error
+        assert center == [0.0, 0.0], "as it was"
 
 
 def test_the_default_rho_of_one_worker(ranks: list[dict[str, Any]]) -> None:

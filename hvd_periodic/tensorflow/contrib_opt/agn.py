@@ -16,6 +16,7 @@ from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.space import TensorSpace
+from hvd_periodic.wires.given import Compression
 
 
 class AGNOptimizer(InitializedByTask):
@@ -36,6 +37,7 @@ class AGNOptimizer(InitializedByTask):
         buffers: as in :class:`ElasticAverageOptimizer`.
         asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
             numbers, starts anew with every process.
+        compression: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
@@ -57,6 +59,7 @@ class AGNOptimizer(InitializedByTask):
         buffers: str = "average",
         asynchronous: bool = False,
         process_set: Any = None,
+        compression: Any = Compression.none,
     ) -> None:
         request = Request(
             optimizer,
@@ -67,6 +70,7 @@ class AGNOptimizer(InitializedByTask):
             ("communication_period", communication_period),
             buffers,
             asynchronous,
+            compression,
         )
         super().__init__(request, use_locking, name, process_set)
 

@@ -20,6 +20,7 @@ from hvd_periodic.tensorflow.contrib_opt.rates import default_rho
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.wires.given import Compression
 
 
 class ElasticAverageOptimizer(InitializedByTask):
@@ -47,6 +48,7 @@ class ElasticAverageOptimizer(InitializedByTask):
         asynchronous: exchange with one center on its own clock, without waiting for other ranks, as ``tf.contrib.opt``
             does; needs MPI. The center variables hold the center as this rank last left it, and the final one after
             :meth:`get_final_op`. The rate is in (0, 1].
+        compression: how messages travel: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size; no ``rho``
@@ -83,6 +85,7 @@ class ElasticAverageOptimizer(InitializedByTask):
         buffers: str = "average",
         asynchronous: bool = False,
         process_set: Any = None,
+        compression: Any = Compression.none,
     ) -> None:
         def algorithm() -> ContribEASGD:
             made = ContribEASGD(moving_rate)
@@ -108,6 +111,7 @@ class ElasticAverageOptimizer(InitializedByTask):
             ("communication_period", communication_period),
             buffers,
             asynchronous,
+            compression,
         )
         super().__init__(request, use_locking, name, process_set)
 

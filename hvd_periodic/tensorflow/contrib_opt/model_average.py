@@ -12,6 +12,7 @@ from hvd_periodic.tensorflow.contrib_opt.getters import ModelAverageCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.optimizer import GraphOptimizer
 from hvd_periodic.tensorflow.contrib_opt.request import Request
+from hvd_periodic.wires.given import Compression
 
 
 class ModelAverageOptimizer(GraphOptimizer):
@@ -28,6 +29,7 @@ class ModelAverageOptimizer(GraphOptimizer):
         use_locking: accepted; in a synchronous exchange nothing is written concurrently.
         name: of the optimizer.
         buffers: as in :class:`ElasticAverageOptimizer`.
+        compression: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
@@ -49,6 +51,7 @@ class ModelAverageOptimizer(GraphOptimizer):
         *,
         buffers: str = "average",
         process_set: Any = None,
+        compression: Any = Compression.none,
     ) -> None:
         request = Request(
             opt,
@@ -58,6 +61,7 @@ class ModelAverageOptimizer(GraphOptimizer):
             Averaging,
             ("interval_steps", interval_steps),
             buffers,
+            compression=compression,
         )
         super().__init__(request, use_locking, name, process_set)
         self._is_chief = is_chief

@@ -15,6 +15,7 @@ from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
+from hvd_periodic.wires.given import Compression, as_wire
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Request:
         period: local steps between exchanges, by the name of its argument.
         buffers: ``"average"`` or ``"local"``.
         asynchronous: exchange without waiting for other ranks.
+        compression: how messages travel.
     """
 
     opt: Any
@@ -40,6 +42,7 @@ class Request:
     period: tuple[str, int | Schedule]
     buffers: str
     asynchronous: bool = False
+    compression: Any = Compression.none
 
     def granted(
         self, cls: str, communicator: TensorFlowCommunicator
@@ -62,6 +65,7 @@ class Request:
             )
         if self.buffers not in ("average", "local"):
             raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={self.buffers!r}")
+        as_wire(self.compression)
         name, period = self.period
         planned = as_schedule(period, name)
         with spelled({"ContribEASGD": cls, "AGN": cls}):
