@@ -28,8 +28,7 @@ def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> An
         vectors[group.name] = {"center": {name: value.clone() for name, value in present.items()} | kept}
     under_way = state.get("under_way")
     if under_way is not None:
-        left = {name: saved | {"snapshot": _renamed(saved["snapshot"])} for name, saved in under_way["groups"].items()}
-        under_way = under_way | {"groups": left}
+        under_way = under_way | {"snapshot": _renamed(under_way["snapshot"])}
     return state | {"vectors": vectors, "under_way": under_way}
 
 
