@@ -4,7 +4,7 @@
 #   bash run_scripts/test.sh [--use-current-env] [--all] [ARGUMENT...]
 #
 # Runs tests of every kind, in some twenty minutes on two slow cores; with --all, also those that repeat them with other
-# numbers (marked as thorough), in three quarters of an hour. Further arguments go to pytest. --use-current-env: see
+# numbers (marked as thorough), in forty minutes. Further arguments go to pytest. --use-current-env: see
 # setup.sh --help.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

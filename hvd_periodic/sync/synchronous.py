@@ -54,7 +54,7 @@ class Synchronous(Course[V]):
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
-        self.turns = Turns(setting.fragments, membership.communicator.size, setting.planner.schedule)
+        self.turns = Turns(setting.fragments, setting.planner.schedule)
         setting.wire.check(membership.communicator, place.name)
         if setting.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
@@ -106,7 +106,8 @@ class Synchronous(Course[V]):
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         passed = Since(agreed.period, agreed.pending, own.counters.gradients)
         passed = passed if agreed.training or agreed.pending else Since()
-        due = self.turns.due(agreed.clock, own.notes.since, passed, agreed.training)
+        size = setting.membership.communicator.size
+        due = self.turns.due(size, agreed.clock, own.notes.since, passed, agreed.training)
         if due.turns:
             with failing(setting.meeting, own.counters.local_steps):
                 sent = self._run(agreed, due)

@@ -63,28 +63,28 @@ class Turns:
 
     Args:
         fragments: all there are.
-        size: number of workers.
         schedule: plans exchanges.
 
     Example:
         >>> from hvd_periodic import Every
-        >>> turns = Turns([Fragment(0, ()), Fragment(1, ())], 3, Streamed(Every(9), 2))
+        >>> turns = Turns([Fragment(0, ()), Fragment(1, ())], Streamed(Every(9), 2))
         >>> memory = turns.schedule.remember(Clock())
-        >>> due = turns.due(Clock(step=5, round=1, memory=memory), [], Since(5, 5, 4), training=True)
+        >>> due = turns.due(3, Clock(step=5, round=1, memory=memory), [], Since(5, 5, 4), training=True)
         >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
         ([(0, 4)], False, [[0, 0, 0], [5, 5, 4]])
-        >>> due = turns.due(Clock(step=8, round=2, memory=memory), due.noted, Since(4, 3, 3), training=False)
+        >>> due = turns.due(3, Clock(step=8, round=2, memory=memory), due.noted, Since(4, 3, 3), training=False)
         >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
         ([(0, 3), (1, 7)], True, [])
     """
 
-    def __init__(self, fragments: Sequence[Fragment], size: int, schedule: Schedule) -> None:
-        self.fragments, self._size, self.schedule = fragments, size, schedule
+    def __init__(self, fragments: Sequence[Fragment], schedule: Schedule) -> None:
+        self.fragments, self.schedule = fragments, schedule
 
-    def due(self, clock: Clock, noted: Sequence[Sequence[int]], passed: Since, training: bool) -> Due:
+    def due(self, size: int, clock: Clock, noted: Sequence[Sequence[int]], passed: Since, training: bool) -> Due:
         """Return what is exchanged.
 
         Args:
+            size: number of workers.
             clock: that ranks have agreed on.
             noted: what had happened since every fragment was exchanged, at the last exchange of any.
             passed: since then.
@@ -100,10 +100,7 @@ class Turns:
         chosen = [i for i, entry in enumerate(since) if entry.pending] if turn is None else [turn]
         left = [list(Since() if i in chosen else entry) for i, entry in enumerate(since)]
         return Due(
-            [
-                Turn(self.fragments[i], Exchange(self._size, since[i].planned, max(since[i].gradients, 1)))
-                for i in chosen
-            ],
+            [Turn(self.fragments[i], Exchange(size, since[i].planned, max(since[i].gradients, 1))) for i in chosen],
             turn in (None, len(self.fragments) - 1),
             periods,
             left if any(map(any, left)) else [],

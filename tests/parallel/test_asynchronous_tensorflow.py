@@ -17,7 +17,7 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-SIZES = [1, thorough(2)]
+SIZES = [1, thorough(3)]
 GRAPHS = [thorough((1, "v2")), (2, "v1")]
 
 DEFAULT_RHO = [[1, 0], [1.3125, 0.4375], [1.984375, 0.4375], [1.9755859375, 0.9501953125]]
