@@ -63,7 +63,7 @@ class Outbox(Generic[V]):
         if communicator is not None and wire.forms_sums(communicator, lasting):
             rank, size = communicator.rank, communicator.size
             own = layout.restrict(lambda bucket: row_bounds(bucket.size, rank, size))
-            self.unsent_sums = replica.new_store(own, f"{name}.{UNSENT_SUMS}")
+            self.unsent_sums = replica.new_store(own, f"{name}.{UNSENT_SUMS}.{rank}.{size}")
 
     def send(self, communicator: Communicator, bucket: Bucket, message: V, name: str) -> Sent[V]:
         """Let a message travel, with what was left of earlier ones; may overwrite it."""

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
+from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
@@ -28,6 +30,10 @@ class ArrayOuterOptimizer:
     def another(self) -> ArrayOuterOptimizer:
         """Return one like this that has no center yet."""
         return ArrayOuterOptimizer(self._source)
+
+    def divided(self, fragments: Sequence[Fragment]) -> Divided:
+        """Return one of these for each fragment."""
+        return Divided(self, fragments)
 
     @property
     def name(self) -> str:

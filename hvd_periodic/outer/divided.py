@@ -20,6 +20,9 @@ class Divisible(OuterOptimizer, Protocol):
     def another(self) -> Divisible:
         """Return one like this that has no center yet."""
 
+    def divided(self, fragments: Sequence[Fragment]) -> OuterOptimizer:
+        """Return one of these for each fragment, as a :class:`Divided`."""
+
 
 class Divided:
     """As many optimizers as there are fragments, each over its slice of the center, with a state of its own.

@@ -30,7 +30,7 @@ class Forms(NamedTuple):
         checkpoint: saves and loads.
         view: reads the center.
         overlapped: runs exchanges that travel during local steps; None where the framework has no such thing.
-        streams: a part of the parameters can be exchanged.
+        cuts: an outer optimizer can have parts of tensors.
     """
 
     ledger: Callable[[Schedule], Ledger] = Ledger
@@ -39,7 +39,7 @@ class Forms(NamedTuple):
     checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
     view: Callable[..., View[Any]] = View
     overlapped: type[Course[Any]] | None = Overlapped
-    streams: bool = True
+    cuts: bool = True
 
     def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
         """Return what runs exchanges.
@@ -61,7 +61,7 @@ class Forms(NamedTuple):
             )
         return self.overlapped
 
-    def fragments(self, asynchronous: bool, fragments: int, parameters: Store[Any]) -> list[Fragment]:
+    def fragments(self, asynchronous: bool, fragments: int, parameters: Store[Any], outer: bool) -> list[Fragment]:
         """Return the parts in which the parameters are exchanged, after which their buckets are cut.
 
         Raises:
@@ -73,9 +73,7 @@ class Forms(NamedTuple):
                 "`fragments` is for synchronous exchange: with asynchronous=True no rank waits for another. Received: "
                 f"fragments={fragments}"
             )
-        if fragments > 1 and not self.streams:
-            raise ValueError(f"`fragments` is for PyTorch and numpy; not for TensorFlow yet. Received: {fragments=}")
-        parameters.layout, cut = cut_into_fragments(parameters.layout, fragments)
+        parameters.layout, cut = cut_into_fragments(parameters.layout, fragments, whole=outer and not self.cuts)
         return cut
 
     def wire(self, asynchronous: bool, compression: Any) -> Wire:

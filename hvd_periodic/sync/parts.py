@@ -10,7 +10,7 @@ from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state import LocalStateLike, as_local_state
-from hvd_periodic.outer.divided import Divided, Divisible
+from hvd_periodic.outer.divided import Divisible
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
@@ -91,8 +91,8 @@ class Parts(Generic[V]):
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
-        cut = forms.fragments(bool(asynchronous), fragments, replica.parameters)
-        outer = Divided(cast(Divisible, outer), cut) if outer is not None and len(cut) > 1 else outer
+        cut = forms.fragments(bool(asynchronous), fragments, replica.parameters, outer is not None)
+        outer = cast(Divisible, outer).divided(cut) if outer is not None and len(cut) > 1 else outer
         self.policy, planned = as_local_state(optimizer_state), streamed(as_schedule(schedule, "schedule"), len(cut))
         self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
         course.check(planned, self.policy)

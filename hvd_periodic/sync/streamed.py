@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
 
-_OWN = "of fragments: "
+_OWN = "fragments."
 """Begins the names of what is remembered for fragments."""
 
 

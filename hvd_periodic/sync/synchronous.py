@@ -17,7 +17,7 @@ from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.counters import Notes
 from hvd_periodic.sync.course import Course, Legacy, Setting, failing
 from hvd_periodic.sync.finite import Finite
-from hvd_periodic.sync.knowledge import Agreement
+from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.sync.turns import Due, Since, Turn, Turns
@@ -104,10 +104,7 @@ class Synchronous(Course[V]):
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
-        passed = Since(agreed.period, agreed.pending, own.counters.gradients)
-        passed = passed if agreed.training or agreed.pending else Since()
-        size = setting.membership.communicator.size
-        due = self.turns.due(size, agreed.clock, own.notes.since, passed, agreed.training)
+        due = self._whose_turn(agreed, own)
         if due.turns:
             with failing(setting.meeting, own.counters.local_steps):
                 sent = self._run(agreed, due)
@@ -123,9 +120,20 @@ class Synchronous(Course[V]):
             gradients=0,
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
-        ledger.notes = replace(Notes() if due.completes else own.notes, memory=plan.memory, since=due.noted)
+        ledger.notes = self._noted(own, due, plan)
         ledger.time(agreed.step)
         return agreed.training
+
+    def _whose_turn(self, agreed: Agreement, own: Standpoint) -> Due:
+        """Return whose turn it is."""
+        passed = Since(agreed.period, agreed.pending, own.counters.gradients)
+        passed = passed if agreed.training or agreed.pending else Since()
+        size = self.setting.membership.communicator.size
+        return self.turns.due(size, agreed.clock, own.notes.since, passed, agreed.training)
+
+    def _noted(self, own: Standpoint, due: Due, plan: Plan) -> Notes:
+        """Return what is kept until the next exchange; losses are of the period that ends."""
+        return replace(Notes() if due.completes else own.notes, memory=plan.memory, since=due.noted)
 
     def _run(self, agreed: Agreement, due: Due) -> Any:
         """Let data travel; return the bytes handed to collectives."""

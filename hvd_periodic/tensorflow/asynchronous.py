@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import all_buckets
 from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.sync.counters import Notes
 from hvd_periodic.tensorflow.host import to_integers, unpacked
 from hvd_periodic.tensorflow.ledger import seconds
 from hvd_periodic.tensorflow.meeting import GraphMeeting, ledger_of
@@ -73,7 +74,7 @@ class GraphAsynchronous(Asynchronous[Any]):
     def _pushed(self, meeting: GraphMeeting, exchange: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         """Push what this rank has; return what Python knows after it by name, and what is to be pulled."""
         setting, ledger, worker = self.setting, ledger_of(self.setting), self.worker
-        kinds = ledger.kinds_remembered | kinds_of(_Pushed)
+        kinds = ledger.kinds_noted | kinds_of(_Pushed)
         payloads = [group.payload(bucket, exchange) for group, bucket in all_buckets(self.tensor_groups)]
 
         def run(before: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
@@ -84,7 +85,7 @@ class GraphAsynchronous(Asynchronous[Any]):
             pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
             missed = worker.transport.missed
             pushed = _Pushed(missed, max(missed, own.counters.staleness_max), plan.next_exchange)
-            return [np.array(to_integers(asdict(pushed) | ledger.remembered(plan), kinds)), *pulled]
+            return [np.array(to_integers(asdict(pushed) | ledger.noted(Notes(memory=plan.memory)), kinds)), *pulled]
 
         # What Python reads by itself, a local step in the same graph must have written.
         follower = setting.exchanged.hyperparameters

@@ -40,6 +40,7 @@ class CenterOptimizer:
         optimizer: the one that moves the center.
         rate: the learning rate for the next step, where it is that of another rank.
         cut: the centers are parts of tensors.
+        others: like this, each for a fragment of the parameters; this one has no center where there are some.
 
     Raises:
         TypeError: ``optimizer`` is not a Keras optimizer; or a local one cannot be copied.
@@ -47,8 +48,9 @@ class CenterOptimizer:
     """
 
     def __init__(self, local: Any, optimizer: Any = None) -> None:
-        self._followed = None
+        self._local, self._followed = local, None
         self.rate: Any = None
+        self.others: list[CenterOptimizer] = []
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
             self._followed = plain
@@ -61,6 +63,16 @@ class CenterOptimizer:
         self.cut = False
         self._parameters: list[Any] = []
         self._centers: list[Any] = []
+
+    def another(self) -> CenterOptimizer:
+        """Return one like this that has no center yet."""
+        self.others.append(CenterOptimizer(self._local, None if self.copied else copied(self.optimizer)))
+        return self.others[-1]
+
+    @property
+    def variables(self) -> list[Any]:
+        """The state of all of them."""
+        return [variable for each in self.others or [self] for variable in each.optimizer.variables]
 
     @property
     def copied(self) -> bool:
@@ -109,6 +121,8 @@ class CenterOptimizer:
                     f"`{outer_name()}`. Received: {name}={value!r}"
                 )
             setattr(self.optimizer, name, value)
+        for other in self.others:
+            other.follow(name, value)
 
     def follow_exclusions(self) -> None:
         """Spare the centers of variables that the local optimizer spares its weight decay."""
@@ -116,6 +130,8 @@ class CenterOptimizer:
             pairs = zip(self._parameters, self._centers, strict=True)
             spared = [center for parameter, center in pairs if not self._followed._use_weight_decay(parameter)]
             self.optimizer.exclude_from_weight_decay(var_list=spared)
+        for other in self.others:
+            other.follow_exclusions()
 
     def step(self, maximum: Callable[[Any], Any]) -> None:
         """Move the centers by their gradients.

@@ -20,8 +20,9 @@ from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.plan import Plan
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
-from hvd_periodic.tensorflow.saved import SavedExchanges
+from hvd_periodic.tensorflow.saved import SavedExchanges, is_unsent
 from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.wires import as_wire
 
 
 class Exchanges:
@@ -75,7 +76,8 @@ class Exchanges:
         plan, options, connection = self.plan, self.plan.options, self.connection
         replica = VariableReplica(named, self._new_variable)
         ranks, root = connection.communicator, 0
-        if plan.asynchronous or options["center"] != "replicated":
+        shares = options["center"] != "replicated" or as_wire(options["compression"]).lossy
+        if plan.asynchronous or shares:
             ranks = connection.ranks()  # Which share this rank holds, has to be known before it is loaded.
             root = ranks.rank_of(options["root_rank"])
         self._synchronizer = synchronizer = VariableSynchronizer(
@@ -98,9 +100,10 @@ class Exchanges:
         if saved is not None:
             synchronizer.course.has_loaded(saved)
         if plan.center is not None and not plan.asynchronous:
-            for i, variable in enumerate(plan.center.optimizer.variables):
+            for i, variable in enumerate(plan.center.variables):
                 self.saved.variables.variables[f"center_optimizer.{i}"] = variable
-        self.saved.variables.later = set(synchronizer.ledger.note_variables)
+        unsent = {name for name in self.saved.variables.variables if is_unsent(name)}
+        self.saved.variables.later = unsent | set(synchronizer.ledger.note_variables)
         self.saved.variables.settle()
 
     def start(self, construct: Callable[[], object], gradient_group: TensorFlowCommunicator | None) -> None:

@@ -55,7 +55,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             VariableCheckpoint,
             VariableView,
             overlapped=None,
-            streams=False,
+            cuts=False,
         )
         super().__init__(*arguments, **options | {"forms": forms})
         alone = self.course.worker is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hvd_periodic.schedules import Clock, Schedule
 from hvd_periodic.sync.counters import Counters, Notes
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.ledger import Ledger, rate_of
-from hvd_periodic.sync.planning import Plan, ask
+from hvd_periodic.sync.planning import ask
+from hvd_periodic.sync.streamed import Streamed
+from hvd_periodic.sync.turns import Since
 from hvd_periodic.tensorflow.host import Numbers, in_session
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
@@ -24,6 +27,11 @@ _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
 
 MEMORY = "memory."
 """Begins the names of variables of what a schedule remembers."""
+
+_SINCE = "since"
+"""Names what has happened since every fragment was exchanged; with an index, each number of it."""
+
+_PER_FRAGMENT = len(Since._fields)
 
 
 class VariableLedger(Ledger):
@@ -38,20 +46,21 @@ class VariableLedger(Ledger):
 
     Attributes:
         variables: of the counters, by name.
-        note_variables: of what is kept for the schedule, by name.
+        note_variables: of what is kept from one exchange to the next, by name.
     """
 
     def __init__(
         self, new_variable: NewVariable, schedule: Schedule, learning_rate: Callable[[], Any] | None = None
     ) -> None:
         self._new_variable, self._remembers = new_variable, schedule.remembers
+        self._fragments = schedule.fragments if isinstance(schedule, Streamed) else 1
         self.learning_rate = learning_rate
         self.variables: dict[str, tf.Variable] = {}
         self.note_variables: dict[str, tf.Variable] = {}
         super().__init__(schedule)
 
     def make_notes(self) -> None:
-        """Make the variables of what is kept for the schedule; last, for checkpoints of versions that had none.
+        """Make the variables of what is kept between exchanges; last, for checkpoints of versions that had none.
 
         Nothing reports losses in graphs of TensorFlow 1.
         """
@@ -60,6 +69,8 @@ class VariableLedger(Ledger):
             self.note_variables["losses"] = self._new_variable("losses", (), tf.int64, 0)
         for name in self._remembers:
             self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, np.nan)
+        if self._fragments > 1:
+            self.note_variables[_SINCE] = self._new_variable(_SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
 
     @property
     def counters(self) -> Counters:
@@ -80,13 +91,14 @@ class VariableLedger(Ledger):
     def notes(self) -> Notes:
         """What this rank keeps for its schedule; outside of graphs."""
         with tf.init_scope():
-            return _notes_of({name: variable.numpy().item() for name, variable in self.note_variables.items()})
+            return _notes_of({name: scalar.numpy().item() for name, scalar in self._noted_numbers().items()})
 
     @notes.setter
     def notes(self, notes: Notes) -> None:
+        numbers = self.noted(notes)
         for name, variable in self.note_variables.items():
-            remembered = notes.memory.get(name.removeprefix(MEMORY), np.nan)
-            variable.assign(remembered if name.startswith(MEMORY) else getattr(notes, name))
+            kept = np.reshape([numbers[each] for each in self._names(name)], variable.shape).astype(variable.dtype.name)
+            variable.assign(kept)
 
     @property
     def is_new(self) -> bool:
@@ -137,9 +149,8 @@ class VariableLedger(Ledger):
 
     def known(self) -> dict[str, tf.Tensor]:
         """Return what this rank knows by itself, in a graph."""
-        variables = {name: self.variables[name] for name in _INTEGERS} | self.note_variables
         rate = None if self.learning_rate is None else self.learning_rate()
-        known = {name: variable.read_value() for name, variable in variables.items()}
+        known = {name: self.variables[name].read_value() for name in _INTEGERS} | self._noted_numbers()
         return known | {"learning_rate": tf.cast(np.nan if rate is None else rate, tf.float64)}
 
     def standpoint_of(self, known: Numbers) -> Standpoint:
@@ -148,30 +159,48 @@ class VariableLedger(Ledger):
         seconds = self.step_seconds(counters.local_steps)
         return Standpoint(counters, _notes_of(known), rate_of(known["learning_rate"]), seconds)
 
-    def remembered(self, plan: Plan) -> Numbers:
-        """Return what the schedule wants to be remembered under the names of its variables; None for nothing."""
-        return {MEMORY + name: plan.memory.get(name) for name in self._remembers}
+    def noted(self, notes: Notes) -> Numbers:
+        """Return what is to be kept, by name; None where the schedule has nothing to remember."""
+        since = notes.since or [Since()] * self._fragments
+        numbers: Numbers = {f"{_SINCE}.{i}": number for i, number in enumerate(chain(*since))}
+        numbers |= {MEMORY + name: notes.memory.get(name) for name in self._remembers}
+        numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
+        return {name: numbers[name] for name in self.kinds_noted}
 
     @property
-    def kinds_remembered(self) -> dict[str, tf.DType]:
-        """The names of :meth:`remembered`, and what they are in a graph."""
-        return {MEMORY + name: tf.float64 for name in self._remembers}
+    def kinds_noted(self) -> dict[str, tf.DType]:
+        """The names of :meth:`noted`, and what they are in a graph."""
+        pairs = self.note_variables.items()
+        return {name: variable.dtype for owner, variable in pairs for name in self._names(owner)}
 
-    def exchanged(self, sent: Any, decided: Mapping[str, tf.Tensor], memory: Mapping[str, tf.Tensor]) -> None:
+    def _names(self, variable: str) -> list[str]:
+        """Return the names of the numbers in a variable of :attr:`note_variables`."""
+        count = self._fragments * _PER_FRAGMENT
+        return [f"{_SINCE}.{i}" for i in range(count)] if variable == _SINCE else [variable]
+
+    def _noted_numbers(self) -> dict[str, tf.Tensor]:
+        """Return what is kept, each number by its name; also in a graph."""
+        numbers: dict[str, tf.Tensor] = {}
+        for owner, variable in self.note_variables.items():
+            names = self._names(owner)
+            numbers |= zip(names, tf.unstack(tf.reshape(variable.read_value(), [-1]), len(names)), strict=True)
+        return numbers
+
+    def exchanged(self, sent: Any, decided: Mapping[str, tf.Tensor], noted: Mapping[str, tf.Tensor]) -> None:
         """Note in a graph that an exchange has taken place.
 
         Args:
             sent: bytes that this rank has pushed, or handed to collectives.
             decided: counters that take these values.
-            memory: what the schedule wants to be remembered.
+            noted: what is kept, by name.
         """
         self.add(rounds=1, bytes_sent=sent)
         self.variables["last_exchange"].assign(self.variables["local_steps"])
         for name, value in decided.items():
             self.variables[name].assign(value)
         self.variables["gradients"].assign(0)
-        for name, variable in self.note_variables.items():  # Losses are of the round that ends.
-            variable.assign(memory[name] if name in memory else tf.zeros((), variable.dtype))
+        for owner, variable in self.note_variables.items():
+            variable.assign(tf.reshape(tf.stack([noted[name] for name in self._names(owner)]), variable.shape))
 
     def timed(self, started: tf.Tensor) -> None:
         """Count in a graph the seconds of an exchange that is over, and measure steps from now on."""
@@ -194,7 +223,9 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
         if name.startswith(MEMORY) and value is not None and not np.isnan(value)
     }
     losses = values.get("loss_sum", 0.0)
-    return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory)
+    since = [values[f"{_SINCE}.{i}"] for i in range(sum(name.startswith(f"{_SINCE}.") for name in values))]
+    kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else []
+    return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)
 
 
 def seconds() -> tf.Tensor:

@@ -320,6 +320,8 @@ class PeriodicOptimizer(ForwardedSettings):
         model = None if self._model is None else self._model()
         named = named_variables(self._trainable_variables, model, self._exchanges.plan.options["buffers"])
         self._exchanges.construct(named, self._open)
+        for i, other in enumerate([] if self._center is None else self._center.others):
+            self._track_trackable(other.optimizer, f"center_optimizer_{i}")
         average, local = self._exchanges.connection.average, innermost(self.inner_optimizer)
         self._prepare = GradientPreparation(local, average, self.synchronizer, self._get_variable_index)
 

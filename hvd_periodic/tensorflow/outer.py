@@ -11,8 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.centers.learning_rates import LearningRates
+from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
+from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
@@ -58,6 +60,14 @@ class VariableOuterOptimizer(FollowsRate):
         self._initial: list[Any] = []
         self.maximum: Maximum = lambda value: value
 
+    def another(self) -> VariableOuterOptimizer:
+        """Return one like this that has no center yet."""
+        return VariableOuterOptimizer(self._moved.another(), self._parameters)
+
+    def divided(self, fragments: Sequence[Fragment]) -> DividedVariables:
+        """Return one of these for each fragment."""
+        return DividedVariables(self, fragments)
+
     @property
     def name(self) -> str:
         """The class of the optimizer."""
@@ -75,7 +85,7 @@ class VariableOuterOptimizer(FollowsRate):
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
         """Build the optimizer."""
         self._require_elementwise(center.layout, whole)
-        self._moved.cut = bool(center.layout.specs) and center.layout is not whole
+        self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
 
     def step(self) -> None:
@@ -135,6 +145,31 @@ class VariableOuterOptimizer(FollowsRate):
     def _require_elementwise(self, share: Layout, whole: Layout) -> None:
         if share.specs and share is not whole:
             require_elementwise(self.name, share, whole, self._moved.steps)
+
+
+class DividedVariables(Divided, FollowsRate):
+    """One for each fragment, all of which follow the same learning rate."""
+
+    parts: list[VariableOuterOptimizer]  # type: ignore[assignment]
+
+    @property
+    def maximum(self) -> Maximum:
+        """Returns the largest value of all ranks."""
+        return self.parts[0].maximum
+
+    @maximum.setter
+    def maximum(self, maximum: Maximum) -> None:
+        for part in self.parts:
+            part.maximum = maximum
+
+    @property
+    def follows_rate(self) -> bool:
+        """Whether the learning rate is that of a variable of the local optimizer, which ranks may set differently."""
+        return self.parts[0].follows_rate
+
+    def followed(self) -> list[Any]:
+        """Return the variables of the local optimizer that a step reads."""
+        return self.parts[0].followed()
 
 
 class KerasLearningRate(FollowsRate, LearningRates):

@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.centers.outbox import UNSENT, UNSENT_SUMS
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.ledger import MEMORY
 
 _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
+
+
+def is_unsent(name: str) -> bool:
+    """Return whether a variable holds what compression has left of messages or sums."""
+    return UNSENT in name.split(".") or UNSENT_SUMS in name.split(".")
 
 
 class SavedVariables:
@@ -48,8 +54,12 @@ class SavedVariables:
             ValueError: they are of other variables.
         """
         known = self.variables.keys()
-        # What another schedule remembered means nothing to this one.
-        waiting = {name: v for name, v in self._waiting.items() if name in known or not name.startswith(MEMORY)}
+        # What another schedule remembered means nothing to this one, nor what another rank has not sent of its sums.
+        waiting = {
+            name: value
+            for name, value in self._waiting.items()
+            if name in known or not (name.startswith(MEMORY) or is_unsent(name))
+        }
         self._waiting = {}
         if not waiting:
             return
@@ -62,8 +72,11 @@ class SavedVariables:
                 f"The saved state is of another optimizer or model; they differ in {min(different)!r}. If the "
                 "optimizer was made with `model`, call optimizer.attach(model) after loading"
             )
-        for name, value in waiting.items():
-            self.variables[name].assign(value)
+        for name, variable in self.variables.items():
+            if name in waiting:
+                variable.assign(waiting[name])
+            elif is_unsent(name):
+                variable.assign(np.zeros(variable.shape))
 
 
 class SavedExchanges:

@@ -61,7 +61,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[Any]:
         """All variables: of the wrapper, of the wrapped optimizer, and of the center optimizer."""
-        center = [] if self._center is None else self._center.optimizer.variables
+        center = [] if self._center is None else self._center.variables
         return self._variables + self.inner_optimizer.variables + center
 
     @property

@@ -14,7 +14,8 @@ from hvd_periodic.vectors.store import Store
 class VariableStore(Store[Any]):
     """Variables under one layout: reading packs them, writing unpacks; in a graph or not.
 
-    A variable is assigned as a whole, when the last of its buckets has been written: buckets are written in order.
+    A variable is assigned when the last of its buckets has been written, or the last before writing may pause: buckets
+    are written in order.
 
     Args:
         layout: the variables, arenas and buckets; the kind of an arena is its dtype.
@@ -24,7 +25,7 @@ class VariableStore(Store[Any]):
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable]) -> None:
         self.layout = layout
         self._variables: list[Any] = list(variables)
-        self._pieces: dict[int, list[tf.Tensor]] = {}
+        self._begun: tuple[int, list[tf.Tensor]] = (0, [])
 
     def read(self, bucket: Bucket, out: Any = None) -> Any:
         """Return the values of a bucket as one new tensor."""
@@ -40,16 +41,24 @@ class VariableStore(Store[Any]):
         """Assign what a bucket completes."""
         parts = tf.split(value, [piece.stop - piece.start for piece in bucket.pieces]) if bucket.pieces else []
         for piece, part in zip(bucket.pieces, parts, strict=True):
-            spec = self.layout.specs[piece.tensor]
-            if piece.start == 0:  # also where an exchange failed halfway
-                self._pieces[piece.tensor] = []
-            self._pieces[piece.tensor].append(part)
-            if piece.stop == spec.size:
-                self._assign(piece.tensor, tf.reshape(tf.concat(self._pieces.pop(piece.tensor), axis=0), spec.shape))
+            spec, ends = self.layout.specs[piece.tensor], self.layout.ends
+            if piece.start == 0 or bucket.index - 1 in ends:  # also where an exchange failed halfway
+                self._begun = piece.start, []
+            start, parts_of_tensor = self._begun
+            parts_of_tensor.append(part)
+            if piece.stop == spec.size or bucket.index in ends:
+                self._assign_part(piece.tensor, start, piece.stop, tf.concat(parts_of_tensor, axis=0))
 
     def tensors(self) -> list[Any]:
         """Return the variables."""
         return list(self._variables)
+
+    def _assign_part(self, index: int, start: int, stop: int, value: tf.Tensor) -> None:
+        spec = self.layout.specs[index]
+        if stop - start < spec.size:
+            flat = tf.reshape(self._variables[index], [-1])
+            value = tf.concat([flat[:start], tf.cast(value, flat.dtype), flat[stop:]], axis=0)
+        self._assign(index, tf.reshape(value, spec.shape))
 
     def _assign(self, index: int, value: tf.Tensor) -> None:
         variable = self._variables[index]

@@ -115,7 +115,7 @@ class Synchronizer(VariableSynchronizer):
             notes = [variable for variable in self.variables if id(variable) in late]
             self.variables = [variable for variable in self.variables if id(variable) not in late]
             if moved is not None and not asynchronous:
-                self.variables += [variable.value for variable in moved.optimizer.variables]
+                self.variables += [variable.value for variable in moved.variables]
             self.variables += notes  # Last, because checkpoints of version 0.1 have none.
 
         build_on_all(communicator, name, build)

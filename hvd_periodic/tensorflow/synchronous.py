@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ from hvd_periodic.tensorflow.host import Numbers, in_session, on_host, to_intege
 from hvd_periodic.tensorflow.ledger import seconds
 from hvd_periodic.tensorflow.meeting import GraphMeeting, audit_in_graph, ledger_of
 from hvd_periodic.tensorflow.outer import FollowsRate
+from hvd_periodic.vectors.fragments import Fragment
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,19 @@ class _Decided:
     """What Python decides at an exchange in a graph.
 
     Attributes:
-        period: local steps that were planned for the round that ends.
+        completes: whether a period ends, so that also statistics and the state of local optimizers are exchanged.
+        period: local steps that were planned for it.
+        gradients: accumulated in it on this rank.
+        periods: that had ended before.
         next_exchange: local steps at which the next exchange is due.
         sent: integers that this rank has told the others.
         learning_rate: for the optimizer of the center.
     """
 
+    completes: Any
     period: Any
+    gradients: Any
+    periods: Any
     next_exchange: Any
     sent: Any
     learning_rate: float
@@ -63,19 +71,34 @@ class GraphSynchronous(Synchronous[Any]):
             rate = {"learning_rate": plan.learning_rate} if hyperparameters.follows_rate else None
             hyperparameters.follow(rate)
         with tf.control_dependencies(checks):
-            gradients = tf.maximum(ledger.variables["gradients"], 1)
-            size = setting.membership.communicator.size
-            exchange: Any = Exchange(size, tf.cast(plan.period, tf.float64), tf.cast(gradients, tf.float64))
-            sent = self._exchange_state(exchange, ledger.variables["rounds"].read_value())
-            sent += self.tensor_groups.exchange(exchange)
+            sent = self._sent(plan, decided)
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided)
         ledger.timed(started)
         return tf.constant(True)
 
+    def _sent(self, plan: _Decided, decided: dict[str, tf.Tensor]) -> Any:
+        """Let data travel; return the bytes handed to collectives."""
+        size, fragments = self.setting.membership.communicator.size, self.turns.fragments
+        alone = len(fragments) == 1  # Every exchange is its turn, and ends a period: the graph needs no branches.
+
+        def complete() -> Any:
+            last = _in_graph(size, plan.period, plan.gradients)
+            return self._exchange_state(last, plan.periods) + self.tensor_groups.exchange_statistics(last)
+
+        sent = self._when(alone or plan.completes > 0, complete)
+        for fragment in fragments:
+            planned, gradients = (decided[name] for name in _names_of(fragment))
+            exchange = _in_graph(size, planned, gradients)
+            sent += self._when(
+                alone or gradients > 0, partial(self.tensor_groups.exchange_parameters, exchange, fragment)
+            )
+        return sent
+
     def _decided(self, meeting: GraphMeeting) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Return what Python decides when the graph runs: as it comes, and by name."""
-        kinds = ledger_of(self.setting).kinds_remembered | kinds_of(_Decided)
+        turns = {name: tf.int64 for fragment in self.turns.fragments for name in _names_of(fragment)}
+        kinds = ledger_of(self.setting).kinds_noted | kinds_of(_Decided) | turns
 
         def conclude(mine: list[int], of_all: list[int]) -> list[int]:
             return to_integers(self._conclude(meeting, mine, of_all), kinds)
@@ -84,14 +107,19 @@ class GraphSynchronous(Synchronous[Any]):
         return concluded, unpacked(concluded, kinds)
 
     def _conclude(self, meeting: GraphMeeting, mine: list[int], of_all: list[int]) -> Numbers:
-        """Return the fields of :class:`_Decided`, and what the schedule wants to be remembered."""
-        setting, records = self.setting, meeting.judge(mine, of_all, Purpose.EXCHANGE)
-        agreed = setting.meeting.agree(records, meeting.standpoint(mine))
-        plan = setting.planner.following(agreed)
+        """Return the fields of :class:`_Decided`, whose turn it is, and what is kept until the next exchange."""
+        setting, records, own = self.setting, meeting.judge(mine, of_all, Purpose.EXCHANGE), meeting.standpoint(mine)
+        agreed = setting.meeting.agree(records, own)
+        plan, due = setting.planner.following(agreed), self._whose_turn(agreed, own)
         settings = agreed.settings or setting.exchanged.hyperparameters.hyperparameters() or {}
-        sent = len(of_all) // len(records)
-        decided = _Decided(agreed.period, plan.next_exchange, sent, settings.get("learning_rate", 0.0))
-        return asdict(decided) | ledger_of(setting).remembered(plan)
+        last, sent = due.turns[-1].exchange, len(of_all) // len(records)
+        rate = settings.get("learning_rate", 0.0)
+        decided = _Decided(due.completes, last.period, last.gradients, due.periods, plan.next_exchange, sent, rate)
+        turns = {turn.fragment.index: (turn.exchange.period, turn.exchange.gradients) for turn in due.turns}
+        numbers = asdict(decided) | ledger_of(setting).noted(self._noted(own, due, plan))
+        for fragment in self.turns.fragments:
+            numbers |= zip(_names_of(fragment), turns.get(fragment.index, (0, 0)), strict=True)
+        return numbers
 
     def _started_alike(self, concluded: tf.Tensor) -> list[tf.Tensor]:
         """Return what checks at the first exchange that all ranks have started alike, where nothing else does."""
@@ -106,9 +134,19 @@ class GraphSynchronous(Synchronous[Any]):
 
     def _when(self, condition: Any, run: Callable[[], int]) -> Any:
         """Return what ``run`` does where the condition holds, 0 elsewhere; in a graph, a branch of it."""
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() or condition is True:
             return super()._when(condition, run)
         return tf.cond(condition, lambda: tf.constant(run(), tf.int64), lambda: tf.constant(0, tf.int64))
+
+
+def _in_graph(size: int, period: tf.Tensor, gradients: tf.Tensor) -> Any:
+    """Return an exchange whose numbers are tensors."""
+    return Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
+
+
+def _names_of(fragment: Fragment) -> tuple[str, str]:
+    """Return the names of the period and of the gradients of a fragment, of which there are none if it has no turn."""
+    return f"period of fragment {fragment.index}", f"gradients of fragment {fragment.index}"
 
 
 _turns: list[tf.Variable] = []

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
+from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
@@ -35,6 +37,10 @@ class TorchOuterOptimizer:
     def another(self) -> TorchOuterOptimizer:
         """Return one like this that has no center yet."""
         return TorchOuterOptimizer(self.source, self._local, self._parameters)
+
+    def divided(self, fragments: Sequence[Fragment]) -> Divided:
+        """Return one of these for each fragment."""
+        return Divided(self, fragments)
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ class Fragment:
     buckets: tuple[Bucket, ...]
 
 
-def cut_into_fragments(layout: Layout, count: int) -> tuple[Layout, list[Fragment]]:
+def cut_into_fragments(layout: Layout, count: int, whole: bool = False) -> tuple[Layout, list[Fragment]]:
     """Return the layout with buckets that lie in one fragment each, and the fragments.
 
     Fragments end where tensors end; where one tensor dominates, so that they would be of very different sizes, also
@@ -34,6 +34,7 @@ def cut_into_fragments(layout: Layout, count: int) -> tuple[Layout, list[Fragmen
     Args:
         layout: of which kinds may differ, and the first may be cut as the last.
         count: of fragments, F; with 1 the layout stays as it is.
+        whole: fragments end where tensors end, whatever their sizes.
 
     Raises:
         ValueError: more fragments than there are tensors and buckets.
@@ -49,14 +50,14 @@ def cut_into_fragments(layout: Layout, count: int) -> tuple[Layout, list[Fragmen
         return layout, [Fragment(0, layout.buckets)]
     starts, total = _starts(layout)
     tensors = {_place(starts, *layout.span(i)[:2], layout.specs[i].itemsize) for i in range(len(layout.specs))}
-    buckets = {_place(starts, bucket.kind, bucket.start, bucket.itemsize) for bucket in layout.buckets}
+    buckets = {_place(starts, bucket.kind, bucket.start, bucket.itemsize) for bucket in layout.buckets if not whole}
     choices = [_nearest(sorted(places - {0, total}), total, count) for places in (tensors, tensors | buckets)]
     possible = [cuts for cuts in choices if cuts is not None]
     if not possible:
         most = len((tensors | buckets) - {0, total}) + 1
         raise ValueError(
-            f"`fragments` must be at most {most}, the number of tensors and buckets that the model can be cut into. "
-            f"Received: fragments={count}"
+            f"`fragments` must be at most {most}, the number of tensors{'' if whole else ' and buckets'} that the "
+            f"model can be cut into. Received: fragments={count}"
         )
     sizes = [max(after - before for before, after in pairwise([0, *cuts, total])) for cuts in possible]
     cuts = possible[0] if sizes[0] <= _UNEVEN * sizes[-1] else possible[-1]
@@ -75,6 +76,7 @@ def cut_into_fragments(layout: Layout, count: int) -> tuple[Layout, list[Fragmen
     for bucket in cut.buckets:
         place = _place(starts, bucket.kind, bucket.start, bucket.itemsize)
         fragments[next(i for i, end in enumerate(ends) if place < end)].append(bucket)
+    cut.ends = frozenset(buckets[-1].index for buckets in fragments)
     return cut, [Fragment(index, tuple(buckets)) for index, buckets in enumerate(fragments)]
 
 

@@ -92,6 +92,7 @@ class Layout:
         sources: per tensor, the tensor of the layout that this one is a restriction of, and its first and
             past-the-last element there.
         cut: the argument by which tensors may be cut, here or on another rank; empty where all are whole.
+        ends: indices of the buckets after which writing may pause, so that what is written has to be there.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -126,6 +127,7 @@ class Layout:
             cuts[kind] = [min(elements, total - start) for start in range(0, total, elements)]
         self.sources = tuple((index, 0, spec.size) for index, spec in enumerate(self.specs))
         self.cut = ""
+        self.ends: frozenset[int] = frozenset()
         self.buckets = self._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
 
     def restrict(self, owned: Callable[[Bucket], tuple[int, int]]) -> Layout:
@@ -157,6 +159,7 @@ class Layout:
         part.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
         part.sources = tuple(stretches)
         part.cut = "center='sharded'"
+        part.ends = self.ends
         part.buckets = part._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
         return part
 
