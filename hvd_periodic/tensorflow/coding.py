@@ -45,11 +45,11 @@ class GraphCoding(Coding[Any]):
     def rows(self, x: Any, count: int, length: int) -> Any:
         """Return the elements in rows."""
         flat = tf.reshape(x, [-1])
-        return tf.reshape(tf.pad(flat, [[0, count * length - flat.shape[0]]]), [count, length])
+        return tf.reshape(tf.pad(flat, [[0, count * length - self.sizes(flat)[0]]]), [count, length])
 
     def padded(self, x: Any, length: int) -> Any:
         """Return rows with zeros behind."""
-        return tf.pad(x, [[0, 0], [0, length - x.shape[1]]])
+        return tf.pad(x, [[0, 0], [0, length - self.sizes(x)[1]]])
 
     def reshape(self, x: Any, *shape: int) -> Any:
         """Return ``x`` in another shape."""
@@ -65,12 +65,13 @@ class GraphCoding(Coding[Any]):
 
     def to_bytes(self, x: Any) -> Any:
         """Return the memory of every row."""
-        return tf.reshape(tf.bitcast(x, tf.uint8), [*x.shape[:-1], x.shape[-1] * x.dtype.size])
+        *rows, length = self.sizes(x)
+        return tf.reshape(tf.bitcast(x, tf.uint8), [*rows, length * x.dtype.size])
 
     def from_bytes(self, x: Any, kind: str) -> Any:
         """Return what :meth:`to_bytes` was given."""
-        size = _TYPES[kind].size
-        grouped = x if size == 1 else tf.reshape(x, [*x.shape[:-1], x.shape[-1] // size, size])
+        size, (*rows, length) = _TYPES[kind].size, self.sizes(x)
+        grouped = x if size == 1 else tf.reshape(x, [*rows, length // size, size])
         return tf.bitcast(grouped, _TYPES[kind])
 
     def joined(self, parts: Sequence[Any]) -> Any:

@@ -136,7 +136,7 @@ class GraphSynchronous(Synchronous[Any]):
         """Return what ``run`` does where the condition holds, 0 elsewhere; in a graph, a branch of it."""
         if tf.executing_eagerly() or condition is True:
             return super()._when(condition, run)
-        return tf.cond(condition, lambda: tf.constant(run(), tf.int64), lambda: tf.constant(0, tf.int64))
+        return tf.cond(condition, lambda: tf.cast(run(), tf.int64), lambda: tf.constant(0, tf.int64))
 
 
 def _in_graph(size: int, period: tf.Tensor, gradients: tf.Tensor) -> Any:

@@ -27,6 +27,10 @@ class Coding(Generic[V]):
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         return cast(V, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
 
+    def sizes(self, x: Any) -> tuple[int, ...]:
+        """Return the shape of ``x`` as plain integers."""
+        return tuple(map(int, x.shape))
+
     def wide(self, x: Any) -> V:
         """Return numbers of any type of this class as float32."""
         if x.dtype == np.uint16:

@@ -54,34 +54,36 @@ class Encoded(Wire):
     def _in_one_hop(self, link: Link[V], message: Any) -> Sent[V]:
         coding, communicator, size = link.coding, link.communicator, link.size
         payload: Any = self.encode(coding, coding.rows(_single(coding, message, communicator.size), 1, size))
+        _, width = coding.sizes(payload)
         decoded: Any = self.decode(coding, payload, size)
         flat = coding.reshape(payload, -1)
         wait = communicator.begin_allgather(flat, link.name, coding.joined([flat] * communicator.size))
 
         def total() -> V:
-            return coding.like(self._sum(coding, wait(), (communicator.size, payload.shape[1]), size), message)
+            return coding.like(self._sum(coding, wait(), (communicator.size, width), size), message)
 
-        return Sent(total, coding.like(decoded[0], message), payload.shape[1])
+        return Sent(total, coding.like(decoded[0], message), width)
 
     def _in_two_hops(self, link: Link[V], message: Any, remembered: Remembered[V]) -> Sent[V]:
         coding, communicator, size, n = link.coding, link.communicator, link.size, link.communicator.size
         length = row_length(size, n)
         payload: Any = self.encode(coding, coding.rows(_single(coding, message, n), n, length))
+        _, width = coding.sizes(payload)
         decoded: Any = coding.reshape(self.decode(coding, payload, length), -1)
         wait = communicator.alltoall(coding.reshape(payload, -1), link.name)
 
         def total() -> V:
             kept: Any = coding.cast(remembered.read(), "f4")
-            mine: Any = self._sum(coding, wait(), (n, payload.shape[1]), length)[: kept.shape[0]] + kept
+            mine: Any = self._sum(coding, wait(), (n, width), length)[: coding.sizes(kept)[0]] + kept
             answer: Any = self.encode(coding, coding.rows(mine, 1, length))
             sent_on: Any = self.decode(coding, answer, length)
-            remembered.write(mine - sent_on[0][: kept.shape[0]])
+            remembered.write(mine - sent_on[0][: coding.sizes(kept)[0]])
             flat = coding.reshape(answer, -1)
             gathered: Any = communicator.allgather(flat, f"{link.name}.sum", coding.joined([flat] * n))
-            sums: Any = self.decode(coding, coding.reshape(gathered, n, payload.shape[1]), length)
+            sums: Any = self.decode(coding, coding.reshape(gathered, n, width), length)
             return coding.like(coding.reshape(sums, -1)[:size], message)  # type: ignore[index]
 
-        return Sent(total, coding.like(decoded[:size], message), (n + 1) * payload.shape[1])
+        return Sent(total, coding.like(decoded[:size], message), (n + 1) * width)
 
     def _sum(self, coding: Coding[V], payloads: Any, shape: tuple[int, int], length: int) -> Any:
         """Return the sum of payloads in their order; a graph does not know the ``shape`` of what was gathered."""

@@ -40,7 +40,7 @@ class Int8(Encoded):
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return, of every row, its scales, then 1 byte per element."""
         array: Any = rows
-        count, length = array.shape
+        count, length = coding.sizes(array)
         block, blocks = _blocks(length)
         cut: Any = coding.reshape(coding.padded(rows, blocks * block), count, blocks, block)
         scales: Any = coding.max_abs(cut) / _LEVELS  # type: ignore[operator]
@@ -52,7 +52,7 @@ class Int8(Encoded):
         """Multiply."""
         array: Any = payload
         block, blocks = _blocks(length)
-        count, start = array.shape[0], blocks * _SCALE_BYTES
+        count, start = coding.sizes(array)[0], blocks * _SCALE_BYTES
         scales: Any = coding.reshape(coding.from_bytes(array[:, :start], "f4"), count, blocks, 1)
         levels = coding.padded(coding.wide(coding.from_bytes(array[:, start:], "i1")), blocks * block)
         values: Any = coding.reshape(coding.reshape(levels, count, blocks, block) * scales, count, blocks * block)

@@ -55,7 +55,7 @@ class TopK(Encoded):
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the places, then what :class:`Int8` makes of the elements there."""
         array: Any = rows
-        places = coding.largest(array[0], self._count(array.shape[1]))
+        places = coding.largest(array[0], self._count(coding.sizes(array)[1]))
         values: Any = Int8().encode(coding, coding.reshape(coding.take(array[0], places), 1, -1))
         return coding.reshape(coding.joined([coding.to_bytes(places), values[0]]), 1, -1)
 

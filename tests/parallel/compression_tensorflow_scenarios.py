@@ -21,7 +21,7 @@ from tests import oracle
 from tests.overlap_oracle import PERIOD
 from tests.parallel.program import Scenarios, attempt
 
-scenario = Scenarios()
+scenario = Scenarios(graphs_as_built=True)
 
 WIRES: dict[str, Any] = {
     "fp16": hvdp.Compression.fp16,

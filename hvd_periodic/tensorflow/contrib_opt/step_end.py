@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.sync.course import Course
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, Branches, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, Branches, TensorStore, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
     GraphOuterOptimizer,
@@ -109,7 +109,7 @@ class StepEnd:
             lambda gradients: optimizer.apply(gradients, parameters.center.variables),
             parameters.center,
             pull,
-            [parameters.values, *parameters.worker.values()],
+            [store for store in (parameters.values, *parameters.worker.values()) if isinstance(store, TensorStore)],
         )
 
 
