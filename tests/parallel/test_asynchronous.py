@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
 from tests.parallel.program import column
 from tests.parallel.tiers import thorough
-from tests.parallel.two_hosts import NoHostsError, two_hosts
+from tests.parallel.two_hosts import mpirun_on_two_hosts
 
 for needed in ("horovod.torch", "mpi4py"):
     pytest.importorskip(needed)
@@ -36,15 +35,11 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reports]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What three ranks on two hosts report."""
-    folder = tmp_path_factory.mktemp("hosts")
-    try:
-        with two_hosts(folder) as words, pytest.MonkeyPatch.context() as patch:
-            patch.setitem(LAUNCHERS, "two hosts", words)
-            yield run_scenarios("two hosts", 3, PROGRAM, folder, 120, "hosts")
-    except NoHostsError as error:
-        pytest.skip(f"Two hosts cannot be emulated here: {error}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LAUNCHERS, "two hosts", mpirun_on_two_hosts())
+        return run_scenarios("two hosts", 3, PROGRAM, tmp_path_factory.mktemp("hosts"), 120, "hosts")
 
 
 @pytest.fixture(scope="module")

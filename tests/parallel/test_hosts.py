@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import PATIENCE
 from tests.parallel.launch import BIN, ROOT, environment
 from tests.parallel.tiers import thorough
-from tests.parallel.two_hosts import NETWORK, NoHostsError, two_hosts
+from tests.parallel.two_hosts import two_hosts
 
 pytest.importorskip("horovod.torch")
 
@@ -23,36 +23,16 @@ pytestmark = pytest.mark.timeout(180)
 
 FAMILIES = ("HVD_PERIODIC_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "MPIR_CVAR_", "OMPI_MCA_")
 
-# On a host under its name, with a name service.
-_ON = """#!/bin/sh
-host=$1
-shift
-export PATH={folder}/bin:$PATH
-exec {enter} $host sh -c 'mount --bind {folder}/hosts /etc/hosts && exec "$@"' sh "$@"
-"""
-
-# As the real one, ssh leaves the environment behind, and takes options before and after the host.
-_SSH = """#!/bin/sh
-host=
-while :; do
-  case $1 in
-    -o | -p | -i) shift 2 ;;
-    -*) shift ;;
-    *) [ -z "$host" ] || break; host=$1; shift ;;
-  esac
-done
-cd / && exec env -i HOME="$HOME" PATH=/usr/sbin:/usr/bin:/sbin:/bin {folder}/on ${{host#h}} sh -c "$*"
-"""
-
 # As with Docker, the address is the same on all hosts, and nobody answers.
-_INTERFACES = """
-ip link set v{host} down
-ip link set v{host} name eth0
-ip link set eth0 up
-ip link add docker0 type veth peer name container
-ip address add 172.17.0.1/16 dev docker0
-ip link set docker0 up
-ip link set container up
+_DOCKER = """
+set -e
+for host in '' 'ssh h2'; do
+  $host ip link add docker0 type veth peer name container
+  $host ip address add 172.17.0.1/16 dev docker0
+  $host ip link set docker0 up
+  $host ip link set container up
+done
+exec "$@"
 """
 
 PROGRAM = """
@@ -87,25 +67,9 @@ report = {
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def hosts() -> list[str]:
     """Words that run a command on host h1, from where ssh leads to h2."""
-    folder = tmp_path_factory.mktemp("hosts")
-    try:
-        with two_hosts(folder) as words:
-            enter = words[0]
-            lines = ["127.0.0.1 localhost"]
-            for host in "12":
-                for line in ("hostname", *_INTERFACES.format(host=host).strip().splitlines()):
-                    done = subprocess.run([enter, host, *line.split()], capture_output=True, text=True, check=True)
-                    lines += [f"{NETWORK}.{host} h{host} {name}" for name in done.stdout.split()]
-            (folder / "hosts").write_text("\n".join(lines) + "\n")
-            (folder / "bin").mkdir()
-            for name, text in (("on", _ON), ("bin/ssh", _SSH)):
-                (folder / name).write_text(text.format(folder=folder, enter=enter))
-                (folder / name).chmod(0o755)
-            yield [str(folder / "on"), "1"]
-    except NoHostsError as error:
-        pytest.skip(f"There are no two hosts here: {error}")
+    return [*two_hosts(), "bash", "-c", _DOCKER, "bash"]
 
 
 def run(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -308,3 +272,33 @@ def test_ranks_of_open_mpi_are_not_started_by_mpich(tmp_path: Path) -> None:
     refused = run(script("mpich", "localhost:2", str(tmp_path / "train.py")))
     assert refused.returncode == 1
     assert "the MPI of this environment is Open MPI, whose ranks would each run alone; use" in refused.stderr
+
+
+def test_emulated_hosts() -> None:
+    """They have names, a link of the given rate, and end with the command, or with the script."""
+    words = [*two_hosts()[:-1], "100mbit"]
+    shown = run([*words, "sh", "-c", "hostname; ssh -p 22 root@h2 hostname; tc qdisc show dev eth0; exit 7"])
+    assert shown.returncode == 7, shown.stderr
+    first, second, link = shown.stdout.splitlines()
+    assert (first, second) == ("h1", "h2")
+    assert "tbf" in link
+    assert "rate 100Mbit" in link
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        waiting = [*words, "sh", "-c", "echo begun; exec sleep 1000"]
+        with subprocess.Popen(waiting, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(end)
+            assert process.stdout.read() == "", "what still runs would keep this open"
+        assert process.returncode in (128 + end, -end)
+
+
+def test_emulated_hosts_refused() -> None:
+    words = ["bash", str(ROOT / "run_scripts" / "two_hosts.sh")]
+    for arguments, code, message in (
+        (["1gbit"], 2, "two_hosts.sh RATE COMMAND"),
+        (["fast", "true"], 1, "RATE is 1gbit, 100mbit or the like, or unlimited. Received: fast"),
+    ):
+        refused = run([*words, *arguments])
+        assert refused.returncode == code
+        assert message in refused.stdout + refused.stderr
