@@ -15,13 +15,25 @@ COMPRESSIONS = ("none", "fp16", "bf16", "int8", "topk")
 SCHEDULES = ("every", "post-local", "piecewise", "doubling", "qsr", "adacomm", "seconds")
 
 
+def _overlap(text: str) -> int | str:
+    """Return local steps, or the word for a whole period."""
+    return text if text == "period" else int(text)
+
+
+WIRES: dict[str, Any] = {
+    "overlap": {"type": _overlap, "default": 0, "help": "local steps for which exchanges travel, or period"},
+    "compression": {"choices": COMPRESSIONS, "default": "none", "help": "of what travels; topk: a tenth"},
+    "fragments": {"type": int, "default": 1, "help": "parts of the model that are exchanged one after another"},
+}
+
+
 def parse(
     description: str,
     algorithms: tuple[str, ...] = (*ALGORITHMS, "all"),
     loops: tuple[str, ...] = (),
     placements: tuple[str, ...] = (),
     checkpoints: bool = False,
-    wires: bool = False,
+    wires: tuple[str, ...] = (),
 ) -> argparse.Namespace:
     """Return the flags; they are the same for every framework, but for the choices that it has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -49,16 +61,8 @@ def parse(
     if checkpoints:
         text = "save here after every epoch and go on from there; SIGUSR1 stops with exit code 75"
         parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help=text)
-    if wires:
-        parser.add_argument(
-            "--overlap", type=_overlap, default=0, help="local steps for which exchanges travel, or period"
-        )
-        parser.add_argument(
-            "--compression", choices=COMPRESSIONS, default="none", help="of what travels; topk: a tenth"
-        )
-        parser.add_argument(
-            "--fragments", type=int, default=1, help="parts of the model that are exchanged one after another"
-        )
+    for name in wires:
+        parser.add_argument(f"--{name}", **WIRES[name])
     args = parser.parse_args()
     if args.asynchronous and args.algorithm not in ("easgd", "agn"):
         parser.error(f"--asynchronous is for easgd and agn, not for {args.algorithm}")
@@ -84,11 +88,6 @@ def _add_newer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer-state", choices=("local", "reset", "average"), default="local", help="the momentum"
     )
-
-
-def _overlap(text: str) -> int | str:
-    """Return local steps, or the word for a whole period."""
-    return text if text == "period" else int(text)
 
 
 def compression(args: argparse.Namespace) -> hvdp.Wire:

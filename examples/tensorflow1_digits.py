@@ -66,6 +66,7 @@ def build_model(images: Any, training: Any) -> Any:
 def make_optimizer(args: flags.argparse.Namespace, getter: Any) -> Any:
     """Return the optimizer for an algorithm."""
     local = tf.train.MomentumOptimizer(args.learning_rate, args.momentum)
+    wire = flags.compression(args)
     if args.algorithm == "easgd":
         rate = args.moving_rate if args.beta is None else args.beta / hvd.size()
         return contrib_opt.ElasticAverageOptimizer(
@@ -76,11 +77,15 @@ def make_optimizer(args: flags.argparse.Namespace, getter: Any) -> Any:
             moving_rate=rate,
             rho=args.rho,
             asynchronous=args.asynchronous,
+            compression=wire,
         )
     if args.algorithm == "average":
-        return contrib_opt.ModelAverageOptimizer(local, hvd.size(), hvd.rank() == 0, getter, args.period)
+        is_chief = hvd.rank() == 0
+        return contrib_opt.ModelAverageOptimizer(local, hvd.size(), is_chief, getter, args.period, compression=wire)
     if args.algorithm == "agn":
-        return contrib_opt.AGNOptimizer(local, hvd.size(), getter, args.period, asynchronous=args.asynchronous)
+        return contrib_opt.AGNOptimizer(
+            local, hvd.size(), getter, args.period, asynchronous=args.asynchronous, compression=wire
+        )
     return hvd.DistributedOptimizer(local)
 
 
@@ -203,12 +208,13 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         distances=[worker[2] for worker in workers],
         exchange_steps=exchange_steps,
         staleness=float(missed) / max(rounds, 1) if args.asynchronous else None,
+        compression=args.compression,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = flags.parse(__doc__.splitlines()[0], ("allreduce", *GETTERS))
+    args = flags.parse(__doc__.splitlines()[0], ("allreduce", *GETTERS), wires=("compression",))
     if args.compare:
         digits.compare(args.compare)
         return

@@ -76,6 +76,8 @@ def make_optimizer(args: flags.argparse.Namespace, model: keras.Model, steps: in
         asynchronous=args.asynchronous,
         center=args.center,
         optimizer_state=args.optimizer_state,
+        compression=flags.compression(args),
+        fragments=args.fragments,
     )
 
 
@@ -195,13 +197,17 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         staleness=counters.staleness_mean if args.asynchronous else None,
         schedule=args.schedule,
         optimizer_state=args.optimizer_state,
+        compression=args.compression,
+        fragments=args.fragments,
         course=recorder.course,
     )
 
 
 def main() -> None:
     """Train and report, or compare earlier runs."""
-    args = flags.parse(__doc__.splitlines()[0], loops=("fit", "tape"), placements=("replicated", "root", "sharded"))
+    placements = ("replicated", "root", "sharded")
+    wires = ("compression", "fragments")
+    args = flags.parse(__doc__.splitlines()[0], loops=("fit", "tape"), placements=placements, wires=wires)
     if args.compare:
         digits.compare(args.compare)
         return

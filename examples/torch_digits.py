@@ -213,7 +213,7 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
 def main() -> None:
     """Train and report, or compare earlier runs."""
     placements = ("replicated", "root", "sharded")
-    args = flags.parse(__doc__.splitlines()[0], placements=placements, checkpoints=True, wires=True)
+    args = flags.parse(__doc__.splitlines()[0], placements=placements, checkpoints=True, wires=tuple(flags.WIRES))
     if args.compare:
         digits.compare(args.compare)
         return

@@ -29,12 +29,12 @@ class ExchangeOptions(TypedDict, total=False):
             the others lose no local progress.
         compression: how messages travel, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8``
             or ``topk(0.01)``; also ``hvd.Compression.fp16``. What is not sent is not lost: it is kept for the next
-            exchange, or stays in the replica. Statistics travel as they are. For PyTorch and numpy; all but
-            fp16 over Horovod need a replicated center.
+            exchange, or stays in the replica. Statistics travel as they are. All but fp16 over Horovod need a
+            replicated center.
         fragments: parts F of the parameters, of about equal size, that are exchanged one after another within every
             period of τ local steps: the f-th after ⌈f τ/F⌉ of them. The most that travels at once falls by F.
             Statistics and optimizer state go with the last one; ``sync()`` and ``finalize()`` exchange all. F is at
-            most τ. For PyTorch and numpy, synchronously.
+            most τ. Synchronously.
     """
 
     center: Annotated[str, "replicated"]

@@ -57,7 +57,7 @@ class Forms(NamedTuple):
         if self.overlapped is None:
             raise ValueError(
                 "`overlap` needs a collective that stays under way between two steps, which PyTorch and numpy have: in "
-                f"TensorFlow choose a longer period. Received: overlap={overlap!r}"
+                f"TensorFlow choose a longer period, `fragments` or `compression`. Received: overlap={overlap!r}"
             )
         return self.overlapped
 

@@ -224,7 +224,7 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
     }
     losses = values.get("loss_sum", 0.0)
     since = [values[f"{_SINCE}.{i}"] for i in range(sum(name.startswith(f"{_SINCE}.") for name in values))]
-    kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else []
+    kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else ()
     return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)
 
 

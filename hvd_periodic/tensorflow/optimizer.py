@@ -76,8 +76,7 @@ class PeriodicOptimizer(ForwardedSettings):
         connection = Connection(options["process_set"])
         arguments = (optimizer, model, algorithm, period, outer_optimizer, bool(asynchronous), options)
         with spelled(self._spelling):
-            ranks, name = connection.communicator, connection.name
-            plan = build_on_all(ranks, name, lambda: Plan.of(connection, *arguments))
+            plan = build_on_all(connection.communicator, connection.name, lambda: Plan.of(connection, *arguments))
         self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
         self._exchanges = Exchanges(connection, plan, self._new_variable)
         self._model: weakref.ref[keras.Model] | None = None
