@@ -1,0 +1,165 @@
+"""Steps per second of training over a network, against no communication at all in the same run.
+
+    bash run_scripts/benchmark_training.sh 1gbit
+
+Every method trains the same network on its own copy. In each repetition all of them run in turn: a period to get going,
+then some periods that are measured, so that as many exchanges end in them as begin; what is under way is then waited
+for. Figures are medians of the repetitions' ratios to steps without communication, with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from tests.benchmarks import methods
+from tests.benchmarks.methods import Method
+from tests.benchmarks.report import bars, show
+
+ALONE = "no communication"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of a method.
+
+    Attributes:
+        method: its name.
+        milliseconds: per step, the median.
+        ratio: steps per second, of those without communication: the median of all repetitions.
+        lowest, highest: of them.
+    """
+
+    method: str
+    milliseconds: float
+    ratio: float
+    lowest: float
+    highest: float
+
+
+class Task:
+    """A network of a given size, and batches that take a given time.
+
+    Args:
+        megabytes: of float32 parameters.
+        milliseconds: about as many for a local step.
+    """
+
+    def __init__(self, megabytes: float, milliseconds: float) -> None:
+        self._width = round((megabytes * 1e6 / 4 / 3) ** 0.5)
+        self.period_data = torch.randn(4096, self._width, generator=torch.Generator().manual_seed(hvd.rank()))
+        self.batch_size = self._calibrated(milliseconds)
+
+    def model(self) -> nn.Module:
+        """Return a network with the same weights on all ranks."""
+        torch.manual_seed(0)
+        layers = [nn.Linear(self._width, self._width, bias=False) for _ in range(3)]
+        return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Return the loss of a batch."""
+        batch = self.period_data[: self.batch_size]
+        return (model(batch) - batch).square().mean()
+
+    def _calibrated(self, milliseconds: float) -> int:
+        model = self.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=methods.RATE, momentum=methods.MOMENTUM)
+        seconds = {}
+        for size in (8, 64):
+            self.batch_size = size
+            times = []
+            for _ in range(4):
+                started = time.perf_counter()
+                methods.local_step(self.loss, model, optimizer)
+                times.append(time.perf_counter() - started)
+            seconds[size] = median(times)
+        per_sample = max((seconds[64] - seconds[8]) / 56, 1e-9)
+        wanted = int((milliseconds / 1e3 - seconds[8]) / per_sample) + 8
+        chosen = hvd.broadcast(torch.tensor(min(max(wanted, 1), len(self.period_data))), 0, name="batch size")
+        return int(chosen)
+
+
+def measured(made: dict[str, Method], period: int, periods: int, repetitions: int) -> list[Result]:
+    """Return what was measured of all methods."""
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(repetitions):
+        for name, method in made.items():
+            run(method, period)
+            seconds[name].append(timed(lambda method=method: run(method, period * periods)))  # type: ignore[misc]
+            method.finish()
+            wait()
+    steps = period * periods
+    results = []
+    for name, of_method in seconds.items():
+        ratios = [alone / own for alone, own in zip(seconds[ALONE], of_method, strict=True)]
+        results.append(Result(name, 1e3 * median(of_method) / steps, median(ratios), min(ratios), max(ratios)))
+    return results
+
+
+def run(method: Method, steps: int) -> None:
+    """Take some steps."""
+    for _ in range(steps):
+        method.step()
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds that a function takes on the slowest rank, when all begin together."""
+    wait()
+    started = time.perf_counter()
+    function()
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    return float(hvd.allreduce(seconds, op=hvd.Max, name="slowest"))
+
+
+def wait() -> None:
+    """Wait for all ranks."""
+    hvd.allreduce(torch.zeros(1), name="wait")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="*", metavar="METHOD", help="only those whose names contain one of these")
+    parser.add_argument("--megabytes", type=float, default=25, help="of parameters (default: 25)")
+    parser.add_argument("--milliseconds", type=float, default=48, help="about as many for a local step (default: 48)")
+    parser.add_argument("--period", type=int, default=10, help="local steps between exchanges (default: 10)")
+    parser.add_argument("--periods", type=int, default=3, help="that are measured (default: 3)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement (default: 5)")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--plot", type=Path, help="also draw them here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    task = Task(arguments.megabytes, arguments.milliseconds)
+    wanted = arguments.methods or [""]
+    chosen = [name for name in methods.METHODS if any(word in name for word in wanted)]
+    made = {ALONE: methods.alone(task.model(), task.loss, arguments.period)}
+    made |= {name: methods.METHODS[name](task.model(), task.loss, arguments.period) for name in chosen}
+    results = measured(made, arguments.period, arguments.periods, arguments.repetitions)
+    if hvd.rank() == 0:
+        title = f"{hvd.size()} ranks, {arguments.megabytes} MB, period {arguments.period}, batches of {task.batch_size}"
+        unit = "steps per second, of those without communication"
+        rows = [
+            (each.method, f"{each.milliseconds:.1f}", f"{each.ratio:.2f}", f"{each.lowest:.2f} to {each.highest:.2f}")
+            for each in results
+        ]
+        show(title, ("method", "ms per step", "steps per second", "repetitions"), rows)
+        if arguments.plot:
+            bars(
+                arguments.plot, title, unit, {each.method: (each.ratio, each.lowest, each.highest) for each in results}
+            )
+        if arguments.json:
+            arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()
