@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -47,6 +48,13 @@ class Replica(Protocol, Generic[V]):
 
     def scratch(self, bucket: Bucket, slot: int) -> V | None:
         """Return a reusable buffer for the bucket, one per slot; None if this front end allocates as it goes."""
+
+    def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Return the parts of a bucket that are computed one after another; several only where vectors can be sliced.
+
+        As small as fits into the processor's cache.
+        """
+        return (bucket,)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[V]]) -> int:
         """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if gradients were there, else 0."""

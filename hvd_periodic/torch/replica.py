@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,13 +15,26 @@ from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
+from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 
+_BLOCK_BYTES = 512 * 2**10
+"""Replica, message and center of a block fit into the cache of one core."""
+
 
 class _TensorStore(PackedStore[torch.Tensor]):
     """Tensors of the model, read and written outside autograd."""
+
+    def view(self, bucket: Bucket) -> torch.Tensor | None:
+        if len(bucket.pieces) != 1:
+            return None
+        piece = bucket.pieces[0]
+        tensor = self._tensors[piece.tensor].detach()
+        if not tensor.is_contiguous() or (REALS | INTEGERS).get(tensor.dtype) != tensor.dtype:
+            return None
+        return cast(torch.Tensor, tensor.view(-1)[piece.start : piece.stop])
 
     def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
         with torch.no_grad():
@@ -156,6 +169,12 @@ class TorchReplica(Replica[torch.Tensor]):
         if key not in self._scratch or self._scratch[key].shape[0] < bucket.size:
             self._scratch[key] = self._empty(bucket)
         return self._scratch[key][: bucket.size]
+
+    def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Return parts that fit into the cache of a processor; a GPU has the whole at once."""
+        if self._kinds[bucket.kind][1].type != "cpu":
+            return (bucket,)
+        return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize)
 
     @torch.no_grad()
     def local(self, algorithm: Algorithm, worker: dict[str, Store[torch.Tensor]]) -> int:

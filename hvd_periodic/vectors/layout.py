@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
@@ -76,6 +76,20 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes that one collective carries for this bucket."""
         return self.size * self.itemsize
+
+    def part(self, start: int, stop: int) -> Bucket:
+        """Return elements ``[start, stop)`` of this bucket, counted within it."""
+        pieces = tuple(
+            Piece(
+                piece.tensor,
+                max(piece.start, piece.start + start - piece.offset),
+                min(piece.stop, piece.start + stop - piece.offset),
+                max(piece.offset - start, 0),
+            )
+            for piece in self.pieces
+            if piece.offset < stop and start < piece.offset + piece.stop - piece.start
+        )
+        return replace(self, start=self.start + start, stop=self.start + stop, pieces=pieces)
 
 
 class Layout:
@@ -148,13 +162,11 @@ class Layout:
         for bucket in self.buckets:
             first, last = owned(bucket)
             cuts[bucket.kind].append(last - first)
-            for piece in bucket.pieces:
-                low = max(piece.start, piece.start + first - piece.offset)
-                high = min(piece.stop, piece.start + last - piece.offset)
-                if low < high and stretches and stretches[-1][0] == piece.tensor and stretches[-1][2] == low:
-                    stretches[-1] = (piece.tensor, stretches[-1][1], high)
-                elif low < high:
-                    stretches.append((piece.tensor, low, high))
+            for piece in bucket.part(first, last).pieces:
+                if stretches and stretches[-1][0] == piece.tensor and stretches[-1][2] == piece.start:
+                    stretches[-1] = (piece.tensor, stretches[-1][1], piece.stop)
+                else:
+                    stretches.append((piece.tensor, piece.start, piece.stop))
         part = Layout([self._stretch(*stretch) for stretch in stretches])
         part.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
         part.sources = tuple(stretches)

@@ -19,6 +19,10 @@ class Store(Protocol[V]):
     def read(self, bucket: Bucket, out: V | None = None) -> V:
         """Return the values of a bucket as one flat vector: a view, or a copy in ``out`` if that is given."""
 
+    def view(self, bucket: Bucket) -> V | None:
+        """Return the memory of a bucket as one flat vector; None where there is no such view."""
+        return None
+
     def write(self, bucket: Bucket, value: V) -> None:
         """Set the values of a bucket."""
 
@@ -47,11 +51,15 @@ class FlatStore(Store[V]):
 
     def read(self, bucket: Bucket, out: V | None = None) -> V:
         """Return a view of a bucket, or ``out`` filled with its values."""
-        view = self._arenas[bucket.kind][bucket.start : bucket.stop]
+        view = self.view(bucket)
         if out is None:
-            return cast(V, view)
+            return view
         cast(Any, out)[:] = view
         return out
+
+    def view(self, bucket: Bucket) -> V:
+        """Return a view of a bucket."""
+        return cast(V, self._arenas[bucket.kind][bucket.start : bucket.stop])
 
     def write(self, bucket: Bucket, value: V) -> None:
         """Copy a flat vector into a bucket."""

@@ -1,0 +1,40 @@
+"""Cuts buckets into blocks that stay in the processor's cache while they are computed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hvd_periodic.vectors.layout import Bucket
+
+
+def cut_into_blocks(bucket: Bucket, elements: int) -> tuple[Bucket, ...]:
+    """Return parts of a bucket, in order and without gap.
+
+    Pieces of more than half a block are in blocks of their own, so that these can be views of tensors; smaller ones
+    share blocks.
+
+    Args:
+        bucket: to be cut.
+        elements: of a block, at most.
+
+    Example:
+        >>> from hvd_periodic.vectors.layout import Layout, TensorSpec
+        >>> sizes = {"a": 2, "b": 1, "c": 10}
+        >>> layout = Layout([TensorSpec(name, (size,), "f4", 4) for name, size in sizes.items()])
+        >>> [(block.start, block.stop) for block in cut_into_blocks(layout.buckets[0], elements=4)]
+        [(0, 3), (3, 7), (7, 11), (11, 13)]
+    """
+    if bucket.size <= elements:
+        return (bucket,)
+    cuts, begun = {0, bucket.size}, 0
+    for piece in bucket.pieces:
+        size = piece.stop - piece.start
+        end = piece.offset + size
+        if 2 * size > elements:
+            cuts.update(range(piece.offset, end, elements), (end,))
+            begun = end
+        elif end - begun > elements:
+            cuts.add(piece.offset)
+            begun = piece.offset
+    places = sorted(cuts)
+    return tuple(bucket.part(start, stop) for start, stop in pairwise(places))
