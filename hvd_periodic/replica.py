@@ -25,6 +25,7 @@ class Replica(Protocol, Generic[V]):
         integers: counters, of which the largest of all ranks wins at every exchange; None where there are none.
         from_root: what becomes the root's at every exchange; None where there is nothing.
         constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
+        in_host_memory: vectors are at hand in host memory, at once.
     """
 
     space: VectorSpace[V]
@@ -33,6 +34,7 @@ class Replica(Protocol, Generic[V]):
     integers: Store[V] | None = None
     from_root: Store[V] | None = None
     constants: Store[V] | None = None
+    in_host_memory: bool = False
 
     def facts(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by readable name."""

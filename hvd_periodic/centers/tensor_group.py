@@ -149,6 +149,22 @@ class TensorGroup(GroupVectors[V]):
             self._set(block, algorithm.catch_up(space, block.x, snapshot, pulled))
             self._write(self.worker, place, block.worker, changed)
 
+    @property
+    def sends_once(self) -> bool:
+        """Whether an exchange sends each message as it is, and nothing besides."""
+        return self.placement.everywhere and not self.outbox.wire.lossy and not self._lasting
+
+    def preview(self, bucket: Bucket, exchange: Exchange) -> V:
+        """Return the message of a bucket, as an exchange would form it; changes nothing. Of a center on every rank."""
+        space, slot = self._replica.space, _slot(bucket)
+        x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
+        copies = {key: space.copy(vector) for key, vector in worker.items()}
+        seen = x
+        if self.algorithm.reads_before:
+            seen = self.algorithm.hand_out(space, self._read_all(self.center_state, bucket), exchange)
+        out = self._replica.scratch(bucket, slot + 1)
+        return self.algorithm.message(space, x, copies, seen, exchange, out=out)[0]
+
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:
         """Return what an asynchronous transaction takes: the replica, or the message if that needs no center."""
         x = self._read(bucket, _slot(bucket))

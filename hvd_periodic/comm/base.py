@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.meeting import Purpose, Record, meet
 from hvd_periodic.comm.memory import SharedMemory
@@ -30,6 +32,8 @@ class Communicator(ABC):
     size: int
     processes: ClassVar[bool] = True
     sums: ClassVar[frozenset[str]] = frozenset()
+    encloses: int = 0
+    """Bytes of the messages of all ranks up to which they travel with what ranks tell each other."""
     constructed: int = 0
     """How many optimizers of this process were constructed on these ranks."""
     meeting_name: str = "hvd_periodic.meeting"
@@ -43,7 +47,7 @@ class Communicator(ABC):
         Raises:
             RuntimeError: some ranks have come for something else than to construct an optimizer; on all of them.
         """
-        records = meet(self, Record(Purpose.CONSTRUCT, self.constructed))
+        records, _ = meet(self, Record(Purpose.CONSTRUCT, self.constructed))
         self.constructed = 1 + max(record.optimizer for record in records)
         return f"{self.meeting_name.removesuffix('meeting')}{self.constructed}"
 
@@ -106,9 +110,9 @@ class Communicator(ABC):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
 
-    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
-        """Return the integers of all ranks, one rank after another; all bring equally many."""
-        return [value for of_rank in self.allgather_object(list(values), name) for value in of_rank]
+    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Return the integers of all ranks, one rank after another, as int64; their number may differ."""
+        return np.concatenate(self.allgather_object(values, name))
 
     def shares_memory(self) -> bool:
         """Return whether :meth:`shared_memory` is possible. Collective.

@@ -7,7 +7,7 @@ import importlib
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
@@ -49,6 +49,7 @@ class HorovodCommunicator(Communicator):
     """
 
     sums = frozenset({"f2"})
+    encloses = 512 * 2**10
     _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
@@ -134,9 +135,9 @@ class HorovodCommunicator(Communicator):
         handle = self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set)
         return lambda: self._hvd.synchronize(handle)[0]  # and how many from each rank
 
-    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
-        """Gather a small array."""
-        return [int(value) for value in self._allgather(np.array(values, dtype=np.int64), name)]
+    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Gather an array."""
+        return self._allgather(values, name)
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""

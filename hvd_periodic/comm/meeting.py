@@ -7,9 +7,11 @@ out, instead of waiting forever.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Protocol
+
+import numpy as np
 
 from hvd_periodic.comm.agreement import Ranks, join, raise_on_all
 from hvd_periodic.comm.packing import pack, unpack
@@ -20,7 +22,7 @@ class MeetingRanks(Ranks, Protocol):
 
     meeting_name: str
 
-    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
+    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of all ranks, one rank after another."""
 
 
@@ -52,6 +54,7 @@ class Record:
         loss: mean of what was reported since the last exchange; None where nothing was.
         optimizer_state: a number that is the same where local optimizers keep the same; 0 where it does not matter.
         foreseen: iterations at the exchange after this one, where the schedule can say so before ranks meet; else 0.
+        enclosed: integers that follow this record: messages, as memory.
     """
 
     purpose: int
@@ -68,6 +71,7 @@ class Record:
     loss: float | None = None
     optimizer_state: int = 0
     foreseen: int = 0
+    enclosed: int = 0
 
     @property
     def training(self) -> bool:
@@ -85,10 +89,20 @@ def integers(record: Record) -> list[int]:
     return pack(record)
 
 
-def records_of(gathered: Sequence[int]) -> list[Record]:
+def opened(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.ndarray]]:
+    """Return the records of all ranks and what each has enclosed, given their integers one after another."""
+    width, rest = len(fields(Record)), np.asarray(gathered, np.int64)
+    records, enclosures = [], []
+    while rest.size:
+        records.append(unpack(Record, rest[:width].tolist()))
+        enclosures.append(rest[width : width + records[-1].enclosed])
+        rest = rest[width + records[-1].enclosed :]
+    return records, enclosures
+
+
+def records_of(gathered: Sequence[int] | np.ndarray) -> list[Record]:
     """Return the records of all ranks, given their integers one after another."""
-    width = len(fields(Record))
-    return [unpack(Record, gathered[start : start + width]) for start in range(0, len(gathered), width)]
+    return opened(gathered)[0]
 
 
 def leading(records: Sequence[Record]) -> Record:
@@ -99,21 +113,29 @@ def leading(records: Sequence[Record]) -> Record:
     return max(records, key=lambda record: record.updates)
 
 
-def meet(communicator: MeetingRanks, record: Record, failure: Exception | None = None) -> list[Record]:
-    """Return the records of all ranks, in rank order.
+def meet(
+    communicator: MeetingRanks,
+    record: Record,
+    failure: Exception | None = None,
+    enclosed: np.ndarray | None = None,
+) -> tuple[list[Record], list[np.ndarray]]:
+    """Return the records of all ranks and what each has enclosed, in rank order.
 
     Args:
         communicator: the ranks.
         record: of this one.
         failure: why this rank cannot go on, where ``record.problem`` says so.
+        enclosed: integers that travel along.
 
     Raises:
         Exception: ``failure``, on this rank.
         RuntimeError: another rank cannot go on, or ranks have come for different things; on all of them.
     """
-    records = records_of(communicator.gather_integers(integers(record), communicator.meeting_name))
+    enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
+    own = np.concatenate([np.array(integers(replace(record, enclosed=enclosed.size)), np.int64), enclosed])
+    records, enclosures = opened(communicator.gather_integers(own, communicator.meeting_name))
     check(communicator, records, failure)
-    return records
+    return records, enclosures
 
 
 def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:

@@ -21,6 +21,8 @@ NamedArrays = Mapping[str, Array] | Iterable[tuple[str, Array]]
 class NumpyReplica(Replica[Array]):
     """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
 
+    in_host_memory = True
+
     def __init__(
         self,
         named_parameters: NamedArrays,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from hvd_periodic.comm.agreement import agree, join
 from hvd_periodic.comm.meeting import Purpose, Record, leading, meet
 from hvd_periodic.outer.framework import Hyperparameters
@@ -55,11 +57,18 @@ class Meeting:
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
-        """Return what all ranks have come for, and where they stand.
+        """Return what all ranks have come for, and where they stand; as :meth:`meet_with`."""
+        return self.meet_with(purpose, problem, None)[0]
+
+    def meet_with(
+        self, purpose: Purpose, problem: str | None, enclosed: np.ndarray | None
+    ) -> tuple[list[Record], list[np.ndarray]]:
+        """Return what all ranks have come for and where they stand, and what they have enclosed.
 
         Args:
             purpose: what this rank has come for.
             problem: why it cannot go on, if it knows already.
+            enclosed: integers that travel along.
 
         Raises:
             RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
@@ -71,7 +80,7 @@ class Meeting:
             problem = problem or f"{type(error).__name__}: {error}"
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
-        return meet(self._membership.communicator, self.record(own, purpose, problem), failure)
+        return meet(self._membership.communicator, self.record(own, purpose, problem), failure, enclosed)
 
     def record(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
         """Return what this rank tells the others before any data travels."""

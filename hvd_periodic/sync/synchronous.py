@@ -16,6 +16,7 @@ from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.counters import Notes
 from hvd_periodic.sync.course import Course, Legacy, Setting, failing
+from hvd_periodic.sync.enclosed import Enclosed, as_integers
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.planning import Plan
@@ -64,6 +65,7 @@ class Synchronous(Course[V]):
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         group = self.tensor_groups.parameters
+        self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(group, setting.wire, exchanged.replica.space.coding)
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
@@ -100,11 +102,16 @@ class Synchronous(Course[V]):
         started, own = time.perf_counter(), ledger.standpoint()
         purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
         problem = problem or self.finite.problem(own.counters.local_steps)
-        agreed = setting.meeting.agree(setting.meeting.meet(purpose, problem), own)
+        foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and problem is None else None
+        messages = [] if foreseen is None else self.enclosed.messages(foreseen)
+        records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages))
+        agreed = setting.meeting.agree(records, own)
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         due = self._whose_turn(agreed, own)
+        if foreseen is not None:
+            self.enclosed.deliver(foreseen, messages, records, enclosures)
         if due.turns:
             with failing(setting.meeting, own.counters.local_steps):
                 sent = self._run(agreed, due)
@@ -123,6 +130,15 @@ class Synchronous(Course[V]):
         ledger.notes = self._noted(own, due, plan)
         ledger.time(agreed.step)
         return agreed.training
+
+    def _foreseen(self, own: Standpoint) -> Due | None:
+        """Return whose turn it is if all ranks have come as far as this one; None where data does not travel along."""
+        if not self.enclosed.possible or self.setting.phase.equal or self.setting.meeting.failure is not None:
+            return None
+        counters, size = own.counters, self.setting.membership.communicator.size
+        pending = counters.local_steps - counters.last_exchange
+        passed = Since(own.clock.period, pending, counters.gradients)
+        return self.turns.due(size, own.clock, own.notes.since, passed, training=True)
 
     def _whose_turn(self, agreed: Agreement, own: Standpoint) -> Due:
         """Return whose turn it is."""

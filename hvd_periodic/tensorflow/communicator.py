@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,14 +54,13 @@ class TensorFlowCommunicator(HorovodCommunicator):
         parts = self._run(self._hvd.alltoall, buffer, name)
         return lambda: parts
 
-    def gather_integers(self, values: Sequence[int], name: str) -> list[int]:
+    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather at once, under the name that the same has in a graph."""
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return super().gather_integers(values, name)
             with tf.device("CPU:0"):
-                gathered = self.allgather(tf.constant(list(values), dtype=tf.int64), name)
-            return [int(value) for value in gathered.numpy()]
+                return np.asarray(self.allgather(tf.constant(values), name))
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast; Horovod names the root by its global rank."""

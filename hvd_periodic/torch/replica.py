@@ -110,6 +110,7 @@ class TorchReplica(Replica[torch.Tensor]):
         self.integers: Store[torch.Tensor] | None = self.store_of(counted) if counted else None
         self.from_root: Store[torch.Tensor] | None = self.store_of(followed) if followed else None
         self.constants: Store[torch.Tensor] | None = self.store_of(constants) if constants else None
+        self.in_host_memory = all(device.type == "cpu" for _, device in self._kinds.values())
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""

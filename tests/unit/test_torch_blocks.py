@@ -83,7 +83,8 @@ def test_blocks_change_nothing(algorithm: str, options: str, monkeypatch: pytest
     assert all(stays for _, _, stays in results[1])
     (held, center, _), (other, same, _) = results[1]
     assert center == same
-    assert held[0] != [0.0] * 3 and (algorithm.startswith("easgd") or held == other)
+    if not algorithm.startswith("easgd"):
+        assert held == other
 
 
 def test_views_are_the_memory_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,98 @@
+"""Small messages travel with what ranks tell each other, so that an exchange takes one collective instead of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.replica import Replica
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.turns import Due
+from hvd_periodic.vectors.layout import Bucket
+
+V = TypeVar("V")
+
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "max": np.maximum}
+
+
+class Enclosed(Generic[V]):
+    """Encloses the messages of an exchange, where all of them together are small, and delivers their sums.
+
+    Where some rank comes for something else than the others, as at the end of training, all exchange as usual: every
+    rank sees from the records whether all have enclosed the same. Sums are taken in the order of ranks.
+
+    Args:
+        groups: what is exchanged.
+        replica: of this rank.
+        membership: the ranks.
+    """
+
+    def __init__(self, groups: TensorGroups[V], replica: Replica[V], membership: Membership) -> None:
+        self._groups, self._replica, self._root = groups, replica, membership.root
+        communicator = membership.communicator
+        nbytes = sum(bucket.nbytes for group in groups for bucket in group.values.layout.buckets)
+        self.possible = (
+            communicator.size > 1
+            and nbytes * communicator.size <= communicator.encloses
+            and replica.in_host_memory
+            and all(group.sends_once for group in groups)
+        )
+
+    def messages(self, due: Due) -> list[np.ndarray]:
+        """Return the messages of an exchange; changes nothing. Empty, where there are none or they cannot be formed."""
+        if not self.possible:
+            return []
+        try:
+            return [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
+        except Exception:  # It comes again in the exchange, where the other ranks hear of it.
+            return []
+
+    def deliver(
+        self, due: Due, own: Sequence[np.ndarray], records: Sequence[Record], enclosures: Sequence[np.ndarray]
+    ) -> None:
+        """Hand out the sums of messages, where all ranks have enclosed theirs for the same exchange.
+
+        Args:
+            due: the exchange.
+            own: the messages of this rank.
+            records: of all ranks.
+            enclosures: of all ranks.
+        """
+        places = {(record.purpose, record.pending, record.period, record.enclosed) for record in records}
+        if len(places) > 1 or not records[0].enclosed or records[0].purpose != Purpose.EXCHANGE:
+            return
+        memory = [enclosure.view(np.uint8) for enclosure in enclosures]
+        start = 0
+        for message, (group, bucket, _) in zip(own, self._sent(due), strict=True):
+            of_ranks = [part[start : start + message.nbytes].view(message.dtype) for part in memory]
+            start += message.nbytes + -message.nbytes % 8
+            reduction = group.algorithm.reduction
+            total = of_ranks[self._root] if reduction == "root" else reduce(_REDUCTIONS[reduction], of_ranks)
+            group.outbox.delivered[bucket.index] = self._replica.from_host(np.array(total), bucket)
+
+    def _sent(self, due: Due) -> Iterator[tuple[TensorGroup[V], Bucket, Any]]:
+        """Yield what an exchange sends: group, bucket and exchange, in order."""
+        if due.completes:
+            for group in self._groups.statistics:
+                for bucket in group.values.layout.buckets:
+                    yield group, bucket, due.turns[-1].exchange
+        for turn in due.turns:
+            for bucket in turn.fragment.buckets:
+                yield self._groups.parameters, bucket, turn.exchange
+
+
+def as_integers(messages: Sequence[np.ndarray]) -> np.ndarray:
+    """Return messages as they travel: each begins at a multiple of eight bytes.
+
+    Example:
+        >>> as_integers([np.zeros(3, np.float32), np.ones(1, np.int64)])
+        array([0, 0, 1])
+    """
+    padded = [np.pad(message.reshape(-1).view(np.uint8), (0, -message.nbytes % 8)) for message in messages]
+    return np.concatenate([np.empty(0, np.uint8), *padded]).view(np.int64)
