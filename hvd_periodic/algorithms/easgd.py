@@ -137,7 +137,7 @@ class EASGD(Algorithm):
 
     def local(self, space: VectorSpace[V], x: V, g: V, worker: State[V]) -> tuple[V, State[V]]:
         """Add the gradient of ρ/2 ‖x − lc‖²."""
-        return space.axpy(self.rho, space.sub(x, worker["local_center"]), g), worker
+        return space.add_difference(self.rho, x, worker["local_center"], g), worker
 
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None

@@ -267,8 +267,10 @@ class TensorGroup(GroupVectors[V]):
 
     def _set(self, block: Block[V], values: V) -> None:
         """Set the values of the replica."""
-        if not block.in_place or values is not block.x:
+        if not block.in_place:
             self.values.write(block.place, values)
+        elif values is not block.x:
+            cast(Any, block.x)[:] = values
 
     def _forget_spent(self, block: Block[V]) -> None:
         """Set to zeros what a message has used up."""

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,15 +30,29 @@ def number(integer: int) -> float | None:
 
 def pack(record: Any) -> list[int]:
     """Return the fields of a dataclass, ints and floats, as integers."""
-    values = [(getattr(record, field.name), is_real(field.type)) for field in fields(record)]
-    return [bits(value) if real else int(value) for value, real in values]
+    names, kinds, integers = _forms(record.__class__)
+    values = [math.nan if value is None else value for value in (getattr(record, name) for name in names)]
+    return list(struct.unpack(integers, struct.pack(kinds, *values)))
 
 
 def unpack(cls: type[T], integers: Sequence[int]) -> T:
     """Return what :func:`pack` was given."""
-    of_class = fields(cls)  # type: ignore[arg-type]
-    pairs = zip(of_class, integers, strict=True)
-    return cls(**{field.name: number(value) if is_real(field.type) else value for field, value in pairs})
+    form_of: Any = cls
+    names, kinds, form = _forms(form_of)
+    return cls(**dict(zip(names, map(_known, struct.unpack(kinds, struct.pack(form, *integers))), strict=True)))
+
+
+@cache
+def _forms(cls: Any) -> tuple[list[str], str, str]:
+    """Return the names of the fields of a dataclass, their kinds in memory, and as many integers."""
+    of_class = fields(cls)
+    kinds = "".join("d" if is_real(field.type) else "q" for field in of_class)
+    return [field.name for field in of_class], f"<{kinds}", f"<{len(kinds)}q"
+
+
+def _known(value: Any) -> Any:
+    """Return an integer or a float; None for NaN."""
+    return None if math.isnan(value) else value
 
 
 def is_real(annotation: Any) -> bool:

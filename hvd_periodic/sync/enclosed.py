@@ -94,5 +94,9 @@ def as_integers(messages: Sequence[np.ndarray]) -> np.ndarray:
         >>> as_integers([np.zeros(3, np.float32), np.ones(1, np.int64)])
         array([0, 0, 1])
     """
-    padded = [np.pad(message.reshape(-1).view(np.uint8), (0, -message.nbytes % 8)) for message in messages]
-    return np.concatenate([np.empty(0, np.uint8), *padded]).view(np.int64)
+    words = [-(-message.nbytes // 8) for message in messages]
+    packed, start = np.zeros(sum(words), np.int64), 0
+    for message, count in zip(messages, words, strict=True):
+        packed[start : start + count].view(np.uint8)[: message.nbytes] = message.reshape(-1).view(np.uint8)
+        start += count
+    return packed

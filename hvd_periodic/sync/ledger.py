@@ -17,6 +17,8 @@ from hvd_periodic.sync.planning import foresee
 class Ledger:
     """Counts local steps and exchanges, keeps what the schedule will want to know, and times steps.
 
+    What is added joins the counters when these are looked at, so that counting takes little of a small model's step.
+
     Args:
         schedule: says when the first exchange is due, as far as it is known now; that is decided when training begins.
 
@@ -30,6 +32,8 @@ class Ledger:
 
     learning_rate: Callable[[], Any] | None = None
     changed: Callable[[], None] | None = None
+    _counters: Counters
+    _added: dict[str, Any]
 
     def __init__(self, schedule: Schedule) -> None:
         self._ready_since = time.perf_counter()
@@ -43,11 +47,15 @@ class Ledger:
     @property
     def counters(self) -> Counters:
         """Steps, rounds, bytes and seconds so far."""
+        if self._added:
+            now, added, self._added = self._counters, self._added, {}
+            self._counters = replace(now, **{name: getattr(now, name) + more for name, more in added.items()})
         return self._counters
 
     @counters.setter
     def counters(self, counters: Counters) -> None:
         self._counters = counters
+        self._added = {}
         if self.changed is not None:
             self.changed()
 
@@ -68,7 +76,7 @@ class Ledger:
     @property
     def local_steps(self) -> int:
         """Iterations so far."""
-        return self.counters.local_steps
+        return self._counters.local_steps + int(self._added.get("local_steps", 0))
 
     @property
     def rounds(self) -> int:
@@ -77,13 +85,15 @@ class Ledger:
 
     def add(self, **increments: Any) -> None:
         """Add to counters, by name."""
-        now = self.counters
-        self.counters = replace(now, **{name: getattr(now, name) + more for name, more in increments.items()})
+        for name, more in increments.items():
+            self._added[name] = self._added.get(name, 0) + more
+        if self.changed is not None:
+            self.changed()
 
     def count(self, updated: Any) -> Any:
         """Count one iteration, with or without update; return whether an exchange is due then."""
         self.add(local_steps=1, skipped_updates=not updated)
-        return self.counters.local_steps >= self.counters.next_exchange
+        return self.local_steps >= self._counters.next_exchange
 
     def report(self, loss: Any) -> None:
         """Note a loss of this rank.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 
-@torch.no_grad()
 def unscale(optimizer: torch.optim.Optimizer) -> bool:
     """Divide the gradients by the scale that a GradScaler left on the optimizer; return whether they are finite.
 
@@ -22,5 +21,6 @@ def unscale(optimizer: torch.optim.Optimizer) -> bool:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients: GradScaler is for float32 parameters")
-        torch._foreach_mul_(gradients, 1.0 / float(scale))
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, 1.0 / float(scale))
     return True

@@ -134,6 +134,14 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: called inside ``center()``; or what an exchange raises.
         """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return self._hooked_step() if closure is None else self._hooked_step(closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # The base class would have the profiler record every step twice.
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one local step, and exchange if one is due."""
         if not self.state and makes_state_only():
             make_state(self)
             return None
@@ -160,6 +168,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             loss = averaging.step()
         self._count(updated)
         return loss
+
+    _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def skip(self) -> None:
         """Count an iteration without update, in place of :meth:`step`.

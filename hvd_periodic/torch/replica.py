@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,24 +26,49 @@ _BLOCK_BYTES = 512 * 2**10
 
 
 class _TensorStore(PackedStore[torch.Tensor]):
-    """Tensors of the model, read and written outside autograd."""
+    """Tensors of the model, read and written outside autograd; those of any strides one by one."""
+
+    def __init__(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], empty: Callable[[Bucket], torch.Tensor]
+    ) -> None:
+        super().__init__(layout, tensors, empty)
+        self._views: dict[tuple[str, int, int], tuple[list[int], list[torch.Tensor]]] = {}
 
     def view(self, bucket: Bucket) -> torch.Tensor | None:
-        if len(bucket.pieces) != 1:
+        views = self._flat_views(bucket) if len(bucket.pieces) == 1 else None
+        if views is None or (REALS | INTEGERS).get(views[0].dtype) != views[0].dtype:
             return None
-        piece = bucket.pieces[0]
-        tensor = self._tensors[piece.tensor].detach()
-        if not tensor.is_contiguous() or (REALS | INTEGERS).get(tensor.dtype) != tensor.dtype:
-            return None
-        return cast(torch.Tensor, tensor.view(-1)[piece.start : piece.stop])
+        return views[0]
 
     def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
         with torch.no_grad():
-            return super().read(bucket, out)
+            views = self._flat_views(bucket)
+            if views is None:
+                return super().read(bucket, out)
+            return torch.cat(views, out=self._empty(bucket) if out is None else out)
 
     def write(self, bucket: Bucket, value: torch.Tensor) -> None:
         with torch.no_grad():
-            super().write(bucket, value)
+            views = self._flat_views(bucket)
+            if views is None:
+                super().write(bucket, value)
+            else:
+                torch._foreach_copy_(views, torch.split_with_sizes(value, [view.shape[0] for view in views]))
+
+    def _flat_views(self, bucket: Bucket) -> list[torch.Tensor] | None:
+        """Return the memory of the pieces of a bucket; None where some tensor is not contiguous.
+
+        Views are kept, as long as tensors stay where they are.
+        """
+        tensors = [self._tensors[piece.tensor] for piece in bucket.pieces]
+        if not tensors or not all(map(torch.Tensor.is_contiguous, tensors)):
+            return None
+        places = list(map(torch.Tensor.data_ptr, tensors))
+        key = bucket.kind, bucket.start, bucket.stop
+        if key not in self._views or self._views[key][0] != places:
+            pieces = zip(bucket.pieces, tensors, strict=True)
+            self._views[key] = places, [t.detach().view(-1)[piece.start : piece.stop] for piece, t in pieces]
+        return self._views[key][1]
 
 
 class TorchReplica(Replica[torch.Tensor]):
@@ -101,6 +127,7 @@ class TorchReplica(Replica[torch.Tensor]):
             for kind, pairs in (("Parameter", taking_part), ("Buffer", averaged + counted + followed))
             for name, tensor in pairs
         ]
+        self._chunks, self._lists = _chunks(self.tensors, bucket_bytes), TensorListSpace()
         self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -181,25 +208,20 @@ class TorchReplica(Replica[torch.Tensor]):
     def local(self, algorithm: Algorithm, worker: dict[str, Store[torch.Tensor]]) -> int:
         """Run the local rule on all parameters with a gradient, in few kernels; gradients change in place.
 
-        Parameters are taken in chunks of about a bucket, so that temporary tensors stay small and their memory is used
-        again.
+        Parameters are taken in chunks, so that temporary tensors stay small and their memory is used again.
         """
-        views = {key: store.tensors() for key, store in worker.items()}
-        chunks: list[list[int]] = []
-        filled = self.bucket_bytes
-        for i, parameter in enumerate(self.tensors):
-            if parameter.grad is not None:
-                if filled >= self.bucket_bytes:
-                    chunks.append([])
-                    filled = 0
-                chunks[-1].append(i)
-                filled += parameter.numel() * parameter.element_size()
-        for chunk in chunks:
-            parameters = [self.tensors[i] for i in chunk]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            vectors = {key: [tensors[i] for i in chunk] for key, tensors in views.items()}
-            algorithm.local(TensorListSpace(), parameters, gradients, vectors)
-        return int(bool(chunks))
+        views, found = {key: store.tensors() for key, store in worker.items()}, False
+        for chunk in self._chunks:
+            parameters, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
+            gradients = [parameter.grad for parameter in parameters]
+            there = [gradient for gradient in gradients if gradient is not None]
+            if len(there) < len(gradients):
+                parameters = _where_there(gradients, parameters)
+                vectors = {key: _where_there(gradients, tensors) for key, tensors in vectors.items()}
+            if there:
+                algorithm.local(self._lists, parameters, there, vectors)
+                found = True
+        return int(found)
 
     def learning_rates(self) -> list[float]:
         """Return the learning rate of every parameter, that of its group.
@@ -299,6 +321,22 @@ class TorchReplica(Replica[torch.Tensor]):
     def _empty(self, bucket: Bucket) -> torch.Tensor:
         dtype, device = self._kinds[bucket.kind]
         return torch.empty(bucket.size, dtype=dtype, device=device)
+
+
+def _chunks(tensors: Sequence[torch.Tensor], nbytes: int) -> list[slice]:
+    """Return slices of a list of tensors, each of at most so many bytes, or a single tensor."""
+    starts, filled = [0], 0
+    for i, tensor in enumerate(tensors):
+        filled += tensor.numel() * tensor.element_size()
+        if filled > nbytes and i > starts[-1]:
+            starts.append(i)
+            filled = tensor.numel() * tensor.element_size()
+    return [slice(start, stop) for start, stop in pairwise([*starts, len(tensors)])]
+
+
+def _where_there(gradients: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that have a gradient."""
+    return [tensor for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -56,8 +56,15 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         return torch.cat(list(parts))
 
 
+_BLOCK = 128 * 2**10
+"""Elements that are computed at once, where what lies in between then stays in the processor's cache."""
+
+
 class TensorListSpace(VectorSpace[list[torch.Tensor]]):
     """Many tensors in few kernels: parameters and gradients of a local step."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[torch.dtype, torch.Tensor] = {}
 
     def sub(
         self, x: list[torch.Tensor], y: list[torch.Tensor], out: list[torch.Tensor] | None = None
@@ -74,6 +81,30 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
             )
         torch._foreach_add_(y, x, alpha=a)
         return y
+
+    def add_difference(
+        self, a: float, x: list[torch.Tensor], y: list[torch.Tensor], g: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Add ``a (x - y)`` to ``g``; to large tensors block by block, without memory for the whole difference."""
+        groups = zip(x, y, g, strict=True)
+        small = [group for group in groups if not self._add_in_blocks(a, *group)]
+        if small:
+            super().add_difference(a, *map(list, zip(*small, strict=True)))
+        return g
+
+    def _add_in_blocks(self, a: float, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> bool:
+        """Add ``a (x - y)`` to ``g`` if that is large and all are flat in host memory; return whether it was."""
+        tensors = x, y, g
+        if x.numel() <= 2 * _BLOCK or g.is_sparse or not all(t.is_cpu and t.is_contiguous() for t in tensors):
+            return False
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        if dtype not in self._rooms:
+            self._rooms[dtype] = torch.empty(_BLOCK, dtype=dtype)
+        room = self._rooms[dtype]
+        blocks = zip(*(torch.split(tensor.detach().view(-1), _BLOCK) for tensor in tensors), strict=True)
+        for of_x, of_y, of_g in blocks:
+            of_g.add_(torch.sub(of_x, of_y, out=room[: of_g.shape[0]]), alpha=a)
+        return True
 
     def scale(self, a: float, x: list[torch.Tensor]) -> list[torch.Tensor]:
         """Multiply ``x`` by ``a``."""

@@ -209,7 +209,7 @@ def _check_levels(inner: Any, overlap: int | str) -> None:
         inner = vars(inner).get("inner")
 
 
-_made: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
+_made: list[weakref.ref[Synchronizer]] = []
 """Training begins with the next step of an optimizer of their parameters, of whatever class it is."""
 
 
@@ -221,7 +221,7 @@ def _watch(synchronizer: Synchronizer) -> None:
     """Let every optimizer of this process say that it is about to step."""
     _watch_optimizers()
     with _lock:
-        _made.add(synchronizer)
+        _made[:] = [made for made in _made if made() is not None] + [weakref.ref(synchronizer)]
 
 
 @cache
@@ -231,8 +231,8 @@ def _watch_optimizers() -> None:
 
 def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
-    with _lock:
-        waiting_now = [synchronizer for synchronizer in _made if not synchronizer.begun]
+    found = [made() for made in _made]
+    waiting_now = [synchronizer for synchronizer in found if synchronizer is not None and not synchronizer.begun]
     if not waiting_now or hasattr(optimizer, "synchronizer") or makes_state_only():
         return
     for waiting in sorted(waiting_now, key=_order):

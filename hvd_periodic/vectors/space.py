@@ -41,6 +41,10 @@ class VectorSpace(Generic[V]):
         result: V = y + a * x
         return result
 
+    def add_difference(self, a: float, x: Any, y: Any, g: Any) -> V:
+        """Return ``g + a (x - y)``; may overwrite ``g``."""
+        return self.axpy(a, self.sub(x, y), g)
+
     def scale(self, a: float, x: Any) -> V:
         """Return ``a x``; may overwrite ``x``."""
         result: V = x * a

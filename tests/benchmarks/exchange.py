@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
+from collections.abc import Callable
 from math import prod
 from statistics import median
 
@@ -30,17 +31,25 @@ def resnet_50_shapes() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
+MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "resnet-50": resnet_50_shapes,
+    "small": lambda: [(50, 20)] * 20,
+    "tiny": lambda: [(300, 20), (20,), ()],
+}
+"""Sizes of parameters: large; so small that latency is what counts; and just to see that this runs."""
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help="default: torch")
     parser.add_argument("--repetitions", type=int, default=15, help="of each exchange (default: 15)")
-    parser.add_argument("--small", action="store_true", help="a model of 3 tensors, to see that this runs")
+    parser.add_argument("--model", choices=MODELS, default="resnet-50", help="sizes of parameters (default: resnet-50)")
     arguments = parser.parse_args()
     framework = importlib.import_module(f"tests.benchmarks.exchange_{arguments.framework}")
     hvd = framework.hvd
     hvd.init()
-    shapes = [(300, 20), (20,), ()] if arguments.small else resnet_50_shapes()
+    shapes = MODELS[arguments.model]()
     measured, synchronizers = framework.exchanges(shapes)
     seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(arguments.repetitions + 2):
@@ -61,7 +70,7 @@ def main() -> None:
         )
         print(f"{'exchange':38} {'ms':>8} {'ratio':>6}")
         for name, value in medians.items():
-            print(f"{name:38} {1e3 * value:8.1f} {value / unit:6.2f}")
+            print(f"{name:38} {1e3 * value:8.2f} {value / unit:6.2f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.local_step
 
-The model has the sizes of ResNet-50, the local optimizer is SGD. Figures are medians of alternating repetitions.
+The local optimizer is SGD with momentum. Figures are medians of alternating repetitions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import LocalCommunicator
-from tests.benchmarks.exchange import resnet_50_shapes
+from tests.benchmarks.exchange import MODELS
 
 NEVER = 2**30
 """Steps until the first exchange."""
@@ -27,10 +27,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=15, help="of each step (default: 15)")
-    parser.add_argument("--small", action="store_true", help="a model of 3 tensors, to see that this runs")
+    parser.add_argument("--model", choices=MODELS, default="resnet-50", help="sizes of parameters (default: resnet-50)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shapes = [(300, 20), (20,), ()] if arguments.small else resnet_50_shapes()
+    shapes = MODELS[arguments.model]()
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = 1e-3 * torch.randn_like(parameter)
@@ -38,7 +38,7 @@ def main() -> None:
     common: dict[str, Any] = {"process_set": LocalCommunicator()}
 
     def sgd() -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1e-4)
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
 
     steps: dict[str, Callable[[], Any]] = {
         "SGD": sgd().step,
@@ -58,7 +58,7 @@ def main() -> None:
     unit = median(seconds["SGD"][2:])
     print(f"{'local step':38} {'ms':>8} {'ratio':>6}")
     for name, values in seconds.items():
-        print(f"{name:38} {1e3 * median(values[2:]):8.2f} {median(values[2:]) / unit:6.2f}")
+        print(f"{name:38} {1e3 * median(values[2:]):8.3f} {median(values[2:]) / unit:6.2f}")
 
 
 if __name__ == "__main__":
