@@ -15,8 +15,6 @@ if [[ ${1:-} == -h || ${1:-} == --help || $# == 0 ]]; then
   usage_of "${BASH_SOURCE[0]}"
   exit $(($# == 0 ? 2 : 0))
 fi
-# Waiting for messages, Open MPI would spin on the core that trains.
-export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
 export OMP_NUM_THREADS=1 PYTHONPATH="$PROJECT_ROOT${PYTHONPATH:+:$PYTHONPATH}" HVD_PERIODIC_INTERFACE=eth0
 bash "$SCRIPTS/two_hosts.sh" "$1" \
   bash "$SCRIPTS/hosts_mpirun.sh" h1:1,h2:1 "$PROJECT_ROOT/tests/benchmarks/training.py" "${@:2}"

@@ -44,8 +44,10 @@ take_options() {
   ARGUMENTS=("$@")
 }
 
-# Puts the programs of the environment to use first on PATH: the project's, or the active one.
+# Puts the programs of the environment to use first on PATH: the project's, or the active one. Waiting for messages, Open MPI
+# would spin on cores that train; told to yield, it leaves them to whoever has something to do.
 activate() {
+  export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
   if [[ -n $USE_CURRENT_ENV ]]; then
     local scripts
     scripts=$(python3 -c 'import sysconfig; print(sysconfig.get_path("scripts"))') || die 'there is no python3 on PATH'

@@ -34,6 +34,8 @@ class Communicator(ABC):
     sums: ClassVar[frozenset[str]] = frozenset()
     encloses: int = 0
     """Bytes of the messages of all ranks up to which they travel with what ranks tell each other."""
+    waits_busily: bool = False
+    """Waiting for messages takes processor time from the cores that train."""
     constructed: int = 0
     """How many optimizers of this process were constructed on these ranks."""
     meeting_name: str = "hvd_periodic.meeting"

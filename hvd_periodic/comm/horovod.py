@@ -30,6 +30,10 @@ _LAUNCHERS = {
 """Where launchers tell each process how many there are."""
 
 
+_YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+"""Where Open MPI is told to leave its core to others while it waits."""
+
+
 class HorovodCommunicator(Communicator):
     """The ranks of a Horovod process set, exchanging tensors in place.
 
@@ -153,6 +157,14 @@ class HorovodCommunicator(Communicator):
         if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
             raise ValueError(f"`root_rank` must be one of the ranks {self.ranks} of the set. Received: {global_rank!r}")
         return self.ranks.index(global_rank)
+
+    @property
+    def waits_busily(self) -> bool:  # type: ignore[override]
+        """Whether Open MPI spins while it waits, and the ranks of this host have no cores left for that."""
+        if "OMPI_COMM_WORLD_SIZE" not in os.environ or not self._hvd.mpi_enabled():
+            return False
+        yields = os.environ.get(_YIELDS, "0").lower() not in ("0", "false", "no")
+        return not yields and len(os.sched_getaffinity(0)) < 2 * int(self._hvd.local_size())
 
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host, as the MPI knows that Horovod runs on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Hashable
 from dataclasses import asdict
@@ -18,6 +19,8 @@ from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.turns import Turn
 
 V = TypeVar("V")
+
+logger = logging.getLogger("hvd_periodic")
 
 PERIOD = "period"
 """As ``overlap``: an exchange is taken just before the next one begins."""
@@ -61,6 +64,11 @@ class Overlapped(Synchronous[V]):
                 f"from other ranks, and training would wait for that. Received: overlap={setting.overlap!r}"
             )
         super().__init__(setting, place, use_locking)
+        if setting.membership.is_root and setting.membership.communicator.waits_busily:
+            logger.warning(
+                "While messages travel, Open MPI spins on the cores that train: start the job with mpirun --mca "
+                "mpi_yield_when_idle 1, or export OMPI_MCA_mpi_yield_when_idle=1"
+            )
         self._under_way: list[UnderWay[V]] = []
         self._begun = 0
         self._due: int | None = None

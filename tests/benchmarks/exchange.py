@@ -1,20 +1,42 @@
 """What an exchange costs, as a multiple of one flat Horovod allreduce of the same bytes in the same run.
 
-    mpirun -np 2 python -m tests.benchmarks.exchange --framework torch
+    bash run_scripts/benchmark_exchange.sh 2 --model resnet-50
 
-The model has the sizes of ResNet-50: 25.6 million float32 parameters in 161 tensors. Each figure is the median of
-alternating repetitions, taken on the slowest rank. Asynchronous exchanges of all ranks begin at the same moment here,
-which is the worst case: they wait for each other at the center.
+Each figure is the median of alternating repetitions, taken on the slowest rank. Asynchronous exchanges of all ranks
+begin at the same moment here, which is the worst case: they wait for each other at the center.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from statistics import median
+
+from tests.benchmarks.report import bars, show
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of an exchange.
+
+    Attributes:
+        exchange: its name.
+        milliseconds: the median.
+        ratio: to a flat allreduce: the median of all repetitions.
+        lowest, highest: of them.
+    """
+
+    exchange: str
+    milliseconds: float
+    ratio: float
+    lowest: float
+    highest: float
 
 
 def resnet_50_shapes() -> list[tuple[int, ...]]:
@@ -32,19 +54,24 @@ def resnet_50_shapes() -> list[tuple[int, ...]]:
 
 
 MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
-    "resnet-50": resnet_50_shapes,
-    "small": lambda: [(50, 20)] * 20,
     "tiny": lambda: [(300, 20), (20,), ()],
+    "10-thousand": lambda: [(25, 20)] * 20,
+    "20-thousand": lambda: [(50, 20)] * 20,
+    "1-million": lambda: [(250, 200)] * 20,
+    "resnet-50": resnet_50_shapes,
+    "100-million": lambda: [(2500, 2000)] * 20,
 }
-"""Sizes of parameters: large; so small that latency is what counts; and just to see that this runs."""
+"""Sizes of parameters: just to see that this runs; 20 tensors, where latency counts, or bandwidth; and a network."""
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help="default: torch")
-    parser.add_argument("--repetitions", type=int, default=15, help="of each exchange (default: 15)")
     parser.add_argument("--model", choices=MODELS, default="resnet-50", help="sizes of parameters (default: resnet-50)")
+    parser.add_argument("--repetitions", type=int, default=15, help="of each exchange (default: 15)")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--plot", type=Path, help="also draw them here")
     arguments = parser.parse_args()
     framework = importlib.import_module(f"tests.benchmarks.exchange_{arguments.framework}")
     hvd = framework.hvd
@@ -62,15 +89,27 @@ def main() -> None:
     for synchronizer in synchronizers:
         synchronizer.finalize()
     if hvd.rank() == 0:
-        medians = {name: median(values[2:]) for name, values in seconds.items()}
-        unit = medians["flat allreduce"]
         count = sum(prod(shape) for shape in shapes)
-        print(
-            f"{hvd.size()} ranks, {count / 1e6:.1f} million parameters in {len(shapes)} tensors, {arguments.framework}"
-        )
-        print(f"{'exchange':38} {'ms':>8} {'ratio':>6}")
-        for name, value in medians.items():
-            print(f"{name:38} {1e3 * value:8.2f} {value / unit:6.2f}")
+        title = f"{hvd.size()} ranks, {count:,} parameters in {len(shapes)} tensors, {arguments.framework}"
+        report(title, {name: values[2:] for name, values in seconds.items()}, arguments.json, arguments.plot)
+
+
+def report(title: str, seconds: dict[str, list[float]], file: Path | None, plot: Path | None) -> None:
+    """Print what was measured, of which the first is the unit; write and draw it, where that is wanted."""
+    unit = next(iter(seconds.values()))
+    results = []
+    for name, values in seconds.items():
+        ratios = [own / flat for own, flat in zip(values, unit, strict=True)]
+        results.append(Result(name, 1e3 * median(values), median(ratios), min(ratios), max(ratios)))
+    rows = [
+        (each.exchange, f"{each.milliseconds:.2f}", f"{each.ratio:.2f}", f"{each.lowest:.2f} to {each.highest:.2f}")
+        for each in results
+    ]
+    show(title, ("exchange", "ms", "ratio", "repetitions"), rows)
+    if plot:
+        bars(plot, title, "times a flat allreduce", {e.exchange: (e.ratio, e.lowest, e.highest) for e in results})
+    if file:
+        file.write_text(json.dumps([asdict(result) for result in results], indent=1))
 
 
 if __name__ == "__main__":

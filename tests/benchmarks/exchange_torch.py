@@ -19,8 +19,15 @@ def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any
     count = sum(torch.Size(shape).numel() for shape in shapes)
     flat = torch.randn(count, device=device)
     tensors = [torch.randn(shape, device=device) for shape in shapes]
+
+    def each() -> None:
+        handles = [hvd.allreduce_async_(tensor, op=hvd.Average, name=f"t{i}") for i, tensor in enumerate(tensors)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
     measured: dict[str, Callable[[], Any]] = {
         "flat allreduce": lambda: hvd.allreduce_(flat, op=hvd.Sum, name="flat"),
+        "allreduce of each parameter": each,
         "grouped allreduce of the parameters": lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped"),
     }
     synchronizers = []

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
-from tests.parallel.launch import start
+import pytest
 
 pytest.importorskip("horovod.torch")
 
+from tests.benchmarks.methods import METHODS
+from tests.benchmarks.training import ALONE
+from tests.parallel.launch import start
 
-@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 7), ("tensorflow", 5)])
-def test_exchange(framework: str, exchanges: int) -> None:
+
+@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 8), ("tensorflow", 5)])
+def test_exchange(framework: str, exchanges: int, tmp_path: Path) -> None:
     pytest.importorskip(f"horovod.{framework}")
-    options = ["--framework", framework, "--small", "--repetitions", "2"]
+    options = ["--framework", framework, "--model", "tiny", "--repetitions", "2", "--json", str(tmp_path / "results")]
+    options += ["--plot", str(tmp_path / "plot.png")] if framework == "torch" else []
     output = start("mpirun", 2, ["-m", "tests.benchmarks.exchange", *options], 90, framework)
-    rows = [line.split() for line in output.splitlines() if "Optimizer" in line or "allreduce" in line]
-    assert len(rows) == exchanges
-    assert all(float(row[-1]) > 0 for row in rows)
+    results = json.loads((tmp_path / "results").read_text())
+    assert len(results) == exchanges
+    for result in results:
+        assert result["exchange"] in output
+        assert 0 < result["lowest"] <= result["ratio"] <= result["highest"]
+    assert results[0]["ratio"] == 1
+    assert (tmp_path / "plot.png").exists() == (framework == "torch")
+
+
+def test_training(tmp_path: Path) -> None:
+    """Ours and others, side by side; the network is that of this machine."""
+    size = ["--megabytes", "0.01", "--milliseconds", "0.1", "--period", "2", "--periods", "1", "--repetitions", "2"]
+    files = ["--json", str(tmp_path / "results"), "--plot", str(tmp_path / "plot.png")]
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.training", *size, *files], 90, "torch")
+    results = json.loads((tmp_path / "results").read_text())
+    assert [result["method"] for result in results] == [ALONE, *METHODS]
+    for result in results:
+        assert result["method"] in output
+        assert 0 < result["lowest"] <= result["ratio"] <= result["highest"]
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_local_step() -> None:
-    output = start("python", 1, ["-m", "tests.benchmarks.local_step", "--small", "--repetitions", "2"], 60, "torch")
+    output = start(
+        "python", 1, ["-m", "tests.benchmarks.local_step", "--model", "tiny", "--repetitions", "2"], 60, "torch"
+    )
     rows = [line.split() for line in output.splitlines() if "Optimizer" in line or "SGD" in line]
     assert len(rows) == 5
     assert all(float(row[-1]) > 0 for row in rows)

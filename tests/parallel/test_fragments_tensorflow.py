@@ -14,15 +14,20 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("mpirun", 2), thorough(("horovodrun --gloo", 3))]
+JOBS = [("mpirun", 2), thorough(("horovodrun --gloo", 3, "fragments_within_a_tensor", "fragments_refused"))]
+"""Launcher, ranks, and what the job runs; default: everything."""
+
+whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
-    launcher, size = request.param
+    launcher, size, *only = request.param
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(launcher, size, "fragments_tensorflow_scenarios", folder, 200, framework="tensorflow")
+    return run_scenarios(
+        launcher, size, "fragments_tensorflow_scenarios", folder, 200, framework="tensorflow", only=only
+    )
 
 
 def close(ranks: list[dict[str, Any]], values: Any, tolerance: float) -> Any:
@@ -32,6 +37,7 @@ def close(ranks: list[dict[str, Any]], values: Any, tolerance: float) -> Any:
     return [pytest.approx(row, rel=tolerance, abs=tolerance) for row in values]
 
 
+@whole
 def test_each_goes_where_it_goes_alone(ranks: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(column(ranks, "fragments_of_quadratics")):
         for case, values in report.items():
@@ -56,6 +62,7 @@ def test_parts_of_a_tensor(ranks: list[dict[str, Any]]) -> None:
             assert equal == [i // 8 == turn for i in range(24)], (case, step)
 
 
+@whole
 def test_in_fit(ranks: list[dict[str, Any]]) -> None:
     """One center at the end; what was saved and loaded within a period goes on alike."""
     for case, (original, loaded) in ranks[0]["fragments_in_fit"].items():

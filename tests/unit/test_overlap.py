@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, DiLoCo, PeriodicOptimizer, PostLocal, SlowMo
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
 from tests import oracle
 from tests.helpers import errors, random_arrays, readable, run_ranks
@@ -476,3 +478,31 @@ def test_a_pull_may_overwrite_the_replica_that_it_is_given() -> None:
         return float(parameter.item())
 
     assert run_ranks(2, run) == [2 + 1 + 0.5 * (4 - 2), 6 + 3 + 0.5 * (4 - 6)]
+
+
+@pytest.mark.parametrize("yields", [None, "0", "1"])
+def test_open_mpi_that_spins_is_noticed(
+    yields: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the ranks of a host have no cores besides those that train, and Open MPI was not told to yield."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
+    if yields is not None:
+        monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", yields)
+    found = HorovodCommunicator.__new__(HorovodCommunicator)
+    for cores, spins in ((2, yields != "1"), (4, False)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        found._hvd = SimpleNamespace(mpi_enabled=lambda: True, local_size=lambda: 2)
+        assert found.waits_busily == spins
+        found._hvd.mpi_enabled = lambda: False
+        assert not found.waits_busily
+
+    def make(communicator: Communicator, overlap: int) -> None:
+        communicator.waits_busily = yields != "1"
+        PeriodicOptimizer(SGD(0.1), {"x": np.ones(2)}, Averaging(), 4, process_set=communicator, overlap=overlap)
+
+    run_ranks(2, lambda communicator: make(communicator, 0))
+    assert not caplog.records
+    run_ranks(2, lambda communicator: make(communicator, 2))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (yields != "1"), "on the root alone"
+    assert all("mpi_yield_when_idle" in record.message for record in caplog.records)
