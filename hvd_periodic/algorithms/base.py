@@ -139,7 +139,7 @@ class Algorithm(ABC):
             worker: its own vectors.
             center: what the center hands out; without ``reads_before``, not to be used.
             exchange: which it is.
-            out: a vector of this size, if there is one.
+            out: a vector of this size, if there is one; it may be the memory of the vector named by ``spent``.
         """
 
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
