@@ -92,8 +92,9 @@ main() {
   # All runs as the first process of a process namespace: when that ends, the kernel ends the others, and the network goes.
   FOLDER=$(mktemp -d)
   trap 'rm -rf "$FOLDER"' EXIT
+  # What runs in the background would ignore INT and QUIT.
   setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc --uts --net \
-    bash "$SCRIPTS/two_hosts.sh" --inside "$FOLDER" "$@" <&0 &
+    env --default-signal=INT,QUIT bash "$SCRIPTS/two_hosts.sh" --inside "$FOLDER" "$@" <&0 &
   local inside=$! signal
   for signal in HUP INT TERM; do
     trap 'kill -KILL '"$inside"'; exit $((128 + $(kill -l '"$signal"')))' "$signal"

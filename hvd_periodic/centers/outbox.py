@@ -13,7 +13,7 @@ from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Link, Sent, Wire
-from hvd_periodic.wires.encoded import row_bounds
+from hvd_periodic.wires.encoded import row_length
 from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
@@ -41,7 +41,8 @@ class Outbox(Generic[V]):
     Attributes:
         wire: as given.
         unsent: what this rank has not sent of its messages, and adds to the next ones; None where nothing is kept.
-        unsent_sums: the same of the sums that it forms for others; None where it forms none.
+        unsent_sums: the same of the sums that it forms for others, of one size on all ranks; None where it forms none.
+        saved_sums: under which name those are saved, which no other rank has.
         delivered: sums that are here before messages are sent, by the index of their bucket.
     """
 
@@ -62,10 +63,11 @@ class Outbox(Generic[V]):
         if wire.lossy and algorithm.keeps_error:
             self.unsent = replica.new_store(layout, f"{name}.{UNSENT}")
         self.unsent_sums: Store[V] | None = None
+        self.saved_sums = ""
         if communicator is not None and wire.forms_sums(communicator, lasting):
-            rank, size = communicator.rank, communicator.size
-            own = layout.restrict(lambda bucket: row_bounds(bucket.size, rank, size))
-            self.unsent_sums = replica.new_store(own, f"{name}.{UNSENT_SUMS}.{rank}.{size}")
+            rows = layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
+            self.unsent_sums = replica.new_store(rows, f"{name}.{UNSENT_SUMS}")
+            self.saved_sums = f"{UNSENT_SUMS}.{communicator.rank}.{communicator.size}"
 
     def send(self, communicator: Communicator, bucket: Bucket, message: V, name: str) -> Sent[V]:
         """Let a message travel, with what was left of earlier ones; may overwrite it."""
@@ -90,10 +92,17 @@ class Outbox(Generic[V]):
 
     def forget(self) -> None:
         """Forget what was not sent."""
-        for store in (self.unsent, self.unsent_sums):
-            if store is not None:
-                for bucket in store.layout.buckets:
-                    _OfBucket(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
+        self._clear(self.unsent)
+        self.forget_sums()
+
+    def forget_sums(self) -> None:
+        """Forget what was not sent of sums."""
+        self._clear(self.unsent_sums)
+
+    def _clear(self, store: Store[V] | None) -> None:
+        if store is not None:
+            for bucket in store.layout.buckets:
+                _OfBucket(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
 
 
 @dataclass(frozen=True)

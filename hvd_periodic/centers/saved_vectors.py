@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.centers.outbox import UNSENT, UNSENT_SUMS
+from hvd_periodic.centers.outbox import UNSENT
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
@@ -57,7 +57,9 @@ class SavedVectors(Generic[V]):
         for key, store in group.worker.items():
             if key in saved or key != UNSENT:
                 replica.load(store, dict(saved[key]))
-        self._load_unsent_sums(saved.get(UNSENT_SUMS, {}))
+        sums = group.outbox.unsent_sums
+        if sums is not None and group.outbox.saved_sums in saved:  # Other ranks sum other parts.
+            replica.load(sums, dict(saved[group.outbox.saved_sums]))
         for key, store in group.center_state.items():
             share: dict[str, Any] = {}
             for spec, (tensor, start, stop) in zip(group.share.specs, group.share.sources, strict=True):
@@ -83,15 +85,11 @@ class SavedVectors(Generic[V]):
             check_names(f"{key!r} of the {group.name}", group.values.layout, saved.get(key, {}))
 
     def _save_workers(self) -> dict[str, Any]:
-        sums = self._group.outbox.unsent_sums
-        stores = self._group.worker if sums is None else {**self._group.worker, UNSENT_SUMS: sums}
+        outbox = self._group.outbox
+        stores = dict(self._group.worker)
+        if outbox.unsent_sums is not None:
+            stores[outbox.saved_sums] = outbox.unsent_sums
         return {key: self._replica.save(store) for key, store in stores.items()}
-
-    def _load_unsent_sums(self, saved: Mapping[str, Any]) -> None:
-        """Load what this rank has not sent of sums; nothing of another rank, which sums other parts."""
-        sums = self._group.outbox.unsent_sums
-        if sums is not None and saved.keys() == {spec.name for spec in sums.layout.specs}:
-            self._replica.load(sums, dict(saved))
 
 
 def check_names(what: str, layout: Layout, saved: Mapping[str, Any]) -> None:

@@ -61,12 +61,15 @@ class CenterOptimizer:
             raise ValueError(f"`{outer_name()}` must be an optimizer of its own that has not been used yet")
         self.optimizer: Any = optimizer
         self.cut = False
+        self._first: Any = None
         self._parameters: list[Any] = []
         self._centers: list[Any] = []
 
     def another(self) -> CenterOptimizer:
-        """Return one like this that has no center yet."""
+        """Return one like this that has no center yet, and takes the learning rate of this one before every step."""
         self.others.append(CenterOptimizer(self._local, None if self.copied else copied(self.optimizer)))
+        if not self.copied and not is_scheduled(self.optimizer):
+            self.others[-1]._first = self.optimizer
         return self.others[-1]
 
     @property
@@ -142,6 +145,8 @@ class CenterOptimizer:
         """
         if self._followed is not None:
             self.optimizer.learning_rate = rate_of_now(self._followed, self.rate, maximum)
+        elif self._first is not None:
+            self.optimizer.learning_rate = keras.ops.convert_to_tensor(self._first.learning_rate)
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
@@ -188,7 +193,7 @@ class CenterOptimizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a learning rate that cannot be saved
             config = self.optimizer.get_config()
-        rate = (self._followed or self.optimizer).learning_rate
+        rate = (self._followed or self._first or self.optimizer).learning_rate
         config["learning_rate"] = "scheduled" if self._scheduled else float(keras.ops.convert_to_numpy(rate))
         return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import LocalCommunicator
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distributed
@@ -16,6 +17,8 @@ RANKS = ("process_set", "averaged")
 
 class NotYetConnected(LocalCommunicator):
     """Stands in for the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
+
+    sums = HorovodCommunicator.sums
 
 
 class Connection:

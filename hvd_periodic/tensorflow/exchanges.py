@@ -20,7 +20,7 @@ from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.plan import Plan
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
-from hvd_periodic.tensorflow.saved import SavedExchanges, is_unsent
+from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.wires import as_wire
 
@@ -76,9 +76,9 @@ class Exchanges:
         plan, options, connection = self.plan, self.plan.options, self.connection
         replica = VariableReplica(named, self._new_variable)
         ranks, root = connection.communicator, 0
-        shares = options["center"] != "replicated" or as_wire(options["compression"]).lossy
-        if plan.asynchronous or shares:
-            ranks = connection.ranks()  # Which share this rank holds, has to be known before it is loaded.
+        sums = as_wire(options["compression"]).forms_sums(ranks, lasting=False)
+        if plan.asynchronous or options["center"] != "replicated" or sums:
+            ranks = connection.ranks()  # What this rank holds of the center or sums, has to be known before a load.
             root = ranks.rank_of(options["root_rank"])
         self._synchronizer = synchronizer = VariableSynchronizer(
             self._new_variable,
@@ -102,8 +102,10 @@ class Exchanges:
         if plan.center is not None and not plan.asynchronous:
             for i, variable in enumerate(plan.center.variables):
                 self.saved.variables.variables[f"center_optimizer.{i}"] = variable
-        unsent = {name for name in self.saved.variables.variables if is_unsent(name)}
-        self.saved.variables.later = unsent | set(synchronizer.ledger.note_variables)
+        if synchronizer.tensor_groups.parameters.outbox.unsent_sums is not None:
+            self._new_variable(SUMS_OF, (2,), tf.int64, np.zeros(2, np.int64))
+        varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
+        self.saved.variables.later = varying | set(synchronizer.ledger.note_variables)
         self.saved.variables.settle()
 
     def start(self, construct: Callable[[], object], gradient_group: TensorFlowCommunicator | None) -> None:
@@ -160,8 +162,18 @@ class Exchanges:
             "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
         )
         raise_on_all(connection.communicator, connection.name, failure if stale else None)
+        self._forget_sums_of_others()
         self.opened = True
         return replaced
+
+    def _forget_sums_of_others(self) -> None:
+        """Forget what is left of sums where another rank has left it, and a file or a broadcast has brought it here."""
+        membership, marked = self.synchronizer.membership, self.saved.variables.variables.get(SUMS_OF)
+        own = np.array([membership.communicator.rank, membership.communicator.size])
+        if marked is None or (native(marked).numpy() == own).all():
+            return
+        self.synchronizer.tensor_groups.parameters.outbox.forget_sums()
+        marked.assign(own)
 
     def write(self, store: Any) -> None:
         """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""

@@ -17,9 +17,13 @@ _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
 
 
-def is_unsent(name: str) -> bool:
-    """Return whether a variable holds what compression has left of messages or sums."""
-    return UNSENT in name.split(".") or UNSENT_SUMS in name.split(".")
+SUMS_OF = f"{UNSENT_SUMS}_of"
+"""Name of the variable that tells of which rank, of how many, the sums are of which something is left."""
+
+
+def depends_on_wire(name: str) -> bool:
+    """Return whether there is such a variable with some ways to compress only: what is left; a total that is apart."""
+    return name == SUMS_OF or not {UNSENT, UNSENT_SUMS, "total"}.isdisjoint(name.split("."))
 
 
 class SavedVariables:
@@ -54,12 +58,15 @@ class SavedVariables:
             ValueError: they are of other variables.
         """
         known = self.variables.keys()
-        # What another schedule remembered means nothing to this one, nor what another rank has not sent of its sums.
+        # What another schedule remembered means nothing to this one, nor what another compression has left.
         waiting = {
             name: value
             for name, value in self._waiting.items()
-            if name in known or not (name.startswith(MEMORY) or is_unsent(name))
+            if name in known or not (name.startswith(MEMORY) or depends_on_wire(name))
         }
+        for name in [name for name in waiting if UNSENT_SUMS in name.split(".") and name in known]:
+            if waiting[name].shape != tuple(self.variables[name].shape):  # Of another number of ranks.
+                del waiting[name]
         self._waiting = {}
         if not waiting:
             return
@@ -75,7 +82,7 @@ class SavedVariables:
         for name, variable in self.variables.items():
             if name in waiting:
                 variable.assign(waiting[name])
-            elif is_unsent(name):
+            elif depends_on_wire(name):
                 variable.assign(np.zeros(variable.shape))
 
 

@@ -74,10 +74,10 @@ class Encoded(Wire):
 
         def total() -> V:
             kept: Any = coding.cast(remembered.read(), "f4")
-            mine: Any = self._sum(coding, wait(), (n, width), length)[: coding.sizes(kept)[0]] + kept
+            mine: Any = self._sum(coding, wait(), (n, width), length) + kept
             answer: Any = self.encode(coding, coding.rows(mine, 1, length))
             sent_on: Any = self.decode(coding, answer, length)
-            remembered.write(mine - sent_on[0][: coding.sizes(kept)[0]])
+            remembered.write(mine - sent_on[0])
             flat = coding.reshape(answer, -1)
             gathered: Any = communicator.allgather(flat, f"{link.name}.sum", coding.joined([flat] * n))
             sums: Any = self.decode(coding, coding.reshape(gathered, n, width), length)
@@ -107,14 +107,3 @@ def row_length(size: int, ranks: int) -> int:
         3
     """
     return -(-size // ranks)
-
-
-def row_bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first and the past-the-last element that a rank sums.
-
-    Example:
-        >>> [row_bounds(7, rank, 3) for rank in range(3)]
-        [(0, 3), (3, 6), (6, 7)]
-    """
-    length = row_length(size, ranks)
-    return min(rank * length, size), min((rank + 1) * length, size)

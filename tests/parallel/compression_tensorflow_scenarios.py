@@ -152,6 +152,24 @@ def not_finite_on_the_last_rank() -> Any:
 
 
 @scenario
+def compressed_and_broadcast() -> Any:
+    """The center after two exchanges, where all variables of the optimizer were broadcast before training or not."""
+    results = {}
+    for wire in ("int8", "bf16", "topk"):
+        for broadcast in (False, True):
+            w = keras.Variable(np.linspace(-1, 1, 5), dtype="float32", name="w")
+            optimizer = made(hvdp.Averaging(), w, 0.1, 2, compression=WIRES[wire])
+            optimizer.build([w])
+            if broadcast:
+                hvd.broadcast_variables([getattr(variable, "value", variable) for variable in optimizer.variables], 0)
+            for step in range(4):
+                optimizer.apply_gradients([((w.value - hvd.rank()) * np.linspace(0.5, 1 + step, 5).astype("f4"), w)])
+            with optimizer.center():
+                results[f"{wire}{' broadcast' * broadcast}"] = w.numpy().tolist()
+    return results
+
+
+@scenario
 def compressed_in_other_places() -> Any:
     """float16 with the center on the root, or sharded: the center after four exchanges; others: the error."""
     results = {}

@@ -136,6 +136,29 @@ def fragments_in_fit() -> Any:
 
 
 @scenario
+def fragments_follow_the_outer_rate() -> Any:
+    """The center after a period, whose outer optimizer was given a rate of 0 after it was built, in every loop."""
+    results = {}
+    for loop in LOOPS:
+        variables = [keras.Variable([1.0, 2.0], name=f"v{i}") for i in range(2)]
+        outer = keras.optimizers.SGD(1.0)
+        inner = keras.optimizers.SGD(0.1)
+        optimizer = hvdp.PeriodicOptimizer(inner, None, hvdp.DiLoCo(), 2, outer_optimizer=outer, fragments=2)
+        optimizer.build(variables)
+        outer.learning_rate = 0.0
+
+        def take(optimizer: Any = optimizer, variables: Any = variables) -> None:
+            optimizer.apply([tf.ones(2), tf.ones(2)], variables)
+
+        step = LOOPS[loop](lambda take=take: take())  # type: ignore[misc]
+        for _ in range(2):
+            step()
+        with optimizer.center():
+            results[loop] = [variable.numpy().tolist() for variable in variables]
+    return results
+
+
+@scenario
 def fragments_refused() -> Any:
     """Wrong numbers of fragments, on all ranks or on the last one; periods that are too short."""
     last = hvd.rank() == hvd.size() - 1

@@ -60,6 +60,15 @@ def test_in_fit(ranks: list[dict[str, Any]]) -> None:
 
 
 @whole
+def test_a_broadcast_before_training_changes_nothing(ranks: list[dict[str, Any]]) -> None:
+    """Of all variables, as Horovod's callbacks do it: they have the same names and shapes on all ranks."""
+    for report in column(ranks, "compressed_and_broadcast"):
+        for wire in ("int8", "bf16", "topk"):
+            assert report[f"{wire} broadcast"] == report[wire]
+            assert report[wire] == ranks[0]["compressed_and_broadcast"][wire]
+
+
+@whole
 def test_the_center_elsewhere(ranks: list[dict[str, Any]]) -> None:
     found = column(ranks, "compressed_in_other_places")
     assert found == [found[0]] * len(ranks)

@@ -71,6 +71,13 @@ def test_in_fit(ranks: list[dict[str, Any]]) -> None:
         assert loaded == (original if len(ranks) <= 2 else pytest.approx(original, rel=1e-3, abs=0.05)), case
 
 
+@whole
+def test_the_rate_of_a_given_outer_optimizer_is_followed(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "fragments_follow_the_outer_rate"):
+        assert len(report) == len(ranks[0]["fragments_follow_the_outer_rate"]) > 1
+        assert all(center == [[1.0, 2.0], [1.0, 2.0]] for center in report.values())
+
+
 def test_refused(ranks: list[dict[str, Any]]) -> None:
     last = len(ranks) - 1
     short = "`fragments` must be at most the local steps of a period, one for each. Received: fragments=3, and a period"

@@ -79,6 +79,11 @@ class Start:
         """Trainable, but not by this optimizer; when the session runs, another may be known that trains them."""
         others = {variable.ref() for variable in self._frozen}
         self._parameters = trained
+        outbox = synchronizer.tensor_groups.parameters.outbox
+        unsent = [store.tensors() for store in (outbox.unsent, outbox.unsent_sums) if store is not None]
+        self._unsent = [variable for variables in unsent for variable in variables]
+        """What a rank has not sent, which is no other's."""
+        others |= {variable.ref() for variable in self._unsent}
         self._own = [v for v in (*own, *found) if can_be_sent(v) and v.ref() not in others]
 
     def replaced(self, start_centers: Callable[[], Assigned]) -> tf.Tensor:
@@ -109,6 +114,7 @@ class Start:
     def _give(self) -> Assigned:
         """Give all ranks the root's values."""
         assigned = self._give_together(self._own, "start")
+        assigned += [variable.assign(tf.zeros_like(variable)) for variable in self._unsent]
         free = on_host(lambda: [int(not self._getter.is_anothers(variable)) for variable in self._frozen], [])
         for i, variable in enumerate(self._frozen):
 
