@@ -92,6 +92,7 @@ class Outbox(Generic[V]):
 
     def forget(self) -> None:
         """Forget what was not sent."""
+        self.delivered.clear()
         self._clear(self.unsent)
         self.forget_sums()
 

@@ -57,9 +57,10 @@ class SavedVectors(Generic[V]):
         for key, store in group.worker.items():
             if key in saved or key != UNSENT:
                 replica.load(store, dict(saved[key]))
-        sums = group.outbox.unsent_sums
-        if sums is not None and group.outbox.saved_sums in saved:  # Other ranks sum other parts.
-            replica.load(sums, dict(saved[group.outbox.saved_sums]))
+        sums, of_rank = group.outbox.unsent_sums, saved.get(group.outbox.saved_sums, {})
+        # Other ranks sum other parts; and so does this one where the same tensors are packed otherwise.
+        if sums is not None and of_rank.keys() == {spec.name for spec in sums.layout.specs}:
+            replica.load(sums, dict(of_rank))
         for key, store in group.center_state.items():
             share: dict[str, Any] = {}
             for spec, (tensor, start, stop) in zip(group.share.specs, group.share.sources, strict=True):

@@ -31,7 +31,7 @@ def number(integer: int) -> float | None:
 def pack(record: Any) -> list[int]:
     """Return the fields of a dataclass, ints and floats, as integers."""
     names, kinds, integers = _forms(record.__class__)
-    values = [math.nan if value is None else value for value in (getattr(record, name) for name in names)]
+    values = [_as(kind, getattr(record, name)) for name, kind in zip(names, kinds[1:], strict=True)]
     return list(struct.unpack(integers, struct.pack(kinds, *values)))
 
 
@@ -48,6 +48,13 @@ def _forms(cls: Any) -> tuple[list[str], str, str]:
     of_class = fields(cls)
     kinds = "".join("d" if is_real(field.type) else "q" for field in of_class)
     return [field.name for field in of_class], f"<{kinds}", f"<{len(kinds)}q"
+
+
+def _as(kind: str, value: Any) -> int | float:
+    """Return a value as it is packed; None as NaN."""
+    if kind == "q":
+        return int(value)
+    return math.nan if value is None else float(value)
 
 
 def _known(value: Any) -> Any:

@@ -103,7 +103,7 @@ class Exchanges:
             for i, variable in enumerate(plan.center.variables):
                 self.saved.variables.variables[f"center_optimizer.{i}"] = variable
         if synchronizer.tensor_groups.parameters.outbox.unsent_sums is not None:
-            self._new_variable(SUMS_OF, (2,), tf.int64, np.zeros(2, np.int64))
+            self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
         self.saved.variables.later = varying | set(synchronizer.ledger.note_variables)
         self.saved.variables.settle()
@@ -168,15 +168,23 @@ class Exchanges:
 
     def _forget_sums_of_others(self) -> None:
         """Forget what is left of sums where another rank has left it, and a file or a broadcast has brought it here."""
-        membership, marked = self.synchronizer.membership, self.saved.variables.variables.get(SUMS_OF)
-        own = np.array([membership.communicator.rank, membership.communicator.size])
-        if marked is None or (native(marked).numpy() == own).all():
+        marked = self.saved.variables.variables.get(SUMS_OF)
+        if marked is None or (native(marked).numpy() == self._place).all():
             return
         self.synchronizer.tensor_groups.parameters.outbox.forget_sums()
-        marked.assign(own)
+        marked.assign(self._place)
+
+    @property
+    def _place(self) -> np.ndarray:
+        """Which rank this is, of how many that exchange."""
+        communicator = self.synchronizer.membership.communicator
+        return np.array([communicator.rank, communicator.size])
 
     def write(self, store: Any) -> None:
         """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
+        marked = self.saved.variables.variables.get(SUMS_OF)
+        if marked is not None and self.opened:
+            marked.assign(self._place)  # A broadcast after the first step has brought that of another rank.
         self.saved.write(store, self._synchronizer if self.started else None)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:

@@ -134,11 +134,17 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: called inside ``center()``; or what an exchange raises.
         """
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            return self._hooked_step() if closure is None else self._hooked_step(closure)
-        return self._step(closure)
+        arguments: tuple[Any, ...] = (self,) if closure is None else (self, closure)
+        options: dict[str, Any] = {}
+        hooked = type(self).step is PeriodicOptimizer.step  # The base class sees to the hooks of a step that overrides.
+        for before in self._optimizer_step_pre_hooks.values() if hooked else ():
+            arguments, options = before(self, arguments, options) or (arguments, options)
+        loss = self._step(*arguments[1:], **options)
+        for after in self._optimizer_step_post_hooks.values() if hooked else ():
+            after(self, arguments, options)
+        return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # The base class would have the profiler record every step twice.
+    step.hooked = True  # type: ignore[attr-defined]  # So the profiler records, and hooks of all see, the step inside.
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one local step, and exchange if one is due."""
@@ -168,8 +174,6 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             loss = averaging.step()
         self._count(updated)
         return loss
-
-    _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def skip(self) -> None:
         """Count an iteration without update, in place of :meth:`step`.

@@ -43,7 +43,7 @@ class _TensorStore(PackedStore[torch.Tensor]):
     def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
         with torch.no_grad():
             views = self._flat_views(bucket)
-            if views is None:
+            if views is None or any(view.dtype != views[0].dtype for view in views):
                 return super().read(bucket, out)
             return torch.cat(views, out=self._empty(bucket) if out is None else out)
 

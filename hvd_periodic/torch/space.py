@@ -99,7 +99,8 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
             return False
         dtype = torch.promote_types(x.dtype, y.dtype)
         if dtype not in self._rooms:
-            self._rooms[dtype] = torch.empty(_BLOCK, dtype=dtype)
+            with torch.inference_mode(False):
+                self._rooms[dtype] = torch.empty(_BLOCK, dtype=dtype, device="cpu")
         room = self._rooms[dtype]
         blocks = zip(*(torch.split(tensor.detach().view(-1), _BLOCK) for tensor in tensors), strict=True)
         for of_x, of_y, of_g in blocks:

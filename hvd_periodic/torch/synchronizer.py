@@ -231,7 +231,7 @@ def _watch_optimizers() -> None:
 
 def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
-    found = [made() for made in _made]
+    found = [made() for made in list(_made)]
     waiting_now = [synchronizer for synchronizer in found if synchronizer is not None and not synchronizer.begun]
     if not waiting_now or hasattr(optimizer, "synchronizer") or makes_state_only():
         return

@@ -170,6 +170,34 @@ def compressed_and_broadcast() -> Any:
 
 
 @scenario
+def compressed_and_restored() -> Any:
+    """The center after four exchanges, and that of an optimizer which took over a state after two."""
+    results = {}
+    for wire in ("int8", "topk"):
+
+        def start(values: Any, wire: str = wire) -> Any:
+            w = keras.Variable(values, dtype="float32", name="w")
+            optimizer = made(hvdp.Averaging(), w, 0.1, 2, compression=WIRES[wire])
+            optimizer.build([w])
+            return w, optimizer
+
+        def go_on(w: Any, optimizer: Any) -> list[float]:
+            for step in range(4):
+                optimizer.apply_gradients([((w.value - hvd.rank()) * np.linspace(0.5, 1 + step, 5).astype("f4"), w)])
+            with optimizer.center():
+                return w.numpy().tolist()  # type: ignore[no-any-return]
+
+        w, optimizer = start(np.linspace(-1, 1, 5))
+        go_on(w, optimizer)
+        state, momentum = optimizer.synchronizer.state_dict(), optimizer.inner._momentums[0].numpy()
+        other, restored = start(w.numpy())
+        restored.inner._momentums[0].assign(momentum)
+        restored.synchronizer.load_state_dict(state)
+        results[wire] = [go_on(w, optimizer), go_on(other, restored)]
+    return results
+
+
+@scenario
 def compressed_in_other_places() -> Any:
     """float16 with the center on the root, or sharded: the center after four exchanges; others: the error."""
     results = {}

@@ -69,6 +69,13 @@ def test_a_broadcast_before_training_changes_nothing(ranks: list[dict[str, Any]]
 
 
 @whole
+def test_a_state_holds_what_was_not_sent(ranks: list[dict[str, Any]]) -> None:
+    for report in column(ranks, "compressed_and_restored"):
+        for wire, (original, restored) in report.items():
+            assert restored == original, wire
+
+
+@whole
 def test_the_center_elsewhere(ranks: list[dict[str, Any]]) -> None:
     found = column(ranks, "compressed_in_other_places")
     assert found == [found[0]] * len(ranks)

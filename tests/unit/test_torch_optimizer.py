@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator, PostLocal  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
@@ -155,6 +157,40 @@ def test_hooks_run_once_per_step_and_may_change_gradients(wrap: Wrap) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     train(model, optimizer, batches(), 2)
     assert calls == ["before", "after"] * 2
+
+
+def test_hooks_of_all_optimizers_run_once_per_step(wrap: Wrap) -> None:
+    """For the optimizer inside, also where the outer one has hooks of its own."""
+    model, calls = make_model(), []
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    handle = register_optimizer_step_pre_hook(lambda o, *_: calls.append(type(o).__name__))
+    try:
+        train(model, optimizer, batches(), 2)
+    finally:
+        handle.remove()
+    assert calls == ["SGD", "own"] * 2
+
+
+def test_hooks_of_a_class_that_overrides_step() -> None:
+    """They run once, around all that its step does."""
+    calls: list[str] = []
+
+    class Noisy(hvdp.PeriodicOptimizer):
+        def step(self, closure: Any = None) -> Any:
+            calls.append("begins")
+            loss = super().step(closure)
+            calls.append("ends")
+            return loss
+
+    model = make_model()
+    optimizer = Noisy(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, hvdp.Averaging(), 2, process_set=LocalCommunicator()
+    )
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(model, optimizer, batches(), 2)
+    assert calls == ["before", "begins", "ends", "after"] * 2
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -291,3 +291,44 @@ def test_two_optimizers_share_one_model() -> None:
         ["0.weight", "0.bias"],
         ["1.weight", "1.bias"],
     ]
+
+
+def test_constants_of_types_that_have_no_common_one() -> None:
+    """They lie in one arena, and are packed one by one."""
+
+    class Quantized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained = torch.nn.Parameter(torch.zeros(3))
+            self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+            self.of_8_bits = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def work(communicator: ThreadCommunicator) -> list[float]:
+        model = Quantized()
+        if communicator.rank == 0:
+            model.of_8_bits.data.copy_(torch.tensor([0.5, 1.5, 2.0]))
+        optimizer = hvdp.PeriodicOptimizer(
+            torch.optim.SGD([model.trained], lr=0.1), model, hvdp.Averaging(), 2, process_set=communicator
+        )
+        assert optimizer.synchronizer.replica.constants is not None
+        return model.of_8_bits.float().tolist()  # type: ignore[no-any-return]
+
+    assert run(2, work) == [[0.5, 1.5, 2.0]] * 2
+
+
+@pytest.mark.parametrize("mode", ["meta", "inference"])
+def test_the_elastic_term_of_a_large_tensor_in_any_mode(mode: str) -> None:
+    """Blocks are computed in host memory that any later step may use."""
+    x = torch.nn.Parameter(torch.ones(300_000))
+    x.grad = torch.zeros_like(x)
+    optimizer = hvdp.ElasticAverageOptimizer(
+        torch.optim.SGD([x], lr=0.5), [("x", x)], 100, 0.1, rho=0.5, process_set=LocalCommunicator()
+    )
+    optimizer.synchronizer.begin()
+    with torch.no_grad():
+        x += 1
+    with torch.device("meta") if mode == "meta" else torch.inference_mode():
+        optimizer.synchronizer.prepare_gradients()
+    assert x.grad.unique().tolist() == [0.5], "rho (2 - 1)"
+    optimizer.synchronizer.prepare_gradients()
+    assert x.grad.unique().tolist() == [1.0]
