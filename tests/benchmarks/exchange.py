@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +19,30 @@ from math import prod
 from pathlib import Path
 from statistics import median
 
+from hvd_periodic import Compression, Wire
 from tests.benchmarks.report import bars, show
+
+COMPRESSIONS: dict[str, Wire] = {"int8": Compression.int8, "topk(0.01)": Compression.topk(0.01)}
+"""That are measured, by what is typed after ``Compression.``"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where it was measured.
+
+    Attributes:
+        ranks: of the job.
+        cores: of the machine.
+        parameters: elements.
+        tensors: that these are in.
+        framework: its name.
+    """
+
+    ranks: int
+    cores: int
+    parameters: int
+    tensors: int
+    framework: str
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class Result:
         milliseconds: the median.
         ratio: to a flat allreduce: the median of all repetitions.
         lowest, highest: of them.
+        compression: how messages travelled, as typed by users; "" is float32.
     """
 
     exchange: str
@@ -37,6 +62,7 @@ class Result:
     ratio: float
     lowest: float
     highest: float
+    compression: str = ""
 
 
 def resnet_50_shapes() -> list[tuple[int, ...]]:
@@ -89,18 +115,19 @@ def main() -> None:
     for synchronizer in synchronizers:
         synchronizer.finalize()
     if hvd.rank() == 0:
-        count = sum(prod(shape) for shape in shapes)
-        title = f"{hvd.size()} ranks, {count:,} parameters in {len(shapes)} tensors, {arguments.framework}"
-        report(title, {name: values[2:] for name, values in seconds.items()}, arguments.json, arguments.plot)
+        job = Job(hvd.size(), os.cpu_count() or 1, sum(map(prod, shapes)), len(shapes), arguments.framework)
+        report(job, {name: values[2:] for name, values in seconds.items()}, arguments.json, arguments.plot)
 
 
-def report(title: str, seconds: dict[str, list[float]], file: Path | None, plot: Path | None) -> None:
+def report(job: Job, seconds: dict[str, list[float]], file: Path | None, plot: Path | None) -> None:
     """Print what was measured, of which the first is the unit; write and draw it, where that is wanted."""
+    title = f"{job.ranks} ranks, {job.parameters:,} parameters in {job.tensors} tensors, {job.framework}"
     unit = next(iter(seconds.values()))
     results = []
     for name, values in seconds.items():
         ratios = [own / flat for own, flat in zip(values, unit, strict=True)]
-        results.append(Result(name, 1e3 * median(values), median(ratios), min(ratios), max(ratios)))
+        compression = name.partition(", ")[2] if name.partition(", ")[2] in COMPRESSIONS else ""
+        results.append(Result(name, 1e3 * median(values), median(ratios), min(ratios), max(ratios), compression))
     rows = [
         (each.exchange, f"{each.milliseconds:.2f}", f"{each.ratio:.2f}", f"{each.lowest:.2f} to {each.highest:.2f}")
         for each in results
@@ -109,7 +136,7 @@ def report(title: str, seconds: dict[str, list[float]], file: Path | None, plot:
     if plot:
         bars(plot, title, "times a flat allreduce", {e.exchange: (e.ratio, e.lowest, e.highest) for e in results})
     if file:
-        file.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        file.write_text(json.dumps(asdict(job) | {"results": [asdict(result) for result in results]}, indent=1))
 
 
 if __name__ == "__main__":

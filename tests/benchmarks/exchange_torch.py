@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
+from tests.benchmarks.exchange import COMPRESSIONS
 
 
 def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
@@ -42,6 +43,8 @@ def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any
     wrappers = (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer)
     for wrap in wrappers:
         add(wrap.__name__, wrap)
+    for name, wire in COMPRESSIONS.items():
+        add(f"{wrappers[0].__name__}, {name}", wrappers[0], compression=wire)
     for wrap in wrappers[1:] if hvd.mpi_enabled() else []:
         add(f"{wrap.__name__}, asynchronous", wrap, asynchronous=True)
     return measured, synchronizers

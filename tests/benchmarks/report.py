@@ -45,3 +45,37 @@ def bars(path: Path, title: str, unit: str, values: dict[str, tuple[float, float
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def lines(
+    path: Path, title: str, labels: tuple[str, str], places: Sequence[float], curves: dict[str, Sequence[float]]
+) -> None:
+    """Draw a curve for each name, over places on a logarithmic axis.
+
+    Args:
+        path: of the picture.
+        title: above it.
+        labels: of both axes.
+        places: where the curves have values.
+        curves: by name; those that are named alike but for a suffix ", overlap" have one color.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    colors: dict[str, str] = {}
+    for name, values in curves.items():
+        base = name.removesuffix(", overlap")
+        color = colors.setdefault(base, f"C{len(colors)}")
+        axes.plot(places, values, color=color, linestyle="-" if name == base else "--", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

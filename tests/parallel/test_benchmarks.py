@@ -14,19 +14,29 @@ from tests.benchmarks.training import ALONE
 from tests.parallel.launch import start
 
 
-@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 8), ("tensorflow", 5)])
+@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 10), ("tensorflow", 5)])
 def test_exchange(framework: str, exchanges: int, tmp_path: Path) -> None:
     pytest.importorskip(f"horovod.{framework}")
     options = ["--framework", framework, "--model", "tiny", "--repetitions", "2", "--json", str(tmp_path / "results")]
     options += ["--plot", str(tmp_path / "plot.png")] if framework == "torch" else []
     output = start("mpirun", 2, ["-m", "tests.benchmarks.exchange", *options], 90, framework)
-    results = json.loads((tmp_path / "results").read_text())
+    job = json.loads((tmp_path / "results").read_text())
+    assert (job["ranks"], job["parameters"], job["framework"]) == (2, 6021, framework)
+    results = job["results"]
     assert len(results) == exchanges
     for result in results:
         assert result["exchange"] in output
         assert 0 < result["lowest"] <= result["ratio"] <= result["highest"]
     assert results[0]["ratio"] == 1
     assert (tmp_path / "plot.png").exists() == (framework == "torch")
+    files = [str(tmp_path / "results"), "--plot", str(tmp_path / "predictions.png")]
+    output = start("python", 1, ["-m", "tests.benchmarks.predictions", *files, "--period", "4"], 60)
+    table = output[output.index("milliseconds per step") :]
+    rows = [line.strip("│").split("│") for line in table.splitlines() if "Optimizer" in line]
+    assert len(rows) >= 2 * 3
+    for row in rows:
+        assert all(float(milliseconds) >= 100 for milliseconds in row[1:]), "no faster than the local step"
+    assert (tmp_path / "predictions.png").stat().st_size > 1000
 
 
 def test_training(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def apply(name: str, folder: Path) -> Path:
 def run(
     script: Path, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, framework: str
 ) -> tuple[str, Counter[str]]:
-    """Run a script on two ranks; return what it printed and how often each tensor was reduced or gathered over ranks."""
+    """Run a script on two ranks; return what it printed, and how often each tensor was reduced or gathered."""
     timeline = folder / "timeline.json"
     monkeypatch.setenv("HOROVOD_TIMELINE", str(timeline))
     output = start(job.launcher, 2, [str(script), *job.flags], 180, framework)

@@ -25,7 +25,7 @@ LEVELS = [
     {"outer"},
     {"algorithms", "schedules", "comm"},
     {"local_state", "replica", "wires"},
-    {"centers", "options"},
+    {"centers", "cost_model", "options"},
     {"asynchronous"},
     {"sync"},
 ]

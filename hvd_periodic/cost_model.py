@@ -1,0 +1,290 @@
+r"""What training will cost: seconds per step by algorithm, period, workers, compression, fragments and overlap.
+
+A job of n workers takes local steps of t seconds, whose standard deviation is s, and exchanges P bytes of float32 every
+τ steps.
+
+**Collectives**, with α seconds for a message and β for a byte, of b bytes on each worker:
+
+- all-reduce: 2 (n − 1) α + 2 (n − 1) / n · b β, which no algorithm moves fewer bytes than (Patarasuk and Yuan,
+  Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009);
+- all-to-all, or all-gather of pieces of b / n bytes: (n − 1) α + (n − 1) / n · b β, half of it;
+- all-gather of b bytes from each: (n − 1) α + (n − 1) b β.
+
+**An exchange** of P bytes takes W(P) seconds on the way, by the collectives of its wire and the bytes b that it makes
+of them. What the worker does itself, before and after, takes o + γ P seconds: o for Python, Horovod's cycle and what
+ranks tell each other, γ for passes over memory, and for encoding. Both depend on the method.
+
+**A period** has F exchanges of P / F bytes, each under way while the worker takes d steps; without overlap d is 0.
+Every worker waits for the slowest one, which is behind by
+
+    w = s √(τ / F) · E_n,
+
+E_n the expected largest of n normal numbers (by Blom, Statistical estimates and transformed beta variables, 1958). So
+
+    seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)).
+
+Costs of a machine are found from measurements by :func:`fit`; those of a network that is not there can be stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+
+from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.wires import Half, Plain, TopK, Wire
+from hvd_periodic.wires.encoded import Encoded
+
+_SAMPLE = 1 << 16
+"""Elements that are encoded to see what a wire makes of them."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a worker does itself in an exchange.
+
+    Args:
+        begin: o, seconds, whatever the size.
+        work: γ, seconds for a byte of parameters.
+
+    Raises:
+        TypeError, ValueError: not a number of at least 0.
+    """
+
+    begin: float
+    work: float
+
+    def __post_init__(self) -> None:
+        _require_costs(begin=self.begin, work=self.work)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a collective costs.
+
+    Args:
+        message: α, seconds for a message.
+        byte: β, seconds for a byte; 8e-9 is 1 Gbit/s.
+
+    Raises:
+        TypeError, ValueError: not a number of at least 0.
+
+    Example:
+        >>> round(Network(message=1e-4, byte=8e-9).seconds(2, 25e6), 3)
+        0.2
+    """
+
+    message: float
+    byte: float
+
+    def __post_init__(self) -> None:
+        _require_costs(message=self.message, byte=self.byte)
+
+    def seconds(self, workers: int, nbytes: float, wire: Wire = Plain(), overlapped: bool = False) -> float:  # noqa: B008
+        """Return W: what it takes until the sums of so many bytes of float32 are on all workers."""
+        messages, sent = traffic(workers, nbytes, wire, overlapped)
+        return messages * self.message + sent * self.byte
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Args:
+        workers: n.
+        nbytes: P, of its parameters in float32.
+        step: t, seconds of a local step.
+        period: τ, local steps between exchanges of the same parameters.
+        overlap: d, local steps that an exchange has.
+        fragments: F.
+        wire: how parameters travel.
+        spread: s, the standard deviation of a local step in seconds.
+
+    Raises:
+        TypeError, ValueError: a number that cannot be.
+    """
+
+    workers: int
+    nbytes: float
+    step: float
+    period: int
+    overlap: int = 0
+    fragments: int = 1
+    wire: Wire = field(default_factory=Plain)
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "period", "fragments"):
+            require_int(getattr(self, name), f"`{name}`", 1)
+        require_int(self.overlap, "`overlap`", 0)
+        _require_costs(nbytes=self.nbytes, step=self.step, spread=self.spread)
+        if max(self.fragments, self.overlap) > self.period:
+            raise ValueError(
+                "`fragments` and `overlap` must be at most `period`. Received: "
+                f"fragments={self.fragments}, overlap={self.overlap}, period={self.period}"
+            )
+
+
+def seconds_per_step(job: Job, method: Method, network: Network) -> float:
+    """Return the mean duration of a step, with its share of the exchanges; the module gives the equation.
+
+    Example:
+        25 MB over 1 Gbit/s, every 10 steps of 48 ms; overlap hides the wire, but not the worker's own 10 ms:
+
+        >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
+        >>> method, network = Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)
+        >>> round(seconds_per_step(job, method, network), 4)
+        0.069
+        >>> from dataclasses import replace
+        >>> round(seconds_per_step(replace(job, overlap=9), method, network), 4)
+        0.049
+    """
+    nbytes = job.nbytes / job.fragments
+    wire = network.seconds(job.workers, nbytes, job.wire, job.overlap > 0)
+    waiting = job.spread * (job.period / job.fragments) ** 0.5 * expected_largest(job.workers)
+    own = method.begin + method.work * nbytes
+    exchange = own + max(0.0, wire + waiting - job.overlap * job.step)
+    return job.step + job.fragments / job.period * exchange
+
+
+def traffic(workers: int, nbytes: float, wire: Wire, overlapped: bool = False) -> tuple[float, float]:
+    """Return how many messages follow each other in an exchange, and how many bytes each worker sends.
+
+    Example:
+        >>> traffic(4, 4e6, Plain())
+        (6, 6000000.0)
+        >>> traffic(4, 4e6, TopK(0.01))
+        (3, 150329.58984375)
+    """
+    others = workers - 1
+    encoded = nbytes * _encoded_part(wire)
+    decoded_by_all = isinstance(wire, TopK) or (overlapped and isinstance(wire, Encoded) and wire != Half("f2"))
+    if decoded_by_all:
+        return others, others * encoded
+    return 2 * others, 2 * others / workers * encoded
+
+
+@cache
+def _encoded_part(wire: Wire) -> float:
+    """Return the bytes that a wire makes of a byte of float32."""
+    if not isinstance(wire, Encoded):
+        return 1.0
+    rows = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
+    return len(wire.encode(Coding(), rows)[0]) / rows.nbytes
+
+
+def expected_largest(count: int) -> float:
+    """Return E_n: about what the largest of so many standard normal numbers is expected to be.
+
+    Example:
+        >>> [round(expected_largest(n), 2) for n in (1, 2, 8, 1024)]
+        [0.0, 0.59, 1.43, 3.23]
+    """
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An exchange that was measured, without overlap and fragments.
+
+    Args:
+        method: its name.
+        workers: n.
+        nbytes: P.
+        seconds: it took.
+        wire: how it travelled.
+        sharing: workers on each core, at least 1: they take turns, and everything takes as many times as long.
+    """
+
+    method: str
+    workers: int
+    nbytes: float
+    seconds: float
+    wire: Wire = field(default_factory=Plain)
+    sharing: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was found from measurements.
+
+    Attributes:
+        network: of the machine they were taken on.
+        methods: by name.
+    """
+
+    network: Network
+    methods: Mapping[str, Method]
+
+    def predicted(self, measurement: Measurement) -> float:
+        """Return the seconds that the model has for what was measured."""
+        method = self.methods[measurement.method]
+        wire = self.network.seconds(measurement.workers, measurement.nbytes, measurement.wire)
+        return measurement.sharing * (method.begin + method.work * measurement.nbytes + wire)
+
+
+def fit(measurements: Sequence[Measurement]) -> Costs:
+    """Return the costs for which the sum of squared relative errors is least; none is negative.
+
+    Args:
+        measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other.
+
+    Raises:
+        ValueError: no measurements, or one that took no time.
+
+    Example:
+        >>> network, method = Network(1e-5, 1e-9), Method(1e-3, 1e-10)
+        >>> made = [
+        ...     Measurement("averaging", n, size, 1e-3 + 1e-10 * size + network.seconds(n, size))
+        ...     for n in (2, 4)
+        ...     for size in (1e4, 1e8)
+        ... ]
+        >>> found = fit(made)
+        >>> f"{found.network.byte:.2e}", f"{found.methods['averaging'].begin:.2e}"
+        ('1.00e-09', '1.00e-03')
+    """
+    if not measurements or any(not measured.seconds > 0 for measured in measurements):
+        raise ValueError(f"`measurements` must be some, each of more than 0 seconds. Received: {list(measurements)!r}")
+    names = list(dict.fromkeys(measured.method for measured in measurements))
+    rows = np.zeros((len(measurements), 2 + 2 * len(names)))
+    for row, measured in zip(rows, measurements, strict=True):
+        row[:2] = traffic(measured.workers, measured.nbytes, measured.wire)
+        place = 2 + 2 * names.index(measured.method)
+        row[place : place + 2] = 1.0, measured.nbytes
+        row *= measured.sharing / measured.seconds
+    message, byte, *own = _least_squares(rows, np.ones(len(rows)))
+    methods = {name: Method(*pair) for name, pair in zip(names, zip(own[::2], own[1::2], strict=True), strict=True)}
+    return Costs(Network(message, byte), methods)
+
+
+def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> list[float]:
+    """Return the solution without negative numbers (Lawson and Hanson, Solving Least Squares Problems, 1974)."""
+    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
+    rows = rows / scale
+    found = np.zeros(rows.shape[1])
+    free = np.zeros(rows.shape[1], bool)
+    while True:
+        gradient = rows.T @ (wanted - rows @ found)
+        gradient[free] = -np.inf
+        if gradient.max(initial=-np.inf) < 1e-9:
+            return [float(value) for value in found / scale]
+        free[gradient.argmax()] = True
+        while True:
+            trial = np.zeros_like(found)
+            trial[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
+            if trial[free].min() > 0:
+                break
+            behind = free & (trial <= 0)
+            found += (found[behind] / (found[behind] - trial[behind])).min() * (trial - found)
+            free &= found > 1e-12
+        found = trial
+
+
+def _require_costs(**values: float) -> None:
+    for name, value in values.items():
+        require_real(value, f"`{name}`", positive=False)

@@ -1,0 +1,145 @@
+"""The cost model against what it is made of: counted traffic, simulated waiting, solvers of others, limits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import SGD, Averaging, Compression, PeriodicOptimizer
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.cost_model import (
+    Costs,
+    Job,
+    Measurement,
+    Method,
+    Network,
+    _least_squares,
+    expected_largest,
+    fit,
+    seconds_per_step,
+    traffic,
+)
+from hvd_periodic.wires import Half, Int8, Plain, TopK, Wire
+from tests.helpers import readable, run_ranks
+
+JOB = Job(workers=8, nbytes=1e8, step=0.05, period=20, spread=0.004)
+METHOD, NETWORK = Method(2e-3, 3e-10), Network(5e-5, 1e-9)
+
+
+def ring(workers: int, nbytes: int) -> tuple[int, int]:
+    """Return the rounds of a ring all-reduce, and the bytes that each worker sends: pieces go round twice."""
+    pieces = [nbytes // workers] * workers
+    rounds = sent = 0
+    for _hop in ("reduce", "hand on"):
+        for turn in range(workers - 1):
+            rounds += 1
+            sent += pieces[-turn % workers]
+    return rounds, sent
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_a_sum_travels_as_in_a_ring(workers: int) -> None:
+    assert traffic(workers, 2400, Plain()) == ring(workers, 2400)
+    assert traffic(workers, 2400, Half("f2")) == ring(workers, 1200)
+    assert traffic(workers, 2400, Half("f2"), overlapped=True) == ring(workers, 1200)
+
+
+@pytest.mark.parametrize("wire", [Int8(), TopK(0.01), Half("bf2")], ids=readable)
+def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
+    """Of 2 ranks; in two hops they also hand over the half that stays; the rest is what they tell each other."""
+    elements = 1 << 16
+
+    def program(communicator: Communicator) -> int:
+        x = {"x": np.linspace(-1, 1, elements, dtype="f4")}
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, communicator=communicator, compression=wire)
+        optimizer.step([np.ones(elements, "f4")])
+        return optimizer.synchronizer.counters.bytes_sent
+
+    counted = run_ranks(2, program)[0]
+    _, sent = traffic(2, 4 * elements, wire)
+    handed_over = sent if isinstance(wire, TopK) else 3 / 2 * sent
+    assert counted == pytest.approx(handed_over, rel=0.05)
+
+
+def test_the_slowest_of_many() -> None:
+    generator = np.random.default_rng(0)
+    for count in (2, 8, 64):
+        simulated = generator.standard_normal((20_000, count)).max(axis=1).mean()
+        assert expected_largest(count) == pytest.approx(simulated, abs=0.03)
+
+
+def test_waiting_is_that_of_simulated_workers() -> None:
+    """Workers whose steps vary, who wait for each other at every exchange."""
+    generator = np.random.default_rng(1)
+    periods, steps = 4000, JOB.period
+    times = generator.normal(JOB.step, JOB.spread, (periods, JOB.workers, steps)).sum(axis=2).max(axis=1)
+    exchange = METHOD.begin + METHOD.work * JOB.nbytes + NETWORK.seconds(JOB.workers, JOB.nbytes)
+    simulated = (times + exchange).mean() / steps
+    assert seconds_per_step(JOB, METHOD, NETWORK) == pytest.approx(simulated, rel=2e-3)
+
+
+def test_limits() -> None:
+    """One worker sends nothing; long periods and full overlap leave local steps, and what workers do themselves."""
+    alone = replace(JOB, workers=1)
+    own = METHOD.begin + METHOD.work * JOB.nbytes
+    assert seconds_per_step(alone, METHOD, NETWORK) == pytest.approx(JOB.step + own / JOB.period)
+    assert seconds_per_step(replace(JOB, period=10**9), METHOD, NETWORK) == pytest.approx(JOB.step, rel=1e-4)
+    hidden = seconds_per_step(replace(JOB, overlap=19), METHOD, NETWORK)
+    assert hidden == pytest.approx(JOB.step + own / JOB.period)
+    exposed = seconds_per_step(JOB, METHOD, NETWORK)
+    assert exposed > hidden
+    compressed = replace(JOB, wire=Compression.int8)
+    assert hidden < seconds_per_step(compressed, METHOD, NETWORK) < exposed
+    in_parts = replace(JOB, fragments=4, spread=0.0)
+    more = 3 * METHOD.begin / JOB.period + 3 * 14 * NETWORK.message / JOB.period
+    whole = seconds_per_step(replace(JOB, spread=0.0), METHOD, NETWORK)
+    assert seconds_per_step(in_parts, METHOD, NETWORK) == pytest.approx(whole + more)
+
+
+def test_a_fit_finds_what_measurements_were_made_of() -> None:
+    methods = {"averaging": Method(1e-3, 2e-10), "elastic": Method(2e-3, 5e-10), "flat": Method(1e-4, 0.0)}
+    costs = Costs(Network(2e-5, 1e-9), methods)
+    made = [
+        Measurement(name, workers, nbytes, 1.0, Int8() if name == "elastic" else Plain(), workers / 2)
+        for name in methods
+        for workers in (2, 4)
+        for nbytes in (4e4, 4e6, 4e8)
+    ]
+    made = [replace(each, seconds=costs.predicted(each)) for each in made]
+    found = fit(made)
+    assert found.network.message == pytest.approx(costs.network.message)
+    assert found.network.byte == pytest.approx(costs.network.byte)
+    for name, method in methods.items():
+        assert found.methods[name].begin == pytest.approx(method.begin)
+        assert found.methods[name].work == pytest.approx(method.work, abs=1e-16)
+
+
+def test_least_squares_agree_with_another_solver() -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    generator = np.random.default_rng(2)
+    for _ in range(50):
+        rows, wanted = generator.normal(size=(12, 6)), generator.normal(size=12)
+        expected, _ = optimize.nnls(rows, wanted)
+        np.testing.assert_allclose(_least_squares(rows, wanted), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"period": 0}, "`period` must be an int >= 1. Received: 0"),
+        ({"workers": 2.5}, "`workers` must be an int >= 1. Received: 2.5"),
+        ({"overlap": 21}, "fragments=1, overlap=21, period=20"),
+        ({"fragments": 21}, "fragments=21, overlap=0, period=20"),
+        ({"step": float("nan")}, "`step` must be zero or positive and finite. Received: nan"),
+    ],
+    ids=readable,
+)
+def test_numbers_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        replace(JOB, **change)
+    with pytest.raises(ValueError, match="each of more than 0 seconds"):
+        fit([Measurement("flat", 2, 1.0, 0.0)])
