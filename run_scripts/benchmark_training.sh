@@ -11,10 +11,4 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-if [[ ${1:-} == -h || ${1:-} == --help || $# == 0 ]]; then
-  usage_of "${BASH_SOURCE[0]}"
-  exit $(($# == 0 ? 2 : 0))
-fi
-export OMP_NUM_THREADS=1 PYTHONPATH="$PROJECT_ROOT${PYTHONPATH:+:$PYTHONPATH}" HVD_PERIODIC_INTERFACE=eth0
-bash "$SCRIPTS/two_hosts.sh" "$1" \
-  bash "$SCRIPTS/hosts_mpirun.sh" h1:1,h2:1 "$PROJECT_ROOT/tests/benchmarks/training.py" "${@:2}"
+benchmark_on_two_hosts "${BASH_SOURCE[0]}" training "$@"

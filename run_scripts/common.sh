@@ -134,3 +134,16 @@ prepare_local_job() {
   local threads=$(($(nproc) / RANKS))
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
+
+# Runs tests/benchmarks/$2.py with one rank on each of two emulated hosts, for script $1, with its arguments: the rate of
+# the link, and those of the benchmark.
+benchmark_on_two_hosts() {
+  local script=$1 benchmark=$PROJECT_ROOT/tests/benchmarks/$2.py
+  shift 2
+  if [[ ${1:-} == -h || ${1:-} == --help || $# == 0 ]]; then
+    usage_of "$script"
+    exit $(($# == 0 ? 2 : 0))
+  fi
+  export OMP_NUM_THREADS=1 PYTHONPATH="$PROJECT_ROOT${PYTHONPATH:+:$PYTHONPATH}" HVD_PERIODIC_INTERFACE=eth0
+  bash "$SCRIPTS/two_hosts.sh" "$1" bash "$SCRIPTS/hosts_mpirun.sh" h1:1,h2:1 "$benchmark" "${@:2}"
+}

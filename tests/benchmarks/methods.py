@@ -1,12 +1,14 @@
-"""Methods of training that ``tests.benchmarks.training`` compares: ours, and those of others."""
+"""Methods of training that benchmarks compare: ours, and those of others."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import horovod.torch as hvd
 import torch
@@ -15,75 +17,104 @@ from torch import nn
 
 import hvd_periodic.torch as hvdp
 
-RATE, MOMENTUM = 1e-3, 0.9
 
-Loss = Callable[[nn.Module], torch.Tensor]
+class Task(Protocol):
+    """What is trained."""
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Return the loss of the next batch."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return a local optimizer."""
 
 
+@dataclass(frozen=True)
 class Method:
     """A way to train on all ranks.
 
-    Args:
+    Attributes:
         step: takes one step.
         finish: waits for what is under way.
+        center: shows the model that all have agreed on.
+        bytes_sent: that this rank has handed to collectives.
     """
 
-    def __init__(self, step: Callable[[], object], finish: Callable[[], object] = lambda: None) -> None:
-        self.step, self.finish = step, finish
+    step: Callable[[], object]
+    finish: Callable[[], object] = lambda: None
+    center: Callable[[], AbstractContextManager[object]] = nullcontext
+    bytes_sent: Callable[[], float] = lambda: 0.0
 
 
-def local_step(loss: Loss, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+Make = Callable[[Task, nn.Module, int], Method]
+"""Makes a method for a task, its model, and a period."""
+
+
+def local_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Compute gradients, and let an optimizer step."""
     optimizer.zero_grad()
-    loss(model).backward()
+    task.loss(model).backward()
     optimizer.step()
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """Return the local optimizer."""
-    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-
-
-def alone(model: nn.Module, loss: Loss, period: int) -> Method:
+def alone(task: Task, model: nn.Module, period: int) -> Method:
     """Return local steps."""
-    return Method(partial(local_step, loss, model, sgd(model)))
+    return Method(partial(local_step, task, model, task.optimizer(model)))
 
 
-def every_step(model: nn.Module, loss: Loss, period: int) -> Method:
+def every_step(task: Task, model: nn.Module, period: int) -> Method:
     """Return Horovod's own."""
-    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-    return Method(partial(local_step, loss, model, optimizer))
+    optimizer = hvd.DistributedOptimizer(task.optimizer(model), model.named_parameters())
+    return _counted(model, partial(local_step, task, model, optimizer))
 
 
-def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Callable[[nn.Module, Loss, int], Method]:
+def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
     """Return what makes one of ours."""
 
-    def make(model: nn.Module, loss: Loss, period: int) -> Method:
-        optimizer = hvdp.PeriodicOptimizer(sgd(model), model, algorithm(), period, **options)
-        return Method(partial(local_step, loss, model, optimizer), optimizer.synchronizer.land)
+    def make(task: Task, model: nn.Module, period: int) -> Method:
+        optimizer = hvdp.PeriodicOptimizer(task.optimizer(model), model, algorithm(), period, **options)
+        synchronizer = optimizer.synchronizer
+        return Method(
+            partial(local_step, task, model, optimizer),
+            synchronizer.land,
+            optimizer.center,
+            lambda: synchronizer.counters.bytes_sent,
+        )
 
     return make
 
 
-def distributed_data_parallel(model: nn.Module, loss: Loss, period: int) -> Method:
+def distributed_data_parallel(task: Task, model: nn.Module, period: int) -> Method:
     """Return PyTorch's, over Gloo."""
     _join()
     whole = nn.parallel.DistributedDataParallel(model)
-    return Method(partial(local_step, loss, whole, sgd(model)))
+    return _counted(model, partial(local_step, task, whole, task.optimizer(model)))
 
 
-def model_averager(model: nn.Module, loss: Loss, period: int) -> Method:
+def model_averager(task: Task, model: nn.Module, period: int) -> Method:
     """Return PyTorch's periodic averaging, over Gloo."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     _join()
-    averager, optimizer = PeriodicModelAverager(period=period), sgd(model)
+    averager, optimizer = PeriodicModelAverager(period=period), task.optimizer(model)
 
     def step() -> None:
-        local_step(loss, model, optimizer)
+        local_step(task, model, optimizer)
         averager.average_parameters(model.parameters())
 
-    return Method(step)
+    return _counted(model, step, period)
+
+
+def _counted(model: nn.Module, step: Callable[[], object], period: int = 1) -> Method:
+    """Return a method that hands as many bytes as the model has to collectives, once in a period."""
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    steps = 0
+
+    def counting() -> None:
+        nonlocal steps
+        steps += 1
+        step()
+
+    return Method(counting, bytes_sent=lambda: steps // period * nbytes)
 
 
 def _join() -> None:
@@ -101,7 +132,9 @@ def _free_port() -> int:
         return port
 
 
-METHODS: dict[str, Callable[[nn.Module, Loss, int], Method]] = {
+INT8 = hvdp.Compression.int8
+
+METHODS: dict[str, Make] = {
     "Horovod DistributedOptimizer": every_step,
     "torch DistributedDataParallel": distributed_data_parallel,
     "torch PeriodicModelAverager": model_averager,
@@ -111,9 +144,7 @@ METHODS: dict[str, Callable[[nn.Module, Loss, int], Method]] = {
     "elastic averaging, overlap": periodic(hvdp.EASGD, overlap="period"),
     "averaging, overlap": periodic(hvdp.Averaging, overlap="period"),
     "DiLoCo, overlap": periodic(hvdp.DiLoCo, overlap="period"),
-    "averaging, int8": periodic(hvdp.Averaging, compression=hvdp.Compression.int8),
-    "averaging, int8, 2 fragments, overlap": periodic(
-        hvdp.Averaging, compression=hvdp.Compression.int8, fragments=2, overlap="period"
-    ),
+    "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
+    "averaging, int8, 2 fragments, overlap": periodic(hvdp.Averaging, compression=INT8, fragments=2, overlap="period"),
 }
 """By name."""

@@ -3,7 +3,7 @@
     bash run_scripts/benchmark_exchange.sh 2 --model 1-million --json 2.json   # and other sizes, and 4 ranks
     python -m tests.benchmarks.predictions *.json --gigabits 10 --period 32
 
-Prints what was measured beside what the model says, and predictions for 2 to 1,024 workers on a network that is described
+Prints what was measured beside what the model says, and predictions for 2 to 1,024 workers on a network described
 by options. ``hvd_periodic.cost_model`` has the equations.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from hvd_periodic.cost_model import Costs, Job, Measurement, Network, fit, seconds_per_step
 from hvd_periodic.wires import Plain
 from tests.benchmarks.exchange import COMPRESSIONS
-from tests.benchmarks.report import lines, show
+from tests.benchmarks.report import curves, show
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -101,8 +101,8 @@ def main() -> None:
     rows = [(name, *(f"{1e3 * seconds:.0f}" for seconds in values)) for name, values in found.items()]
     show(title, ("workers", *map(str, WORKERS)), rows)
     if arguments.plot:
-        curves = {name: [1e3 * seconds for seconds in values] for name, values in found.items()}
-        lines(arguments.plot, title, ("workers", "milliseconds per step"), WORKERS, curves)
+        panel = {name: (WORKERS, [1e3 * seconds for seconds in values]) for name, values in found.items()}
+        curves(arguments.plot, title, "milliseconds per step", {"workers": panel}, base=2)
 
 
 if __name__ == "__main__":

@@ -47,35 +47,41 @@ def bars(path: Path, title: str, unit: str, values: dict[str, tuple[float, float
     pyplot.close(figure)
 
 
-def lines(
-    path: Path, title: str, labels: tuple[str, str], places: Sequence[float], curves: dict[str, Sequence[float]]
-) -> None:
-    """Draw a curve for each name, over places on a logarithmic axis.
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Places and values."""
+
+
+def curves(path: Path, title: str, unit: str, panels: dict[str, dict[str, Curve]], base: int = 10) -> None:
+    """Draw curves by name, in panels side by side, over a logarithmic axis.
 
     Args:
         path: of the picture.
         title: above it.
-        labels: of both axes.
-        places: where the curves have values.
-        curves: by name; those that are named alike but for a suffix ", overlap" have one color.
+        unit: of the values.
+        panels: by what the places are; curves of one name have one color, those with overlap are dashed.
+        base: of the logarithm.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, all_axes = pyplot.subplots(
+        ncols=len(panels), figsize=(2 + 5 * len(panels), 5), sharey=True, squeeze=False, layout="constrained"
+    )
     colors: dict[str, str] = {}
-    for name, values in curves.items():
-        base = name.removesuffix(", overlap")
-        color = colors.setdefault(base, f"C{len(colors)}")
-        axes.plot(places, values, color=color, linestyle="-" if name == base else "--", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_title(title, loc="left")
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
+    for axes, (label, panel) in zip(all_axes[0], panels.items(), strict=True):
+        for name, (places, values) in panel.items():
+            plain = name.removesuffix(", overlap")
+            color = colors.setdefault(plain, f"C{len(colors)}")
+            style = "-" if plain == name else "--"
+            axes.plot(places, values, color=color, linestyle=style, marker=".", label=name)
+        axes.set_xscale("log", base=base)
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0, 0].set_ylabel(unit)
+    handles, names = all_axes[0, -1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize="small")
+    figure.suptitle(title, ha="left", x=0.01)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -70,16 +70,20 @@ class Task:
         batch = self.period_data[: self.batch_size]
         return (model(batch) - batch).square().mean()
 
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the local optimizer."""
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
     def _calibrated(self, milliseconds: float) -> int:
         model = self.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=methods.RATE, momentum=methods.MOMENTUM)
+        optimizer = self.optimizer(model)
         seconds = {}
         for size in (8, 64):
             self.batch_size = size
             times = []
             for _ in range(4):
                 started = time.perf_counter()
-                methods.local_step(self.loss, model, optimizer)
+                methods.local_step(self, model, optimizer)
                 times.append(time.perf_counter() - started)
             seconds[size] = median(times)
         per_sample = max((seconds[64] - seconds[8]) / 56, 1e-9)
@@ -142,8 +146,8 @@ def main() -> None:
     task = Task(arguments.megabytes, arguments.milliseconds)
     wanted = arguments.methods or [""]
     chosen = [name for name in methods.METHODS if any(word in name for word in wanted)]
-    made = {ALONE: methods.alone(task.model(), task.loss, arguments.period)}
-    made |= {name: methods.METHODS[name](task.model(), task.loss, arguments.period) for name in chosen}
+    made = {ALONE: methods.alone(task, task.model(), arguments.period)}
+    made |= {name: methods.METHODS[name](task, task.model(), arguments.period) for name in chosen}
     results = measured(made, arguments.period, arguments.periods, arguments.repetitions)
     if hvd.rank() == 0:
         title = f"{hvd.size()} ranks, {arguments.megabytes} MB, period {arguments.period}, batches of {task.batch_size}"

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("horovod.torch")
 
+from tests.benchmarks import language
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
 from tests.parallel.launch import start
@@ -49,6 +50,23 @@ def test_training(tmp_path: Path) -> None:
     for result in results:
         assert result["method"] in output
         assert 0 < result["lowest"] <= result["ratio"] <= result["highest"]
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_language(tmp_path: Path) -> None:
+    """A small network, a few steps; all methods see the same number of samples, and learn."""
+    size = ["--steps", "8", "--looks", "2", "--period", "4", "--width", "16", "--layers", "1", "--batches", "1"]
+    files = ["--json", str(tmp_path / "results"), "--plot", str(tmp_path / "plot.png")]
+    output = start("mpirun", 2, ["-m", "tests.benchmarks.language", *size, *files], 120, "torch")
+    results = json.loads((tmp_path / "results").read_text())
+    assert list(results) == list(language.METHODS)
+    for name, (first, last) in results.items():
+        assert name in output
+        assert (first["steps"], last["steps"]) == (4, 8)
+        assert 0 < last["bits"] < 8
+        assert 0 < first["seconds"] < last["seconds"]
+        assert (last["megabytes"] > first["megabytes"] > 0) == (name != language.SINGLE)
+    assert results["averaging, int8"][-1]["megabytes"] < 0.5 * results["averaging"][-1]["megabytes"]
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
