@@ -175,7 +175,7 @@ def _encoded_part(wire: Wire) -> float:
     if not isinstance(wire, Encoded):
         return 1.0
     rows = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
-    return len(wire.encode(Coding(), rows)[0]) / rows.nbytes
+    return float(len(wire.encode(Coding(), rows)[0]) / rows.nbytes)
 
 
 def expected_largest(count: int) -> float:
