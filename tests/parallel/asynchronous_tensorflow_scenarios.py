@@ -413,7 +413,7 @@ def resume_where_the_root_had_no_data(center: str) -> Any:
     return {"before": before, "after": after}
 
 
-@on_all("window", "service")
+@on_all("window")
 def loaded_and_saved_without_training(center: str) -> Any:
     """A loaded model that is evaluated and saved again: the center is still there."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
@@ -443,7 +443,7 @@ def loaded_and_saved_without_training(center: str) -> Any:
     return results | {"expected": expected}
 
 
-@on_all("window", "service", "sharded")
+@on_all("window", "sharded")
 def resume_of_a_synchronizer(center: str) -> Any:
     """``state_dict`` of every rank in a new synchronizer; both go on, one rank after the other."""
     results = {}
@@ -496,13 +496,13 @@ def first_name(synchronizer: Any) -> str:
     return str(synchronizer.tensor_groups.parameters.values.layout.specs[0].name)
 
 
-@on_all("window", "service")
+@on_all("window")
 def callbacks(center: str) -> Any:
     """All callbacks under ``fit`` with more batches on higher ranks: history, the saved model, final centers."""
     results = {}
     inputs = np.concatenate(batches(7, 3 + 2 * hvd.rank()))
     images, targets = np.ones((8, 6), "float32"), np.zeros((8, 2), "float32")
-    for name in ("agn",) if os.environ[VARIABLE] == "service" else ("easgd_rho",):
+    for name in ("easgd_rho",):
         keras.utils.set_random_seed(hvd.rank())
         model = network()
         optimizer = OPTIMIZERS[name](keras.optimizers.Adam(0.05), model, asynchronous=True)
@@ -591,7 +591,7 @@ def sparse_step(model: Any, optimizer: Any) -> Callable[[Any], None]:
     return step
 
 
-@on_all("window", "service", "sharded")
+@on_all("window", "sharded")
 def embeddings_and_statistics(center: str) -> Any:
     """Sparse gradients, and batch normalization; bits of the final center, and on one worker how far from a
     synchronous run.
@@ -625,7 +625,7 @@ def embeddings_and_statistics(center: str) -> Any:
     return results
 
 
-@on_all("window", "service", "sharded")
+@on_all("window", "sharded")
 def kinds_of_variables(center: str) -> Any:
     """Half precision, and statistics of integers; centers of two ranks that follow each other."""
     results: dict[str, Any] = {}
@@ -661,7 +661,7 @@ def kinds_of_variables(center: str) -> Any:
     return results
 
 
-@on_all("window", "service")
+@on_all("window")
 def several(center: str) -> Any:
     """Two optimizers at once, one of a root of its own, one of a process set; a rank that compiles and one that does
     not.
@@ -695,7 +695,7 @@ def several(center: str) -> Any:
     return results
 
 
-@on_all("window", "service")
+@on_all("window")
 def first_calls(center: str) -> Any:
     """A first step without build(); weights loaded after it; sync() at steps of its own."""
     errors = []

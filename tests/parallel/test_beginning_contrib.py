@@ -14,16 +14,24 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [thorough(("mpirun", "v1")), thorough(("horovodrun --gloo", "v2"))]
+JOBS = [
+    thorough(("mpirun", "v1")),
+    thorough(("horovodrun --gloo", "v2", "sessions", "monitored_sessions", "initializers_built_too_early")),
+]
+"""Launcher, version, and what the job runs; default: everything."""
+
+whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: " ".join(job[:2]), indirect=True)
 
 NAMES = ("easgd", "easgd_rho", "average", "agn")
 
 
-@pytest.fixture(scope="module", params=JOBS, ids=" ".join)
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(job[:2]))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    launcher, mode = request.param
+    launcher, mode, *only = request.param
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(launcher, 2, "beginning_contrib_scenarios", folder, 200, mode, framework="tensorflow")
+    return run_scenarios(
+        launcher, 2, "beginning_contrib_scenarios", folder, 200, mode, framework="tensorflow", only=only
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,17 +74,20 @@ def test_monitored_sessions_go_on_from_the_checkpoint_that_the_root_alone_has(ra
         assert second[0]["mean"] == other[0]["mean"]
 
 
+@whole
 def test_every_rank_goes_on_exactly_from_its_own_checkpoint(ranks: list[dict[str, Any]]) -> None:
     for name in ranks[0]["resumed"]:
         for expected, again in column(ranks, "resumed", name):
             assert again == expected
 
 
+@whole
 def test_a_checkpoint_that_the_root_has_not_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
     for error in column(ranks, "resumed_by_one"):
         assert "Rank 1 has loaded a state, and the root, rank 0, has none" in error
 
 
+@whole
 def test_a_synchronous_phase(ranks: list[dict[str, Any]]) -> None:
     """The gradients of one rank spoil the mean of all: all leave out the first update; after the phase, one."""
     first, second = (column(ranks, "synchronous_phase", steps) for steps in ("2", "4"))
@@ -89,6 +100,7 @@ def test_a_synchronous_phase(ranks: list[dict[str, Any]]) -> None:
     assert [again[0][key] for again in (of_root, of_other) for key in ("x", "c")] == [10.5] * 4, "exchanged"
 
 
+@whole
 def test_each_of_several_optimizers_begins_by_itself(ranks: list[dict[str, Any]]) -> None:
     """What another one trains is left alone, and a frozen weight is the root's."""
     without, kept = (column(ranks, "several_optimizers", case) for case in ("False", "True"))
@@ -107,6 +119,7 @@ def test_an_early_initializer_initializes_what_minimize_creates(ranks: list[dict
             assert x == (5 if rank and case.endswith("none") else 6), case
 
 
+@whole
 def test_an_initializer_that_has_run_too_early_is_named(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "initializers_run_too_early"):
         for kind, error in report.items():

@@ -16,17 +16,22 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.tensorflow")
 
-JOBS = [thorough(("python", 1, "v2")), ("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2"))]
+OF_SIZE = ("constant_gradients", "compressed", "not_finite_on_the_last_rank", "quadratics", "networks", "disagreements")
+"""What three ranks make a difference for."""
+
+JOBS = [thorough(("python", 1, "v2")), ("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2", *OF_SIZE))]
+"""Launcher, ranks, version, and what the job runs; default: everything."""
+
+whole = pytest.mark.parametrize("ranks", JOBS[:2], ids=lambda job: " ".join(map(str, job[:3])), indirect=True)
 
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(map(str, job)))
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: " ".join(map(str, job[:3])))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    launcher, size, mode = request.param
-    return run_scenarios(
-        launcher, size, "contrib_scenarios", tmp_path_factory.mktemp("job"), 200, mode, framework="tensorflow"
-    )
+    launcher, size, mode, *only = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "contrib_scenarios", folder, 200, mode, framework="tensorflow", only=only)
 
 
 OF_CONTRIB = {("easgd_contrib", 2): [[1, 0], [1.55, 1.8], [2.55, 1.8], [3.15625, 4.185]]}
@@ -70,6 +75,7 @@ def test_what_is_not_finite_is_named_before_it_travels(ranks: list[dict[str, Any
         assert center == [0.0, 0.0], "as it was"
 
 
+@whole
 def test_the_default_rho_of_one_worker(ranks: list[dict[str, Any]]) -> None:
     """The numbers that tf.contrib.opt itself gave."""
     if len(ranks) == 1:
@@ -112,6 +118,7 @@ def test_slots_are_those_of_the_wrapped_optimizer(ranks: list[dict[str, Any]]) -
         assert report["variables"] == (2 * parts + 2 if adam else parts) * (2 if name.startswith("agn") else 1)
 
 
+@whole
 def test_collections(ranks: list[dict[str, Any]]) -> None:
     trained = {"weights", "table", "last"}
     for name, report in ranks[0]["collections"].items():
@@ -127,6 +134,7 @@ def test_collections(ranks: list[dict[str, Any]]) -> None:
         assert not everywhere & set(report["LOCAL_VARIABLES"])
 
 
+@whole
 def test_monitored_sessions_go_on_from_the_checkpoint_of_the_root(ranks: list[dict[str, Any]]) -> None:
     for name in ("average", "agn"):
         rounds = 2 if name == "agn" else 4
@@ -140,11 +148,13 @@ def test_monitored_sessions_go_on_from_the_checkpoint_of_the_root(ranks: list[di
                 assert run["saved the center"]
 
 
+@whole
 def test_the_center_optimizer_has_a_state_of_its_own(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "first_center_step_of_adam"):
         assert report == [pytest.approx(0.1, rel=1e-5)] * 2
 
 
+@whole
 def test_two_optimizers_in_one_graph(ranks: list[dict[str, Any]]) -> None:
     """The first averages, the second pulls; both count their rounds in one global step."""
     for rank, report in enumerate(column(ranks, "two_optimizers")):
@@ -155,11 +165,13 @@ def test_two_optimizers_in_one_graph(ranks: list[dict[str, Any]]) -> None:
         assert rounds == 6
 
 
+@whole
 def test_the_elastic_term_follows_the_order_of_the_variables(ranks: list[dict[str, Any]]) -> None:
     """At a=3, b=10, c=400 with centers 1 and 100: ab + rho (c − 100), bc + rho (a − 1)."""
     assert column(ranks, "variables_in_another_order") == [[["c", "a"], [180.0, 4001.0]]] * len(ranks)
 
 
+@whole
 def test_what_contribs_own_test_of_elastic_averaging_expects(ranks: list[dict[str, Any]]) -> None:
     """One worker with α = 1: replica and center change places. With more at the largest rate, nothing drifts apart."""
     for report in column(ranks, "contribs_tests", "easgd"):
@@ -175,6 +187,7 @@ def test_what_contribs_own_test_of_elastic_averaging_expects(ranks: list[dict[st
         assert report["saved"] == {"v0": [of_v0], "v1": [of_v1], "w": [of_w]}, "the center, by the original names"
 
 
+@whole
 def test_what_contribs_own_test_of_model_averaging_expects(ranks: list[dict[str, Any]]) -> None:
     """Gradients −1 on the first rank and −2 on the others; with two: 1.5 per step in the mean."""
     mean = (1 + 2 * (len(ranks) - 1)) / len(ranks)
@@ -186,6 +199,7 @@ def test_what_contribs_own_test_of_model_averaging_expects(ranks: list[dict[str,
             assert seen == pytest.approx([x, x + 1, x + 1, center, center + 1, center + 1, i // 2])
 
 
+@whole
 def test_what_contribs_own_test_of_agn_expects(ranks: list[dict[str, Any]]) -> None:
     """Adam without memory moves by its rate, whatever the gradients; nothing of the local Adam is global."""
     for report in column(ranks, "contribs_tests", "agn"):
@@ -199,6 +213,7 @@ def test_what_contribs_own_test_of_agn_expects(ranks: list[dict[str, Any]]) -> N
         assert all("global_center_variable" in name for name in report["global"] if "Adam" in name)
 
 
+@whole
 def test_an_initializer_that_was_built_too_early_is_named(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "initializers_built_too_early"):
         for case, ((early, late), warned) in report.items():

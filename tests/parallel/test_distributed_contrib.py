@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(200)
 
 JOBS = [
     thorough(("horovodrun --gloo", "v1", [[0, 1], [2]])),
-    thorough(("mpirun", "v2", [[0, 3], [1, 2]], "hierarchical", "post_local", "resumed", "embedding", "refused")),
+    thorough(("mpirun", "v2", [[0, 3], [1, 2]], "hierarchical", "embedding", "refused")),
 ]
 """Launcher, version, groups, and what the job runs; default: everything."""
 
@@ -79,6 +79,7 @@ def test_two_levels_agree_with_the_oracle(job: tuple[list[list[int]], Reports]) 
             assert [found[rank] for rank in group] == [found[group[0]]] * len(group), "members stay equal"
 
 
+@whole
 def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
     reports = job[1]
     for name, (replicas, center) in oracle.post_local_results(len(reports), 4).items():
@@ -88,6 +89,7 @@ def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
             assert late == [close(replicas[rank]), close(center)], (name, rank)
 
 
+@whole
 def test_a_restart_does_not_fall_back_into_the_synchronous_phase(job: tuple[list[list[int]], Reports]) -> None:
     found = column(job[1], "resumed")
     for with_getter in (True, False):

@@ -16,7 +16,7 @@ from tests.parallel.tiers import thorough
 pytest.importorskip("horovod.tensorflow")
 
 OF_SIZE = (
-    *("constant_gradients", "constant_gradients_in_fit", "quadratics", "centers_and_buffers", "buffer_policies"),
+    *("constant_gradients", "quadratics", "centers_and_buffers", "buffer_policies"),
     *("overflow_on_one_rank", "uneven_data", "disagreements", "late_start", "states_of_local_optimizers"),
     *("failures_on_the_last_rank", "statistics_of_integers", "process_set", "contract"),
 )
@@ -51,6 +51,7 @@ def test_numbers_worked_out_by_hand(loop: str, ranks: list[dict[str, Any]]) -> N
             assert [x for x, _ in reported[1][f"{name} {loop}"][: len(expected_x)]] == pytest.approx(expected_x)
 
 
+@whole
 def test_fit_takes_the_same_steps(ranks: list[dict[str, Any]]) -> None:
     """Also where several steps are one execution: what is seen then is every fourth."""
     for report in ranks:
