@@ -24,9 +24,6 @@ class VariableView(View[Any]):
 
     def __init__(self, course: Course[Any], checkpoint: Checkpoint[Any], beginning: Beginning[Any]) -> None:
         super().__init__(course, checkpoint, beginning)
-        self._distance = course.tensor_groups.distance
-        if course.worker is None:
-            self._distance = tf.function(self._distance, autograph=False)
         self._held: tf.Variable | None = None
         if not in_session():
             with tf.init_scope():
@@ -45,7 +42,7 @@ class VariableView(View[Any]):
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
         self.follow_equal_replicas()
-        return float(self._distance())
+        return float(self._course.tensor_groups.distance())
 
     def checks(self) -> list[tf.Operation]:
         """Return what fails in a compiled step inside the block."""

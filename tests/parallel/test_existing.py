@@ -36,7 +36,7 @@ class Job:
 JOBS = {
     "torch_synthetic": Job(("horovod.torch",), (*SMALL, *NARROW), 21, 2),
     "torch_images": Job(("horovod.torch", "sklearn"), ("--epochs", "6"), 6 * 23, 13, "horovodrun --gloo"),
-    "keras_synthetic": Job(("horovod.tensorflow",), (*SMALL, "--model", "MobileNet"), 21, 2),
+    "keras_synthetic": Job(("horovod.tensorflow",), (*SMALL, "--model", "VGG16"), 21, 2),
     # The last exchange is that of finalize(). Horovod 0.28.1 averages no gradients in fit() of Keras 3.
     "keras_images": Job(("horovod.tensorflow", "sklearn"), (), 12 * 23, 28, averages_gradients=False),
     "tensorflow1_synthetic": Job(("horovod.tensorflow",), (*SMALL, *NARROW), 21, 2),
