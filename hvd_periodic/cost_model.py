@@ -31,7 +31,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import sqrt
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +148,7 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
     """
     nbytes = job.nbytes / job.fragments
     wire = network.seconds(job.workers, nbytes, job.wire, job.overlap > 0)
-    waiting = job.spread * (job.period / job.fragments) ** 0.5 * expected_largest(job.workers)
+    waiting = job.spread * sqrt(job.period / job.fragments) * expected_largest(job.workers)
     own = method.begin + method.work * nbytes
     exchange = own + max(0.0, wire + waiting - job.overlap * job.step)
     return job.step + job.fragments / job.period * exchange
@@ -174,8 +176,9 @@ def _encoded_part(wire: Wire) -> float:
     """Return the bytes that a wire makes of a byte of float32."""
     if not isinstance(wire, Encoded):
         return 1.0
-    rows = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
-    return float(len(wire.encode(Coding(), rows)[0]) / rows.nbytes)
+    rows: Any = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
+    encoded: Any = wire.encode(Coding(), rows)
+    return float(encoded.nbytes / rows.nbytes)
 
 
 def expected_largest(count: int) -> float:
