@@ -29,21 +29,14 @@ Costs of a machine are found from measurements by :func:`fit`; those of a networ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.vectors.coding import Coding
-from hvd_periodic.wires import Half, Plain, TopK, Wire
-from hvd_periodic.wires.encoded import Encoded
-
-_SAMPLE = 1 << 16
-"""Elements that are encoded to see what a wire makes of them."""
+from hvd_periodic.wires import Compression, Wire
 
 
 @dataclass(frozen=True)
@@ -87,9 +80,9 @@ class Network:
     def __post_init__(self) -> None:
         _require_costs(message=self.message, byte=self.byte)
 
-    def seconds(self, workers: int, nbytes: float, wire: Wire = Plain(), overlapped: bool = False) -> float:  # noqa: B008
+    def seconds(self, workers: int, nbytes: float, wire: Wire = Compression.none, lasting: bool = False) -> float:
         """Return W: what it takes until the sums of so many bytes of float32 are on all workers."""
-        messages, sent = traffic(workers, nbytes, wire, overlapped)
+        messages, sent = wire.traffic(workers, nbytes, lasting)
         return messages * self.message + sent * self.byte
 
 
@@ -117,7 +110,7 @@ class Job:
     period: int
     overlap: int = 0
     fragments: int = 1
-    wire: Wire = field(default_factory=Plain)
+    wire: Wire = Compression.none
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -154,33 +147,6 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
     return job.step + job.fragments / job.period * exchange
 
 
-def traffic(workers: int, nbytes: float, wire: Wire, overlapped: bool = False) -> tuple[float, float]:
-    """Return how many messages follow each other in an exchange, and how many bytes each worker sends.
-
-    Example:
-        >>> traffic(4, 4e6, Plain())
-        (6, 6000000.0)
-        >>> traffic(4, 4e6, TopK(0.01))
-        (3, 150329.58984375)
-    """
-    others = workers - 1
-    encoded = nbytes * _encoded_part(wire)
-    decoded_by_all = isinstance(wire, TopK) or (overlapped and isinstance(wire, Encoded) and wire != Half("f2"))
-    if decoded_by_all:
-        return others, others * encoded
-    return 2 * others, 2 * others / workers * encoded
-
-
-@cache
-def _encoded_part(wire: Wire) -> float:
-    """Return the bytes that a wire makes of a byte of float32."""
-    if not isinstance(wire, Encoded):
-        return 1.0
-    rows: Any = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
-    encoded: Any = wire.encode(Coding(), rows)
-    return float(encoded.nbytes / rows.nbytes)
-
-
 def expected_largest(count: int) -> float:
     """Return E_n: about what the largest of so many standard normal numbers is expected to be.
 
@@ -202,14 +168,24 @@ class Measurement:
         seconds: it took.
         wire: how it travelled.
         sharing: workers on each core, at least 1: they take turns, and everything takes as many times as long.
+
+    Raises:
+        TypeError, ValueError: a number that cannot be.
     """
 
     method: str
     workers: int
     nbytes: float
     seconds: float
-    wire: Wire = field(default_factory=Plain)
+    wire: Wire = Compression.none
     sharing: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_int(self.workers, "`workers`", 1)
+        require_real(self.seconds, "`seconds`", positive=True)
+        _require_costs(nbytes=self.nbytes)
+        if not self.sharing >= 1:
+            raise ValueError(f"`sharing` must be at least 1. Received: {self.sharing!r}")
 
 
 @dataclass(frozen=True)
@@ -238,7 +214,8 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
         measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other.
 
     Raises:
-        ValueError: no measurements, or one that took no time.
+        ImportError: there is no SciPy, which solves this.
+        ValueError: no measurements.
 
     Example:
         >>> network, method = Network(1e-5, 1e-9), Method(1e-3, 1e-10)
@@ -251,41 +228,23 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
         >>> f"{found.network.byte:.2e}", f"{found.methods['averaging'].begin:.2e}"
         ('1.00e-09', '1.00e-03')
     """
-    if not measurements or any(not measured.seconds > 0 for measured in measurements):
-        raise ValueError(f"`measurements` must be some, each of more than 0 seconds. Received: {list(measurements)!r}")
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise ImportError("`fit` needs SciPy: pip install 'hvd_periodic[costs]', or pip install scipy") from error
+    if not measurements:
+        raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on some numbers of ranks")
     names = list(dict.fromkeys(measured.method for measured in measurements))
     rows = np.zeros((len(measurements), 2 + 2 * len(names)))
     for row, measured in zip(rows, measurements, strict=True):
-        row[:2] = traffic(measured.workers, measured.nbytes, measured.wire)
+        row[:2] = measured.wire.traffic(measured.workers, measured.nbytes)
         place = 2 + 2 * names.index(measured.method)
         row[place : place + 2] = 1.0, measured.nbytes
         row *= measured.sharing / measured.seconds
-    message, byte, *own = _least_squares(rows, np.ones(len(rows)))
+    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
+    message, byte, *own = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
     methods = {name: Method(*pair) for name, pair in zip(names, zip(own[::2], own[1::2], strict=True), strict=True)}
     return Costs(Network(message, byte), methods)
-
-
-def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """Return the solution without negative numbers (Lawson and Hanson, Solving Least Squares Problems, 1974)."""
-    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
-    rows = rows / scale
-    found = np.zeros(rows.shape[1])
-    free = np.zeros(rows.shape[1], bool)
-    while True:
-        gradient = rows.T @ (wanted - rows @ found)
-        gradient[free] = -np.inf
-        if gradient.max(initial=-np.inf) < 1e-9:
-            return [float(value) for value in found / scale]
-        free[gradient.argmax()] = True
-        while True:
-            trial = np.zeros_like(found)
-            trial[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
-            if trial[free].min() > 0:
-                break
-            behind = free & (trial <= 0)
-            found += (found[behind] / (found[behind] - trial[behind])).min() * (trial - found)
-            free &= found > 1e-12
-        found = trial
 
 
 def _require_costs(**values: float) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks on a machine with an NVIDIA GPU that every path of PyTorch goes where it goes on the CPU.
 #
-#   bash run_scripts/gpu_check.sh [--device cpu]
+#   bash run_scripts/gpu_check.sh [--device cpu] [--algorithms NAME...]
 #
 # One rank alone, then two ranks over MPI, which share the GPU if there is one only: every algorithm with overlap, fragments,
 # compression and places of the center against the CPU's result; local steps, in which the host must not wait for the GPU

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.coding import Coding
@@ -14,6 +17,9 @@ V = TypeVar("V")
 _LARGEST = 3e38
 """Of float32, but for what the decoded numbers may be larger."""
 
+_SAMPLE = 1 << 16
+"""Elements that are encoded to see how many bytes a wire makes of them."""
+
 
 class Encoded(Wire):
     """Sums in float32, in the order of ranks: identical to the bit on all of them.
@@ -22,7 +28,12 @@ class Encoded(Wire):
     sends their sum on, encoded as well. What is lost there it remembers, and adds to the next sum; elastic averaging,
     whose center moves by the rate of that next exchange, loses nothing as long as its rate is constant. In one hop,
     where an exchange lasts or little travels: every rank is sent all messages.
+
+    Attributes:
+        sparse: sums have more elements than messages, so that there is always one hop.
     """
+
+    sparse: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, coding: Coding[V], rows: V) -> V:
@@ -43,7 +54,14 @@ class Encoded(Wire):
 
     def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return True, in two hops."""
-        return not lasting
+        return not (lasting or self.sparse)
+
+    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
+        """Return what one hop takes, every message to all others, or two, of which each takes an n-th of that."""
+        others, encoded = workers - 1, nbytes * _part(self)
+        if lasting or self.sparse:
+            return others, others * encoded
+        return 2 * others, 2 * others / workers * encoded
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Start the first hop; the second one follows where the sum is waited for."""
@@ -92,6 +110,14 @@ class Encoded(Wire):
         for rank in range(1, shape[0]):
             total = total + self.decode(coding, rows[rank : rank + 1], length)
         return total[0]
+
+
+@cache
+def _part(wire: Encoded) -> float:
+    """Return the bytes that a wire makes of a byte of float32."""
+    rows: Any = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
+    encoded: Any = wire.encode(Coding(), rows)
+    return float(encoded.nbytes / rows.nbytes)
 
 
 def _single(coding: Coding[V], message: V, ranks: int) -> V:

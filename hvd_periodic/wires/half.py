@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.coding import Coding
-from hvd_periodic.wires.base import Link, Sent
+from hvd_periodic.wires.base import Link, Sent, Wire
 from hvd_periodic.wires.encoded import Encoded
 
 V = TypeVar("V")
@@ -51,6 +51,12 @@ class Half(Encoded):
     def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return False where the collective itself sums."""
         return self.kind not in communicator.sums and super().forms_sums(communicator, lasting)
+
+    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
+        """Return what half the bytes take, where the collective itself sums: Horovod does in float16."""
+        if self.kind == "f2":
+            return Wire.traffic(self, workers, nbytes / 2, lasting)
+        return super().traffic(workers, nbytes, lasting)
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Reduce in 16 bits, or as bytes."""

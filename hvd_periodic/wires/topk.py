@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hvd_periodic.arguments import require_real
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.encoded import Encoded
 from hvd_periodic.wires.int8 import Int8
@@ -40,6 +39,8 @@ class TopK(Encoded):
         Sarfi et al.: Communication Efficient LLM Pre-training with SparseLoCo. arXiv 2508.15706 (2025).
     """
 
+    sparse: ClassVar[bool] = True
+
     fraction: float
 
     def __post_init__(self) -> None:
@@ -47,10 +48,6 @@ class TopK(Encoded):
         if fraction > 1:
             raise ValueError(f"`Compression.topk(fraction)` must be in (0, 1]. Received: {self.fraction!r}")
         object.__setattr__(self, "fraction", fraction)
-
-    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
-        """Return False: the sum of sparse messages is less sparse than they."""
-        return False
 
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the places, then what :class:`Int8` makes of the elements there."""

@@ -8,9 +8,7 @@ begin at the same moment here, which is the worst case: they wait for each other
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from hvd_periodic import Compression, Wire
-from tests.benchmarks.report import bars, show
+from tests.benchmarks import report
 
 COMPRESSIONS: dict[str, Wire] = {"int8": Compression.int8, "topk(0.01)": Compression.topk(0.01)}
 """That are measured, by what is typed after ``Compression.``"""
@@ -92,12 +90,10 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help="default: torch")
     parser.add_argument("--model", choices=MODELS, default="resnet-50", help="sizes of parameters (default: resnet-50)")
     parser.add_argument("--repetitions", type=int, default=15, help="of each exchange (default: 15)")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--plot", type=Path, help="also draw them here")
     arguments = parser.parse_args()
     framework = importlib.import_module(f"tests.benchmarks.exchange_{arguments.framework}")
     hvd = framework.hvd
@@ -116,10 +112,10 @@ def main() -> None:
         synchronizer.finalize()
     if hvd.rank() == 0:
         job = Job(hvd.size(), os.cpu_count() or 1, sum(map(prod, shapes)), len(shapes), arguments.framework)
-        report(job, {name: values[2:] for name, values in seconds.items()}, arguments.json, arguments.plot)
+        tell(job, {name: values[2:] for name, values in seconds.items()}, arguments.json, arguments.plot)
 
 
-def report(job: Job, seconds: dict[str, list[float]], file: Path | None, plot: Path | None) -> None:
+def tell(job: Job, seconds: dict[str, list[float]], file: Path | None, plot: Path | None) -> None:
     """Print what was measured, of which the first is the unit; write and draw it, where that is wanted."""
     title = f"{job.ranks} ranks, {job.parameters:,} parameters in {job.tensors} tensors, {job.framework}"
     unit = next(iter(seconds.values()))
@@ -132,11 +128,10 @@ def report(job: Job, seconds: dict[str, list[float]], file: Path | None, plot: P
         (each.exchange, f"{each.milliseconds:.2f}", f"{each.ratio:.2f}", f"{each.lowest:.2f} to {each.highest:.2f}")
         for each in results
     ]
-    show(title, ("exchange", "ms", "ratio", "repetitions"), rows)
-    if plot:
-        bars(plot, title, "times a flat allreduce", {e.exchange: (e.ratio, e.lowest, e.highest) for e in results})
-    if file:
-        file.write_text(json.dumps(asdict(job) | {"results": [asdict(result) for result in results]}, indent=1))
+    report.show(title, ("exchange", "ms", "ratio", "repetitions"), rows)
+    ranges = {each.exchange: (each.ratio, each.lowest, each.highest) for each in results}
+    report.bars(plot, title, "times a flat allreduce", ranges)
+    report.write(file, asdict(job) | {"results": [asdict(each) for each in results]})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ way has arrived; evaluation is not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sysconfig
 import time
@@ -25,9 +24,8 @@ import torch
 from torch import nn
 
 import hvd_periodic.torch as hvdp
-from tests.benchmarks import methods
+from tests.benchmarks import methods, report
 from tests.benchmarks.methods import INT8, Make, Method, every_step, periodic
-from tests.benchmarks.report import curves, show
 
 SINGLE = "one process"
 
@@ -173,7 +171,7 @@ def run(name: str, arguments: argparse.Namespace) -> list[Seen]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--methods", nargs="*", metavar="METHOD", help="only those whose names contain one of these")
     parser.add_argument("--steps", type=int, default=1000, help="of each worker (default: 1000)")
     parser.add_argument("--period", type=int, default=20, help="local steps between exchanges (default: 20)")
@@ -184,40 +182,34 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3, help="of Adam (default: 0.002)")
     parser.add_argument("--looks", type=int, default=10, help="at the center (default: 10)")
     parser.add_argument("--batches", type=int, default=16, help="of 64 samples to evaluate on (default: 16)")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--plot", type=Path, help="also draw them here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
     wanted = arguments.methods or [""]
     found = {name: run(name, arguments) for name in METHODS if any(word in name for word in wanted)}
     if hvd.rank() == 0:
-        report(found, arguments)
+        tell(found, arguments)
 
 
-def report(found: dict[str, list[Seen]], arguments: argparse.Namespace) -> None:
+def tell(found: dict[str, list[Seen]], arguments: argparse.Namespace) -> None:
     """Print what was seen; write and draw it, where that is wanted."""
     title = f"{hvd.size()} workers, {arguments.steps} steps, period {arguments.period}"
     rows = [
         (name, f"{last.bits:.3f}", f"{last.megabytes:.1f}", f"{last.seconds:.1f}") for name, (*_, last) in found.items()
     ]
-    show(title, ("method", "bits per character", "MB sent", "seconds"), rows)
-    if arguments.plot:
-        panels = {
-            "megabytes sent by a worker": {
-                name: ([each.megabytes for each in seen], [each.bits for each in seen])
-                for name, seen in found.items()
-                if seen[-1].megabytes
-            },
-            "seconds of training": {
-                name: ([each.seconds for each in seen], [each.bits for each in seen]) for name, seen in found.items()
-            },
-        }
-        curves(arguments.plot, title, "bits per character", panels)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({name: [asdict(e) for e in seen] for name, seen in found.items()}, indent=1)
-        )
+    report.show(title, ("method", "bits per character", "MB sent", "seconds"), rows)
+    panels = {
+        "megabytes sent by a worker": {
+            name: ([each.megabytes for each in seen], [each.bits for each in seen])
+            for name, seen in found.items()
+            if seen[-1].megabytes
+        },
+        "seconds of training": {
+            name: ([each.seconds for each in seen], [each.bits for each in seen]) for name, seen in found.items()
+        },
+    }
+    report.curves(arguments.plot, title, "bits per character", panels)
+    report.write(arguments.json, {name: [asdict(each) for each in seen] for name, seen in found.items()})
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ by options. ``hvd_periodic.cost_model`` has the equations.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 from hvd_periodic.cost_model import Costs, Job, Measurement, Network, fit, seconds_per_step
 from hvd_periodic.wires import Plain
+from tests.benchmarks import report
 from tests.benchmarks.exchange import COMPRESSIONS
-from tests.benchmarks.report import curves, show
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -75,7 +74,7 @@ def predictions(costs: Costs, network: Network, job: Job) -> dict[str, list[floa
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__, "the predictions")
     parser.add_argument("files", nargs="+", type=Path, help="what the benchmark of exchanges has written")
     parser.add_argument("--gigabits", type=float, default=10, help="of the network, per second (default: 10)")
     parser.add_argument("--microseconds", type=float, default=50, help="for a message (default: 50)")
@@ -83,11 +82,12 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=100, help="of a local step (default: 100)")
     parser.add_argument("--spread", type=float, default=5, help="its standard deviation, in milliseconds (default: 5)")
     parser.add_argument("--period", type=int, default=32, help="local steps between exchanges (default: 32)")
-    parser.add_argument("--plot", type=Path, help="also draw the predictions here")
     arguments = parser.parse_args()
     measured = measurements(arguments.files)
     costs = fit(measured)
-    show("measured and fitted", ("exchange", "ranks", "MB", "ms", "model", "error in %"), compared(costs, measured))
+    report.show(
+        "measured and fitted", ("exchange", "ranks", "MB", "ms", "model", "error in %"), compared(costs, measured)
+    )
     network = Network(arguments.microseconds / 1e6, 8e-9 / arguments.gigabits)
     job = Job(
         1,
@@ -99,10 +99,10 @@ def main() -> None:
     found = predictions(costs, network, job)
     title = f"milliseconds per step, {arguments.megabytes:g} MB, {arguments.gigabits:g} Gbit/s, period {job.period}"
     rows = [(name, *(f"{1e3 * seconds:.0f}" for seconds in values)) for name, values in found.items()]
-    show(title, ("workers", *map(str, WORKERS)), rows)
-    if arguments.plot:
-        panel = {name: (WORKERS, [1e3 * seconds for seconds in values]) for name, values in found.items()}
-        curves(arguments.plot, title, "milliseconds per step", {"workers": panel}, base=2)
+    report.show(title, ("workers", *map(str, WORKERS)), rows)
+    panel = {name: (WORKERS, [1e3 * seconds for seconds in values]) for name, values in found.items()}
+    report.curves(arguments.plot, title, "milliseconds per step", {"workers": panel}, base=2)
+    report.write(arguments.json, found)
 
 
 if __name__ == "__main__":

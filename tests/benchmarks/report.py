@@ -1,12 +1,29 @@
-"""Tables and plots of what benchmarks have measured."""
+"""Tables, plots and files of what benchmarks have measured."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+def parser(description: str | None, seen: str = "the results") -> argparse.ArgumentParser:
+    """Return a parser of the options that name where to write and to draw."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, help=f"also write {seen} here")
+    made.add_argument("--plot", type=Path, help=f"also draw {seen} here")
+    return made
+
+
+def write(path: Path | None, found: Any) -> None:
+    """Write what was found, where that is wanted."""
+    if path:
+        path.write_text(json.dumps(found, indent=1))
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -19,8 +36,8 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=120).print(table)
 
 
-def bars(path: Path, title: str, unit: str, values: dict[str, tuple[float, float, float]]) -> None:
-    """Draw a bar for each name, with its lowest and highest value.
+def bars(path: Path | None, title: str, unit: str, values: dict[str, tuple[float, float, float]]) -> None:
+    """Draw a bar for each name, with its lowest and highest value, where that is wanted.
 
     Args:
         path: of the picture.
@@ -28,6 +45,8 @@ def bars(path: Path, title: str, unit: str, values: dict[str, tuple[float, float
         unit: of the values.
         values: value, lowest and highest, by name; the first on top.
     """
+    if path is None:
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,8 +70,8 @@ Curve = tuple[Sequence[float], Sequence[float]]
 """Places and values."""
 
 
-def curves(path: Path, title: str, unit: str, panels: dict[str, dict[str, Curve]], base: int = 10) -> None:
-    """Draw curves by name, in panels side by side, over a logarithmic axis.
+def curves(path: Path | None, title: str, unit: str, panels: dict[str, dict[str, Curve]], base: int = 10) -> None:
+    """Draw curves by name, in panels side by side, over a logarithmic axis, where that is wanted.
 
     Args:
         path: of the picture.
@@ -61,6 +80,8 @@ def curves(path: Path, title: str, unit: str, panels: dict[str, dict[str, Curve]
         panels: by what the places are; curves of one name have one color, those with overlap are dashed.
         base: of the logarithm.
     """
+    if path is None:
+        return
     import matplotlib
 
     matplotlib.use("Agg")

@@ -9,21 +9,17 @@ for. Figures are medians of the repetitions' ratios to steps without communicati
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
 import horovod.torch as hvd
 import torch
 from torch import nn
 
-from tests.benchmarks import methods
+from tests.benchmarks import methods, report
 from tests.benchmarks.methods import Method
-from tests.benchmarks.report import bars, show
 
 ALONE = "no communication"
 
@@ -131,15 +127,13 @@ def wait() -> None:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--methods", nargs="*", metavar="METHOD", help="only those whose names contain one of these")
     parser.add_argument("--megabytes", type=float, default=25, help="of parameters (default: 25)")
     parser.add_argument("--milliseconds", type=float, default=48, help="about as many for a local step (default: 48)")
     parser.add_argument("--period", type=int, default=10, help="local steps between exchanges (default: 10)")
     parser.add_argument("--periods", type=int, default=3, help="that are measured (default: 3)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each measurement (default: 5)")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--plot", type=Path, help="also draw them here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
@@ -156,13 +150,10 @@ def main() -> None:
             (each.method, f"{each.milliseconds:.1f}", f"{each.ratio:.2f}", f"{each.lowest:.2f} to {each.highest:.2f}")
             for each in results
         ]
-        show(title, ("method", "ms per step", "steps per second", "repetitions"), rows)
-        if arguments.plot:
-            bars(
-                arguments.plot, title, unit, {each.method: (each.ratio, each.lowest, each.highest) for each in results}
-            )
-        if arguments.json:
-            arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        report.show(title, ("method", "ms per step", "steps per second", "repetitions"), rows)
+        ranges = {each.method: (each.ratio, each.lowest, each.highest) for each in results}
+        report.bars(arguments.plot, title, unit, ranges)
+        report.write(arguments.json, [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -85,9 +85,9 @@ def trained(device: torch.device, algorithm: Callable[[], hvdp.Algorithm], optio
     return torch.cat(seen).double()
 
 
-def compared(device: torch.device) -> Iterator[tuple[str, float, float]]:
+def compared(device: torch.device, names: Sequence[str]) -> Iterator[tuple[str, float, float]]:
     """Yield each path, how much it differs from the CPU on any rank, and how much it may."""
-    for name, algorithm in ALGORITHMS.items():
+    for name, algorithm in ((name, ALGORITHMS[name]) for name in names):
         for way, options in WAYS.items():
             expected, found = (trained(where, algorithm, options) for where in (torch.device("cpu"), device))
             difference = (found - expected).abs().max() / expected.abs().max()
@@ -137,6 +137,7 @@ def main() -> int:
     """Print what was found; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS), help="default: all")
     arguments = parser.parse_args()
     hvd.init()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -145,14 +146,14 @@ def main() -> int:
     if arguments.device == "cuda":
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     device = torch.device(arguments.device)
-    paths = list(compared(device))
+    paths = list(compared(device, arguments.algorithms))
     failures = [path for path, difference, allowed in paths if not difference <= allowed]
     rows = [(path, f"{difference:.1e}", f"{allowed:.0e}") for path, difference, allowed in paths]
     if hvd.rank() == 0:
         show(f"{hvd.size()} ranks, {device} and cpu", ("path", "difference", "allowed"), rows)
     if device.type == "cuda":
-        for name, algorithm in ALGORITHMS.items():
-            if found := waits(device, algorithm):
+        for name in arguments.algorithms:
+            if found := waits(device, ALGORITHMS[name]):
                 failures.append(f"local steps of {name} wait on rank {hvd.rank()}: {', '.join(found)}")
         if hvd.size() == 1:
             for name, part in bandwidths(device):

@@ -9,9 +9,12 @@ import pytest
 
 pytest.importorskip("horovod.torch")
 
+import torch
+
 from tests.benchmarks import language
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
+from tests.parallel import gpu_program
 from tests.parallel.launch import start
 
 
@@ -54,8 +57,23 @@ def test_training(tmp_path: Path) -> None:
 
 
 def test_language(tmp_path: Path) -> None:
-    """A small network, a few steps; all methods see the same number of samples, and learn."""
-    size = ["--steps", "8", "--looks", "2", "--period", "4", "--width", "16", "--layers", "1", "--batches", "1"]
+    """A small network, few steps; all methods see the same number of samples, and learn."""
+    size = [
+        "--steps",
+        "8",
+        "--rate",
+        "0.02",
+        "--looks",
+        "2",
+        "--period",
+        "4",
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--batches",
+        "1",
+    ]
     files = ["--json", str(tmp_path / "results"), "--plot", str(tmp_path / "plot.png")]
     output = start("mpirun", 2, ["-m", "tests.benchmarks.language", *size, *files], 120, "torch")
     results = json.loads((tmp_path / "results").read_text())
@@ -63,20 +81,49 @@ def test_language(tmp_path: Path) -> None:
     for name, (first, last) in results.items():
         assert name in output
         assert (first["steps"], last["steps"]) == (4, 8)
-        assert 0 < last["bits"] < 8
+        assert 0 < last["bits"] < first["bits"] < 8
         assert 0 < first["seconds"] < last["seconds"]
         assert (last["megabytes"] > first["megabytes"] > 0) == (name != language.SINGLE)
     assert results["averaging, int8"][-1]["megabytes"] < 0.5 * results["averaging"][-1]["megabytes"]
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
-def test_local_step() -> None:
-    output = start(
-        "python", 1, ["-m", "tests.benchmarks.local_step", "--model", "tiny", "--repetitions", "2"], 60, "torch"
-    )
-    rows = [line.split() for line in output.splitlines() if "Optimizer" in line or "SGD" in line]
-    assert len(rows) == 5
-    assert all(float(row[-1]) > 0 for row in rows)
+CHECK_ON_CPU = ["--device", "cpu", "--algorithms", "average", "AGN"]
+
+
+def test_gpu_check() -> None:
+    """Where there is no GPU, the check compares the CPU with itself."""
+    output = start("mpirun", 2, ["-m", "tests.parallel.gpu_program", *CHECK_ON_CPU], 120, "torch")
+    rows = [line.strip("│ ").split("│") for line in output.splitlines() if line.startswith("│")]
+    paths = [path.strip() for path, *_ in rows]
+    assert paths == [", ".join(filter(None, (name, way))) for name in ("average", "AGN") for way in gpu_program.WAYS]
+    assert all(float(difference) == 0 for _, difference, _ in rows)
+
+
+def test_gpu_check_fails_where_a_path_differs() -> None:
+    program = "import sys; from tests.parallel import gpu_program as check; check.LOSSY = -1; sys.exit(check.main())"
+    with pytest.raises(AssertionError, match=r"Exit 1: (?s:.*)failed: average, int8"):
+        start("python", 1, ["-c", program, *CHECK_ON_CPU], 120)
+
+
+def test_gpu_check_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(AssertionError, match=r"Exit 2: (?s:.*)error: torch sees no GPU here"):
+        start("python", 1, ["-m", "tests.parallel.gpu_program"], 120)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_local_step(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(f"horovod.{framework}")
+    options = ["--framework", framework, "--model", "tiny", "--repetitions", "1", "--json", str(tmp_path / "results")]
+    output = start("python", 1, ["-m", "tests.benchmarks.local_step", *options], 90, framework)
+    results = json.loads((tmp_path / "results").read_text())
+    assert [result["step"] for result in results] == [
+        *("SGD", "ModelAverageOptimizer", "ElasticAverageOptimizer", "ElasticAverageOptimizer, rho > 0"),
+        "AGNOptimizer",
+    ]
+    assert all(result["step"] in output and result["ratio"] > 0 for result in results)
 
 
 def test_placement() -> None:

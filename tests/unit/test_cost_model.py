@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,9 @@ from hvd_periodic.cost_model import (
     Measurement,
     Method,
     Network,
-    _least_squares,
     expected_largest,
     fit,
     seconds_per_step,
-    traffic,
 )
 from hvd_periodic.wires import Half, Int8, Plain, TopK, Wire
 from tests.helpers import readable, run_ranks
@@ -43,9 +42,9 @@ def ring(workers: int, nbytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_a_sum_travels_as_in_a_ring(workers: int) -> None:
-    assert traffic(workers, 2400, Plain()) == ring(workers, 2400)
-    assert traffic(workers, 2400, Half("f2")) == ring(workers, 1200)
-    assert traffic(workers, 2400, Half("f2"), overlapped=True) == ring(workers, 1200)
+    assert Plain().traffic(workers, 2400) == ring(workers, 2400)
+    assert Half("f2").traffic(workers, 2400) == ring(workers, 1200)
+    assert Half("f2").traffic(workers, 2400, lasting=True) == ring(workers, 1200)
 
 
 @pytest.mark.parametrize("wire", [Int8(), TopK(0.01), Half("bf2")], ids=readable)
@@ -60,7 +59,7 @@ def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
         return optimizer.synchronizer.counters.bytes_sent
 
     counted = run_ranks(2, program)[0]
-    _, sent = traffic(2, 4 * elements, wire)
+    _, sent = wire.traffic(2, 4 * elements)
     handed_over = sent if isinstance(wire, TopK) else 3 / 2 * sent
     assert counted == pytest.approx(handed_over, rel=0.05)
 
@@ -118,15 +117,6 @@ def test_a_fit_finds_what_measurements_were_made_of() -> None:
         assert found.methods[name].work == pytest.approx(method.work, abs=1e-16)
 
 
-def test_least_squares_agree_with_another_solver() -> None:
-    optimize = pytest.importorskip("scipy.optimize")
-    generator = np.random.default_rng(2)
-    for _ in range(50):
-        rows, wanted = generator.normal(size=(12, 6)), generator.normal(size=12)
-        expected, _ = optimize.nnls(rows, wanted)
-        np.testing.assert_allclose(_least_squares(rows, wanted), expected, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -141,5 +131,30 @@ def test_least_squares_agree_with_another_solver() -> None:
 def test_numbers_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         replace(JOB, **change)
-    with pytest.raises(ValueError, match="each of more than 0 seconds"):
-        fit([Measurement("flat", 2, 1.0, 0.0)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": 0.0}, "`seconds` must be positive and finite. Received: 0.0"),
+        ({"seconds": float("nan")}, "`seconds` must be positive and finite. Received: nan"),
+        ({"workers": 0}, "`workers` must be an int >= 1. Received: 0"),
+        ({"nbytes": -1.0}, "`nbytes` must be zero or positive and finite. Received: -1.0"),
+        ({"sharing": 0.5}, "`sharing` must be at least 1. Received: 0.5"),
+    ],
+    ids=readable,
+)
+def test_measurements_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        replace(Measurement("flat", 2, 1.0, 1.0), **change)
+
+
+def test_a_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'hvd_periodic[costs]'")):
+        fit([])
+
+
+def test_nothing_is_fitted_to_nothing() -> None:
+    with pytest.raises(ValueError, match="`measurements` must not be empty"):
+        fit([])
