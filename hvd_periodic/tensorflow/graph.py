@@ -155,7 +155,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         due = self.count(updated)
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
-        return tf.cond(due, self.course.exchange, lambda: tf.constant(False))
+        exchange = self.course.exchange if in_session() else apart(self.course.exchange)
+        return tf.cond(due, exchange, lambda: tf.constant(False))
 
     def count(self, updated: Any = True) -> Any:
         """Count one iteration in a graph; return whether an exchange is due then, as a boolean scalar."""
@@ -205,6 +206,12 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             problem = self._share_problem()
             failure = None if problem is None else ValueError(problem)
             raise_on_all(self.membership.communicator, self.membership.name, failure)
+
+
+def apart(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what a branch of a graph runs as one call: operations of a branch that is not taken cost time, each."""
+    called: Callable[[], Any] = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
+    return called
 
 
 def refuse_xla() -> None:
