@@ -45,9 +45,11 @@ take_options() {
 }
 
 # Puts the programs of the environment to use first on PATH: the project's, or the active one. Waiting for messages, Open MPI
-# would spin on cores that train; told to yield, it leaves them to whoever has something to do.
+# would spin on cores that train; told to yield, it leaves them to whoever has something to do. Over TCP it would put large
+# messages into the memory of others, which stalls every now and then; sent as messages, they go steadily.
 activate() {
   export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+  export OMPI_MCA_btl_tcp_flags=${OMPI_MCA_btl_tcp_flags:-send,inplace}
   if [[ -n $USE_CURRENT_ENV ]]; then
     local scripts
     scripts=$(python3 -c 'import sysconfig; print(sysconfig.get_path("scripts"))') || die 'there is no python3 on PATH'
@@ -135,8 +137,30 @@ prepare_local_job() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
+# Lets Python see other packages that benchmarks compare: in an environment of their own, which sees the project's.
+provide_peers() {
+  activate_for_jobs
+  set_state
+  local folder="$STATE/peers" packages
+  if ! cmp -s "$SCRIPTS/requirements-peers.txt" "$folder/complete"; then
+    say "== Installing accelerate and torchft into $folder (1 min)"
+    rm -rf "$folder"
+    python3 -m venv --without-pip "$folder"
+    packages=$(packages_of "$folder/bin/python3")
+    packages_of python3 >"$packages/project.pth"
+    python3 -m pip --python "$folder/bin/python3" install --quiet --disable-pip-version-check --no-input \
+      --requirement "$SCRIPTS/requirements-peers.txt"
+    cp "$SCRIPTS/requirements-peers.txt" "$folder/complete"
+  fi
+  packages=$(packages_of "$folder/bin/python3")
+  export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Prints where a Python has its packages.
+packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
 # Runs tests/benchmarks/$2.py with one rank on each of two emulated hosts, for script $1, with its arguments: the rate of
-# the link, and those of the benchmark.
+# the link, --peers if other packages take part, and those of the benchmark.
 benchmark_on_two_hosts() {
   local script=$1 benchmark=$PROJECT_ROOT/tests/benchmarks/$2.py
   shift 2
@@ -144,6 +168,12 @@ benchmark_on_two_hosts() {
     usage_of "$script"
     exit $(($# == 0 ? 2 : 0))
   fi
+  local rate=$1
+  shift
+  if [[ ${1:-} == --peers ]]; then
+    provide_peers
+    shift
+  fi
   export OMP_NUM_THREADS=1 PYTHONPATH="$PROJECT_ROOT${PYTHONPATH:+:$PYTHONPATH}" HVD_PERIODIC_INTERFACE=eth0
-  bash "$SCRIPTS/two_hosts.sh" "$1" bash "$SCRIPTS/hosts_mpirun.sh" h1:1,h2:1 "$benchmark" "${@:2}"
+  bash "$SCRIPTS/two_hosts.sh" "$rate" bash "$SCRIPTS/hosts_mpirun.sh" h1:1,h2:1 "$benchmark" "$@"
 }

@@ -22,6 +22,10 @@ _TYPES = {
 class GraphCoding(Coding[Any]):
     """Of tensors of known shapes, in a graph or not."""
 
+    def at_once(self, x: Any) -> int | None:
+        """Return None: graphs would grow."""
+        return None
+
     def cast(self, x: Any, kind: str) -> Any:
         """Return a tensor of another type."""
         return tf.cast(x, _TYPES[kind])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_periodic.vectors.coding import Coding
+from hvd_periodic.vectors.coding import BLOCK, Coding
 
 _TYPES = {
     "f4": torch.float32,
@@ -20,6 +20,10 @@ _TYPES = {
 
 class TensorCoding(Coding[torch.Tensor]):
     """Of tensors on any device."""
+
+    def at_once(self, x: torch.Tensor) -> int | None:
+        """Return what fits into the cache of the host; a GPU takes all at once."""
+        return BLOCK if x.is_cpu else None
 
     def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """Return a tensor of another type, or the tensor itself if it has it."""
@@ -38,19 +42,24 @@ class TensorCoding(Coding[torch.Tensor]):
         return x.clamp(-limit, limit)
 
     def are_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether no element is NaN or infinite; waits once for each device."""
+        """Return whether no element is NaN or infinite; waits once for each device.
+
+        The least and the largest element tell: both are NaN where any is. That is one pass, without memory for flags.
+        """
         found: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
-            found.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+            if tensor.numel():
+                extremes = torch.stack(torch.aminmax(tensor.detach()))
+                found.setdefault(tensor.device, []).append(torch.isfinite(extremes).all())
         return all(bool(torch.stack(flags).all()) for flags in found.values())
 
     def rows(self, x: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """Return the elements in rows."""
-        return torch.nn.functional.pad(x.reshape(-1), (0, count * length - x.numel())).reshape(count, length)
+        return self.padded(x.reshape(1, -1), count * length).reshape(count, length)
 
     def padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """Return rows with zeros behind."""
-        return torch.nn.functional.pad(x, (0, length - x.shape[1]))
+        return x if x.shape[1] == length else torch.nn.functional.pad(x, (0, length - x.shape[1]))
 
     def max_abs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of every row."""
@@ -58,7 +67,7 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def quotient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
-        return (x / torch.where(y == 0, torch.ones_like(y), y)).round()
+        return (x / torch.where(y == 0, torch.ones_like(y), y)).round_()
 
     def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
         """Return the memory of every row."""

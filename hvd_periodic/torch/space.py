@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_periodic.torch.coding import TensorCoding
+from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
 
 
@@ -56,10 +57,6 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         return torch.cat(list(parts))
 
 
-_BLOCK = 128 * 2**10
-"""Elements that are computed at once, where what lies in between then stays in the processor's cache."""
-
-
 class TensorListSpace(VectorSpace[list[torch.Tensor]]):
     """Many tensors in few kernels: parameters and gradients of a local step."""
 
@@ -95,14 +92,14 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
     def _add_in_blocks(self, a: float, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> bool:
         """Add ``a (x - y)`` to ``g`` if that is large and all are flat in host memory; return whether it was."""
         tensors = x, y, g
-        if x.numel() <= 2 * _BLOCK or g.is_sparse or not all(t.is_cpu and t.is_contiguous() for t in tensors):
+        if x.numel() <= 2 * BLOCK or g.is_sparse or not all(t.is_cpu and t.is_contiguous() for t in tensors):
             return False
         dtype = torch.promote_types(x.dtype, y.dtype)
         if dtype not in self._rooms:
             with torch.inference_mode(False):
-                self._rooms[dtype] = torch.empty(_BLOCK, dtype=dtype, device="cpu")
+                self._rooms[dtype] = torch.empty(BLOCK, dtype=dtype, device="cpu")
         room = self._rooms[dtype]
-        blocks = zip(*(torch.split(tensor.detach().view(-1), _BLOCK) for tensor in tensors), strict=True)
+        blocks = zip(*(torch.split(tensor.detach().view(-1), BLOCK) for tensor in tensors), strict=True)
         for of_x, of_y, of_g in blocks:
             of_g.add_(torch.sub(of_x, of_y, out=room[: of_g.shape[0]]), alpha=a)
         return True

@@ -10,6 +10,9 @@ import numpy as np
 V = TypeVar("V")
 
 _TYPES = {"f4": np.float32, "f2": np.float16, "i1": np.int8, "i4": np.int32, "u1": np.uint8}
+BLOCK = 128 * 2**10
+"""Elements that are computed at once, where what lies in between then stays in the processor's cache."""
+
 _LARGEST = {"f2": 65504.0, "bf2": 3.3895313892515355e38}
 
 
@@ -17,7 +20,7 @@ class Coding(Generic[V]):
     """Verbs on numpy arrays; a front end has its own for its tensors.
 
     Types are named ``"f4"``, ``"f2"`` (float16), ``"bf2"`` (bfloat16), ``"i1"``, ``"i4"``, ``"u1"``. All verbs act on
-    the last axis, and return new values.
+    the last axis, and return new values, or those that they were given where nothing changes.
     """
 
     def cast(self, x: Any, kind: str) -> V:
@@ -26,6 +29,13 @@ class Coding(Generic[V]):
             return cast(V, np.asarray(x).astype(_TYPES[kind]))
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         return cast(V, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+
+    def at_once(self, x: Any) -> int | None:
+        """Return of how many elements verbs are best called at once; None: of all.
+
+        What lies between two verbs then stays in the processor's cache.
+        """
+        return BLOCK
 
     def sizes(self, x: Any) -> tuple[int, ...]:
         """Return the shape of ``x`` as plain integers."""

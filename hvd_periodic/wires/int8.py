@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,21 +41,37 @@ class Int8(Encoded):
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return, of every row, its scales, then 1 byte per element."""
         array: Any = rows
-        count, length = coding.sizes(array)
-        block, blocks = _blocks(length)
-        cut: Any = coding.reshape(coding.padded(rows, blocks * block), count, blocks, block)
-        scales: Any = coding.max_abs(cut) / _LEVELS  # type: ignore[operator]
-        levels: Any = coding.reshape(coding.clip(coding.quotient(cut, scales), _LEVELS), count, blocks * block)
-        scale_bytes = coding.to_bytes(coding.reshape(scales, count, blocks))
-        return coding.joined([scale_bytes, coding.to_bytes(coding.cast(levels[:, :length], "i1"))])
+        parts = [self._quantized(coding, array[:, start:stop]) for start, stop in _stretches(coding, rows)]
+        scales, levels = zip(*parts, strict=True)
+        return coding.joined([*scales, *levels])
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Multiply."""
         array: Any = payload
         block, blocks = _blocks(length)
-        count, start = coding.sizes(array)[0], blocks * _SCALE_BYTES
-        scales: Any = coding.reshape(coding.from_bytes(array[:, :start], "f4"), count, blocks, 1)
-        levels = coding.padded(coding.wide(coding.from_bytes(array[:, start:], "i1")), blocks * block)
+        levels = array[:, blocks * _SCALE_BYTES :]
+        parts: list[V] = []
+        for start, stop in _stretches(coding, levels):
+            first, after = (_SCALE_BYTES * -(-place // block) for place in (start, stop))
+            parts.append(self._restored(coding, array[:, first:after], levels[:, start:stop]))
+        return parts[0] if len(parts) == 1 else coding.joined(parts)
+
+    def _quantized(self, coding: Coding[V], rows: V) -> tuple[V, V]:
+        """Return the bytes of scales and elements."""
+        count, length = coding.sizes(rows)
+        block, blocks = _blocks(length)
+        cut: Any = coding.reshape(coding.padded(rows, blocks * block), count, blocks, block)
+        scales: Any = coding.max_abs(cut) / _LEVELS  # type: ignore[operator]
+        levels: Any = coding.reshape(coding.clip(coding.quotient(cut, scales), _LEVELS), count, blocks * block)
+        scale_bytes = coding.to_bytes(coding.reshape(scales, count, blocks))
+        return scale_bytes, coding.to_bytes(coding.cast(levels[:, :length], "i1"))
+
+    def _restored(self, coding: Coding[V], scale_bytes: V, level_bytes: V) -> V:
+        """Return the elements of these bytes."""
+        count, length = coding.sizes(level_bytes)
+        block, blocks = _blocks(length)
+        scales: Any = coding.reshape(coding.from_bytes(scale_bytes, "f4"), count, blocks, 1)
+        levels = coding.padded(coding.wide(coding.from_bytes(level_bytes, "i1")), blocks * block)
         values: Any = coding.reshape(coding.reshape(levels, count, blocks, block) * scales, count, blocks * block)
         return values[:, :length]  # type: ignore[no-any-return]
 
@@ -63,3 +80,12 @@ def _blocks(length: int) -> tuple[int, int]:
     """Return the elements of a block, and the number of blocks."""
     block = min(BLOCK, length)
     return block, -(-length // block)
+
+
+def _stretches(coding: Coding[V], rows: V) -> Iterator[tuple[int, int]]:
+    """Yield where parts of rows begin and end, of whole blocks, that are best computed one after another."""
+    count, length = coding.sizes(rows)
+    together = coding.at_once(rows)
+    step = length if together is None else max(together // (count * BLOCK), 1) * BLOCK
+    for start in range(0, length, step):
+        yield start, min(start + step, length)

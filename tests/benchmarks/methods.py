@@ -37,12 +37,14 @@ class Method:
         finish: waits for what is under way.
         center: shows the model that all have agreed on.
         bytes_sent: that this rank has handed to collectives.
+        leave: ends what it has started, on all ranks together.
     """
 
     step: Callable[[], object]
     finish: Callable[[], object] = lambda: None
     center: Callable[[], AbstractContextManager[object]] = nullcontext
     bytes_sent: Callable[[], float] = lambda: 0.0
+    leave: Callable[[], object] = lambda: None
 
 
 Make = Callable[[Task, nn.Module, int], Method]
@@ -64,7 +66,7 @@ def alone(task: Task, model: nn.Module, period: int) -> Method:
 def every_step(task: Task, model: nn.Module, period: int) -> Method:
     """Return Horovod's own."""
     optimizer = hvd.DistributedOptimizer(task.optimizer(model), model.named_parameters())
-    return _counted(model, partial(local_step, task, model, optimizer))
+    return counted(model, partial(local_step, task, model, optimizer))
 
 
 def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
@@ -85,26 +87,26 @@ def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
 
 def distributed_data_parallel(task: Task, model: nn.Module, period: int) -> Method:
     """Return PyTorch's, over Gloo."""
-    _join()
+    join()
     whole = nn.parallel.DistributedDataParallel(model)
-    return _counted(model, partial(local_step, task, whole, task.optimizer(model)))
+    return counted(model, partial(local_step, task, whole, task.optimizer(model)))
 
 
 def model_averager(task: Task, model: nn.Module, period: int) -> Method:
     """Return PyTorch's periodic averaging, over Gloo."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    _join()
+    join()
     averager, optimizer = PeriodicModelAverager(period=period), task.optimizer(model)
 
     def step() -> None:
         local_step(task, model, optimizer)
         averager.average_parameters(model.parameters())
 
-    return _counted(model, step, period)
+    return counted(model, step, period)
 
 
-def _counted(model: nn.Module, step: Callable[[], object], period: int = 1) -> Method:
+def counted(model: nn.Module, step: Callable[[], object], period: int = 1) -> Method:
     """Return a method that hands as many bytes as the model has to collectives, once in a period."""
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     steps = 0
@@ -117,13 +119,18 @@ def _counted(model: nn.Module, step: Callable[[], object], period: int = 1) -> M
     return Method(counting, bytes_sent=lambda: steps // period * nbytes)
 
 
-def _join() -> None:
+def join() -> None:
     """Let the same processes meet in ``torch.distributed``."""
     if torch.distributed.is_initialized():
         return
-    address = hvd.broadcast_object((socket.gethostbyname(socket.gethostname()), _free_port()), name="address")
+    address = hvd.broadcast_object((own_address(), _free_port()), name="address")
     os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
     torch.distributed.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+
+
+def own_address() -> str:
+    """Return the address of this host, as others see it."""
+    return socket.gethostbyname(socket.gethostname())
 
 
 def _free_port() -> int:

@@ -88,7 +88,7 @@ def curves(path: Path | None, title: str, unit: str, panels: dict[str, dict[str,
     from matplotlib import pyplot
 
     figure, all_axes = pyplot.subplots(
-        ncols=len(panels), figsize=(2 + 5 * len(panels), 5), sharey=True, squeeze=False, layout="constrained"
+        ncols=len(panels), figsize=(4 + 5 * len(panels), 5), sharey=True, squeeze=False, layout="constrained"
     )
     colors: dict[str, str] = {}
     for axes, (label, panel) in zip(all_axes[0], panels.items(), strict=True):
@@ -102,7 +102,7 @@ def curves(path: Path | None, title: str, unit: str, panels: dict[str, dict[str,
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0, 0].set_ylabel(unit)
     handles, names = all_axes[0, -1].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize="small")
+    figure.legend(handles, names, loc="outside right center", frameon=False, fontsize="small")
     figure.suptitle(title, ha="left", x=0.01)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

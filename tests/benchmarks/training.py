@@ -18,7 +18,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from tests.benchmarks import methods, report
+from tests.benchmarks import methods, peers, report
 from tests.benchmarks.methods import Method
 
 ALONE = "no communication"
@@ -71,21 +71,24 @@ class Task:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def _calibrated(self, milliseconds: float) -> int:
+        """Return the batch size with which a step takes so long, between two that take less and more, on the root."""
         model = self.model()
         optimizer = self.optimizer(model)
-        seconds = {}
-        for size in (8, 64):
-            self.batch_size = size
-            times = []
-            for _ in range(4):
+
+        def seconds(size: int) -> float:
+            self.batch_size, times = size, []
+            for _ in range(7):
                 started = time.perf_counter()
                 methods.local_step(self, model, optimizer)
                 times.append(time.perf_counter() - started)
-            seconds[size] = median(times)
-        per_sample = max((seconds[64] - seconds[8]) / 56, 1e-9)
-        wanted = int((milliseconds / 1e3 - seconds[8]) / per_sample) + 8
-        chosen = hvd.broadcast(torch.tensor(min(max(wanted, 1), len(self.period_data))), 0, name="batch size")
-        return int(chosen)
+            return median(times[2:])
+
+        size, wanted, before = 8, milliseconds / 1e3, 0.0
+        while (taken := seconds(size)) < wanted and size < len(self.period_data):
+            size, before = 2 * size, taken
+        part = (wanted - before) / (taken - before) if taken > wanted > before else 1.0
+        chosen = size if size == 8 else round(size / 2 * (1 + part))
+        return int(hvd.broadcast(torch.tensor(chosen), 0, name="batch size"))
 
 
 def measured(made: dict[str, Method], period: int, periods: int, repetitions: int) -> list[Result]:
@@ -139,10 +142,13 @@ def main() -> None:
     hvd.init()
     task = Task(arguments.megabytes, arguments.milliseconds)
     wanted = arguments.methods or [""]
-    chosen = [name for name in methods.METHODS if any(word in name for word in wanted)]
+    makers = methods.METHODS | peers.METHODS
+    chosen = [name for name in makers if any(word in name for word in wanted)]
     made = {ALONE: methods.alone(task, task.model(), arguments.period)}
-    made |= {name: methods.METHODS[name](task, task.model(), arguments.period) for name in chosen}
+    made |= {name: makers[name](task, task.model(), arguments.period) for name in chosen}
     results = measured(made, arguments.period, arguments.periods, arguments.repetitions)
+    for method in made.values():
+        method.leave()
     if hvd.rank() == 0:
         title = f"{hvd.size()} ranks, {arguments.megabytes} MB, period {arguments.period}, batches of {task.batch_size}"
         unit = "steps per second, of those without communication"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.benchmarks import language
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
 from tests.parallel import gpu_program
-from tests.parallel.launch import start
+from tests.parallel.launch import ROOT, start
 
 
 @pytest.mark.parametrize(("framework", "exchanges"), [("torch", 10), ("tensorflow", 5)])
@@ -86,6 +87,23 @@ def test_language(tmp_path: Path) -> None:
         assert (last["megabytes"] > first["megabytes"] > 0) == (name != language.SINGLE)
     assert results["averaging, int8"][-1]["megabytes"] < 0.5 * results["averaging"][-1]["megabytes"]
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.thorough
+def test_training_beside_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate and torchft, from an environment of their own, which is made as the script makes it."""
+    words = f'source "{ROOT}/run_scripts/common.sh"; provide_peers >&2; printf %s "$PYTHONPATH"'
+    made = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=300)
+    if made.returncode != 0:
+        pytest.skip(f"they cannot be installed: {made.stderr[-1000:]}")
+    monkeypatch.setenv("PYTHONPATH", made.stdout)
+    size = ["--megabytes", "0.1", "--milliseconds", "1", "--repetitions", "1", "--period", "10", "--periods", "1"]
+    names = ["accelerate LocalSGD", "torchft LocalSGD", "torchft DiLoCo", "torchft Streaming DiLoCo"]
+    files = ["--json", str(tmp_path / "results")]
+    start("mpirun", 2, ["-m", "tests.benchmarks.training", *size, *files, "--methods", *names], 120)
+    results = json.loads((tmp_path / "results").read_text())
+    assert [result["method"].split(",")[0] for result in results] == [ALONE, *names]
+    assert all(result["ratio"] > 0 for result in results)
 
 
 CHECK_ON_CPU = ["--device", "cpu", "--algorithms", "average", "AGN"]

@@ -1,0 +1,63 @@
+"""What wires are written in: rows that are computed in parts, and whether numbers are finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic.vectors.coding import BLOCK, Coding
+from hvd_periodic.wires import Int8
+from tests.helpers import Array
+
+
+def codings() -> list[Any]:
+    found: list[Any] = [pytest.param(Coding(), np.asarray, id="numpy")]
+    try:
+        import torch
+
+        from hvd_periodic.torch.coding import TensorCoding
+    except ImportError:
+        return found
+    return [*found, pytest.param(TensorCoding(), torch.from_numpy, id="torch")]
+
+
+def quantized(rows: Array) -> tuple[Array, Array]:
+    """Return scales and levels as their equation says, of one block of 1024 after another."""
+    scales = np.zeros((len(rows), -(-rows.shape[1] // 1024)), "f4")
+    levels = np.zeros(rows.shape, "i1")
+    for r, row in enumerate(rows):
+        for number, start in enumerate(range(0, row.size, 1024)):
+            block = row[start : start + 1024]
+            scales[r, number] = scale = np.abs(block).max() / np.float32(127)
+            if scale:
+                levels[r, start : start + 1024] = np.rint(block / scale)
+    return scales, levels
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1025), (1, BLOCK + 1), (3, BLOCK // 2 + 700)])
+def test_int8_in_parts(shape: tuple[int, int], coding: Any, made: Any) -> None:
+    """Rows that are longer than what is computed at once: the bytes, and the elements, are those of the equation."""
+    rows = (np.random.default_rng(0).standard_normal(shape) * [[10.0**i] for i in range(shape[0])]).astype("f4")
+    rows[:, : min(1500, shape[1] - 1)] = 0
+    scales, levels = quantized(rows)
+    payload = Int8().encode(coding, made(rows))
+    assert np.asarray(payload).tobytes() == np.concatenate([scales.view("u1"), levels.view("u1")], axis=1).tobytes()
+    expected = np.repeat(scales, 1024, axis=1)[:, : shape[1]] * levels
+    assert np.array_equal(np.asarray(Int8().decode(coding, payload, shape[1])), expected)
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_one_element_that_is_not_finite_is_seen(dtype: str, coding: Any, made: Any) -> None:
+    for size in (1, 7, 8, 33, 1000):
+        for place in {0, size // 2, size - 1}:
+            for value in (np.nan, np.inf, -np.inf):
+                values = np.linspace(-6e4, 6e4, size).astype(dtype)
+                good = made(values.copy())
+                values[place] = value
+                assert coding.are_finite([good, made(np.zeros(0, dtype))])
+                assert not coding.are_finite([good, made(values)]), (size, place, value)
+    assert coding.are_finite([])
