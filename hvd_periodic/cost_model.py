@@ -12,16 +12,20 @@ A job of n workers takes local steps of t seconds, whose standard deviation is s
 
 **An exchange** of P bytes takes W(P) seconds on the way, by the collectives of its wire and the bytes b that it makes
 of them. What the worker does itself, before and after, takes o + γ P seconds: o for Python, Horovod's cycle and what
-ranks tell each other, γ for passes over memory, and for encoding. Both depend on the method.
+ranks tell each other, γ for passes over memory, and for encoding. Both depend on the method. While a bucket travels
+the worker is at another one: in B buckets an exchange takes
 
-**A period** has F exchanges of P / F bytes, each under way while the worker takes d steps; without overlap d is 0.
-Every worker waits for the slowest one, which is behind by
+    T(P) = o + max(γ P, W(P)) + min(γ P, W(P)) / B.
+
+**A period** has F exchanges of P / F bytes. Every worker waits for the slowest one, which is behind by
 
     w = s √(τ / F) · E_n,
 
-E_n the expected largest of n normal numbers (by Blom, Statistical estimates and transformed beta variables, 1958). So
+E_n the expected largest of n normal numbers (by Blom, Statistical estimates and transformed beta variables, 1958). With
+overlap an exchange is under way while the worker takes d steps, and only its own work is left of it where that is long:
 
-    seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)).
+    seconds per step = t + F / τ · (T(P / F) + w),                                  without overlap,
+    seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)),      with it.
 
 Costs of a machine are found from measurements by :func:`fit`; those of a network that is not there can be stated.
 """
@@ -30,13 +34,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.wires import Compression, Wire
+
+_ROUNDS = 20
+"""In which a fit finds what takes longer; it takes three or four."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Method:
     Args:
         begin: o, seconds, whatever the size.
         work: γ, seconds for a byte of parameters.
+        bucket: bytes that the worker is at while others travel; infinite, if it waits for all of them.
 
     Raises:
         TypeError, ValueError: not a number of at least 0.
@@ -53,9 +63,16 @@ class Method:
 
     begin: float
     work: float
+    bucket: float = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
         _require_costs(begin=self.begin, work=self.work)
+        _require_bucket(self.bucket)
+
+    def seconds(self, nbytes: float, wire: float) -> float:
+        """Return T, of an exchange of so many bytes that takes W seconds on the way."""
+        own = self.work * nbytes
+        return self.begin + max(own, wire) + min(own, wire) / buckets(nbytes, self.bucket)
 
 
 @dataclass(frozen=True)
@@ -134,7 +151,7 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
         >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
         >>> method, network = Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)
         >>> round(seconds_per_step(job, method, network), 4)
-        0.069
+        0.0685
         >>> from dataclasses import replace
         >>> round(seconds_per_step(replace(job, overlap=9), method, network), 4)
         0.049
@@ -142,9 +159,21 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
     nbytes = job.nbytes / job.fragments
     wire = network.seconds(job.workers, nbytes, job.wire, job.overlap > 0)
     waiting = job.spread * sqrt(job.period / job.fragments) * expected_largest(job.workers)
-    own = method.begin + method.work * nbytes
-    exchange = own + max(0.0, wire + waiting - job.overlap * job.step)
+    if job.overlap:
+        exchange = method.begin + method.work * nbytes + max(0.0, wire + waiting - job.overlap * job.step)
+    else:
+        exchange = method.seconds(nbytes, wire) + waiting
     return job.step + job.fragments / job.period * exchange
+
+
+def buckets(nbytes: float, bucket: float) -> int:
+    """Return B: into how many buckets so many bytes are cut.
+
+    Example:
+        >>> buckets(100e6, 16e6), buckets(100e6, float("inf"))
+        (7, 1)
+    """
+    return max(1, ceil(nbytes / bucket))
 
 
 def expected_largest(count: int) -> float:
@@ -168,6 +197,7 @@ class Measurement:
         seconds: it took.
         wire: how it travelled.
         sharing: workers on each core, at least 1: they take turns, and everything takes as many times as long.
+        bucket: bytes that the worker is at while others travel.
 
     Raises:
         TypeError, ValueError: a number that cannot be.
@@ -179,6 +209,7 @@ class Measurement:
     seconds: float
     wire: Wire = Compression.none
     sharing: float = 1.0
+    bucket: float = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
         require_int(self.workers, "`workers`", 1)
@@ -186,6 +217,7 @@ class Measurement:
         _require_costs(nbytes=self.nbytes)
         if not self.sharing >= 1:
             raise ValueError(f"`sharing` must be at least 1. Received: {self.sharing!r}")
+        _require_bucket(self.bucket)
 
 
 @dataclass(frozen=True)
@@ -204,11 +236,14 @@ class Costs:
         """Return the seconds that the model has for what was measured."""
         method = self.methods[measurement.method]
         wire = self.network.seconds(measurement.workers, measurement.nbytes, measurement.wire)
-        return measurement.sharing * (method.begin + method.work * measurement.nbytes + wire)
+        return measurement.sharing * method.seconds(measurement.nbytes, wire)
 
 
 def fit(measurements: Sequence[Measurement]) -> Costs:
     """Return the costs for which the sum of squared relative errors is least; none is negative.
+
+    Which of own work and wire takes longer has to be known for that: it is what the costs say that were found before,
+    until they say the same again.
 
     Args:
         measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other.
@@ -220,7 +255,7 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
     Example:
         >>> network, method = Network(1e-5, 1e-9), Method(1e-3, 1e-10)
         >>> made = [
-        ...     Measurement("averaging", n, size, 1e-3 + 1e-10 * size + network.seconds(n, size))
+        ...     Measurement("averaging", n, size, method.seconds(size, network.seconds(n, size)))
         ...     for n in (2, 4)
         ...     for size in (1e4, 1e8)
         ... ]
@@ -234,19 +269,47 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
         raise ImportError("`fit` needs SciPy: pip install 'hvd_periodic[costs]', or pip install scipy") from error
     if not measurements:
         raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on some numbers of ranks")
+    parts = [(1.0, 1.0)] * len(measurements)
+    found: list[Costs] = []
+    for _ in range(_ROUNDS):
+        found.append(_solved(nnls, measurements, parts))
+        before, parts = parts, [_parts(found[-1], measured) for measured in measurements]
+        if parts == before:
+            break
+    return min(found, key=lambda costs: sum((costs.predicted(each) / each.seconds - 1) ** 2 for each in measurements))
+
+
+def _solved(nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]]) -> Costs:
+    """Return the costs that fit best where these parts of own work and wire count."""
     names = list(dict.fromkeys(measured.method for measured in measurements))
     rows = np.zeros((len(measurements), 2 + 2 * len(names)))
-    for row, measured in zip(rows, measurements, strict=True):
+    for row, measured, (own_part, wire_part) in zip(rows, measurements, parts, strict=True):
         row[:2] = measured.wire.traffic(measured.workers, measured.nbytes)
+        row[:2] *= wire_part
         place = 2 + 2 * names.index(measured.method)
-        row[place : place + 2] = 1.0, measured.nbytes
+        row[place : place + 2] = 1.0, own_part * measured.nbytes
         row *= measured.sharing / measured.seconds
     scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
     message, byte, *own = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
-    methods = {name: Method(*pair) for name, pair in zip(names, zip(own[::2], own[1::2], strict=True), strict=True)}
+    bucket = {measured.method: measured.bucket for measured in measurements}
+    pairs = zip(own[::2], own[1::2], strict=True)
+    methods = {name: Method(*pair, bucket[name]) for name, pair in zip(names, pairs, strict=True)}
     return Costs(Network(message, byte), methods)
+
+
+def _parts(costs: Costs, measured: Measurement) -> tuple[float, float]:
+    """Return which parts of own work and wire count: all of the one that takes longer, a B-th of the other one."""
+    own = costs.methods[measured.method].work * measured.nbytes
+    part = 1.0 / buckets(measured.nbytes, measured.bucket)
+    wire = costs.network.seconds(measured.workers, measured.nbytes, measured.wire)
+    return (1.0, part) if own >= wire else (part, 1.0)
 
 
 def _require_costs(**values: float) -> None:
     for name, value in values.items():
         require_real(value, f"`{name}`", positive=False)
+
+
+def _require_bucket(bucket: float) -> None:
+    if not bucket > 0:
+        raise ValueError(f"`bucket` must be positive. Received: {bucket!r}")

@@ -10,9 +10,11 @@ by options. ``hvd_periodic.cost_model`` has the equations.
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 
 from hvd_periodic.cost_model import Costs, Job, Measurement, Network, fit, seconds_per_step
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.wires import Plain
 from tests.benchmarks import report
 from tests.benchmarks.exchange import COMPRESSIONS
@@ -36,6 +38,7 @@ def measurements(files: list[Path]) -> list[Measurement]:
                 each["milliseconds"] / 1e3,
                 COMPRESSIONS.get(each["compression"], Plain()),
                 sharing,
+                DEFAULT_BUCKET_BYTES if "Optimizer" in each["exchange"] else inf,
             )
             for each in job["results"]
             if "asynchronous" not in each["exchange"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import replace
@@ -26,7 +27,7 @@ from hvd_periodic.wires import Half, Int8, Plain, TopK, Wire
 from tests.helpers import readable, run_ranks
 
 JOB = Job(workers=8, nbytes=1e8, step=0.05, period=20, spread=0.004)
-METHOD, NETWORK = Method(2e-3, 3e-10), Network(5e-5, 1e-9)
+METHOD, NETWORK = Method(2e-3, 3e-10, bucket=math.inf), Network(5e-5, 1e-9)
 
 
 def ring(workers: int, nbytes: int) -> tuple[int, int]:
@@ -81,6 +82,18 @@ def test_waiting_is_that_of_simulated_workers() -> None:
     assert seconds_per_step(JOB, METHOD, NETWORK) == pytest.approx(simulated, rel=2e-3)
 
 
+@pytest.mark.parametrize(("own", "wire"), [(0.06, 0.02), (0.02, 0.06), (0.05, 0.05)])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_buckets_are_a_pipeline(count: int, own: float, wire: float) -> None:
+    """A bucket is formed while the one before it travels; the network takes one at a time."""
+    nbytes, formed, arrived = count * 1e6, 0.0, 0.0
+    for _ in range(count):
+        formed += own / count
+        arrived = max(arrived, formed) + wire / count
+    found = Method(1e-3, own / nbytes, bucket=1e6).seconds(nbytes, wire)
+    assert found == pytest.approx(1e-3 + arrived)
+
+
 def test_limits() -> None:
     """One worker sends nothing; long periods and full overlap leave local steps, and what workers do themselves."""
     alone = replace(JOB, workers=1)
@@ -100,10 +113,17 @@ def test_limits() -> None:
 
 
 def test_a_fit_finds_what_measurements_were_made_of() -> None:
-    methods = {"averaging": Method(1e-3, 2e-10), "elastic": Method(2e-3, 5e-10), "flat": Method(1e-4, 0.0)}
+    methods = {
+        "averaging": Method(1e-3, 2e-10),
+        "elastic": Method(2e-3, 5e-9),
+        "flat": Method(1e-4, 0.0),
+        "waits for all": Method(1e-3, 2e-9, bucket=math.inf),
+    }
     costs = Costs(Network(2e-5, 1e-9), methods)
     made = [
-        Measurement(name, workers, nbytes, 1.0, Int8() if name == "elastic" else Plain(), workers / 2)
+        Measurement(
+            *(name, workers, nbytes, 1.0, Int8() if name == "elastic" else Plain(), workers / 2, methods[name].bucket)
+        )
         for name in methods
         for workers in (2, 4)
         for nbytes in (4e4, 4e6, 4e8)
@@ -141,6 +161,7 @@ def test_numbers_that_cannot_be(change: dict[str, Any], message: str) -> None:
         ({"workers": 0}, "`workers` must be an int >= 1. Received: 0"),
         ({"nbytes": -1.0}, "`nbytes` must be zero or positive and finite. Received: -1.0"),
         ({"sharing": 0.5}, "`sharing` must be at least 1. Received: 0.5"),
+        ({"bucket": 0.0}, "`bucket` must be positive. Received: 0.0"),
     ],
     ids=readable,
 )
