@@ -170,8 +170,8 @@ class Algorithm(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps what a lossy wire leaves")
 
-    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V) -> V:
-        """Return the replica that takes a pull some local steps late; may overwrite the replica and the snapshot.
+    def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V, out: V | None = None) -> V:
+        """Return the replica that takes a pull some local steps late; may overwrite the replica.
 
         So that no local progress is lost, ``x + (pulled − snapshot)``; Shen et al. 2019, arXiv 1906.12043.
 
@@ -180,5 +180,6 @@ class Algorithm(ABC):
             x: the replica now.
             snapshot: the replica that the message was formed from.
             pulled: what ``pull`` makes of the snapshot.
+            out: a vector of this size for what is computed on the way, if there is one; ``pulled`` may be in it.
         """
-        return space.axpy(1.0, space.sub(pulled, snapshot, out=snapshot), x)
+        return space.axpy(1.0, space.sub(pulled, snapshot, out=out), x)

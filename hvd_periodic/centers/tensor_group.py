@@ -26,12 +26,14 @@ class Block(Generic[V]):
         x: the replica.
         in_place: ``x`` is the memory of the replica itself.
         worker: the worker's own vectors.
+        seen: what the message is to know of the center; anything, where it needs nothing.
     """
 
     place: Bucket
     x: V
     in_place: bool
     worker: State[V]
+    seen: V
 
 
 @dataclass
@@ -77,7 +79,9 @@ class TensorGroup(GroupVectors[V]):
         if self._outer is not None:
             self.move_by_outer_optimizer(part.index)
             for bucket in part.buckets:
-                self.pull(bucket, self.handed_out(communicator, bucket, exchange, prefix), exchange)
+                for place in self._blocks[bucket.index]:
+                    center = self.handed_out(communicator, place, exchange, prefix)
+                    self._pull(self._block(bucket, place), center, exchange)
                 sent += self.placement.bytes_to_hand_out(bucket.nbytes)
         return sent
 
@@ -86,28 +90,26 @@ class TensorGroup(GroupVectors[V]):
     ) -> tuple[Pending[V], int]:
         """Let the message of a bucket travel; return what :meth:`finish` takes, and the bytes handed to collectives."""
         pulls, lossy, handed_out = not self.algorithm.reads_after, self.outbox.wire.lossy, 0
-        center = None
         if self.algorithm.reads_before:
-            center = self.handed_out(communicator, bucket, exchange, prefix)
             handed_out = self.placement.bytes_to_hand_out(bucket.nbytes)
-        blocks, room = [], self._room(bucket)
-        message = cast(V, room)
+        blocks, formed, room = [], [], self._room(bucket)
         for place in self._blocks[bucket.index]:
             block = self._block(bucket, place)
-            seen = block.x if center is None else _part(center, bucket, place)
-            formed = self._form(bucket, block, seen, exchange, room)
-            message = formed if place is bucket else message
+            if self.algorithm.reads_before:
+                block.seen = self.handed_out(communicator, place, exchange, prefix)
+            formed.append(self._form(bucket, block, exchange, room))
             if pulls and not lossy:
-                self._pull(block, seen, exchange)
+                self._pull(block, block.seen, exchange)
             blocks.append(block)
+        message = formed[0] if len(blocks) == 1 else room
+        message = self._replica.space.concatenate(formed) if message is None else message
         shared = self.travelling is not None or (self._spent is not None and len(blocks) > 1)
         lent = message if shared else blocks[0].worker.get(self._spent or "")
         sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
         for block in blocks:
             if pulls and lossy:
-                seen = block.x if center is None else _part(center, bucket, block.place)
                 decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.place)
-                self._pull(block, seen, exchange, decoded)
+                self._pull(block, block.seen, exchange, decoded)
             if self._lasting:
                 self._forget_spent(block)
         return Pending(bucket, blocks, lent, sent.wait), sent.nbytes + handed_out
@@ -141,12 +143,13 @@ class TensorGroup(GroupVectors[V]):
             self.pull(bucket, center, exchange)
             return
         algorithm, space = self.algorithm, self._replica.space
-        room = self._replica.scratch(bucket, _slot(bucket) + 1)
+        room = cast(Any, self._replica.scratch(bucket, _slot(bucket) + 1))
         for place in self._blocks[bucket.index]:
             block, snapshot = self._block(bucket, place), self.snapshot.read(place)
-            then = space.copy(snapshot, out=None if room is None else _part(room, bucket, place))
+            cached = None if room is None else room[: place.size]  # The same memory for all blocks.
+            then = space.copy(snapshot, out=cached)
             pulled, changed = algorithm.pull(space, then, block.worker, _part(center, bucket, place), exchange)
-            self._set(block, algorithm.catch_up(space, block.x, snapshot, pulled))
+            self._set(block, algorithm.catch_up(space, block.x, snapshot, pulled, out=cached))
             self._write(self.worker, place, block.worker, changed)
 
     @property
@@ -187,7 +190,7 @@ class TensorGroup(GroupVectors[V]):
         if x is None:
             room = self._replica.scratch(bucket, _slot(bucket))
             x = self.values.read(place, out=None if room is None else _part(room, bucket, place))
-        return Block(place, x, in_place, self._read_all(self.worker, place))
+        return Block(place, x, in_place, self._read_all(self.worker, place), seen=x)
 
     def _room(self, bucket: Bucket) -> V | None:
         """Return where the message of a bucket is put together; the memory of what it uses up, where that serves."""
@@ -195,21 +198,21 @@ class TensorGroup(GroupVectors[V]):
         if self.travelling is not None:
             return self.travelling.read(bucket)
         if spent is not None and len(self._blocks[bucket.index]) > 1:
-            return self.worker[spent].read(bucket)
+            return self.worker[spent].view(bucket)
         return self._replica.scratch(bucket, _slot(bucket) + 1)
 
-    def _form(self, bucket: Bucket, block: Block[V], seen: V, exchange: Exchange, room: V | None) -> V:
+    def _form(self, bucket: Bucket, block: Block[V], exchange: Exchange, room: V | None) -> V:
         """Return the message of a block; in the room, where a bucket has several or that of the whole has to last."""
         algorithm, place, worker = self.algorithm, block.place, block.worker
         if self.snapshot is not None:
             self.snapshot.write(place, block.x)
         part = None if room is None else _part(room, bucket, place)
-        message, changed = algorithm.message(self._replica.space, block.x, worker, seen, exchange, out=part)
+        message, changed = algorithm.message(self._replica.space, block.x, worker, block.seen, exchange, out=part)
         self._write(self.worker, place, worker, changed)
         block.worker = worker | changed
         lasts = self.travelling is not None
         there = message is part or (not lasts and message is block.worker.get(algorithm.spent or ""))
-        if (lasts or place is not bucket) and not there:
+        if part is not None and (lasts or place is not bucket) and not there:
             cast(Any, part)[...] = message
         return cast(V, part) if lasts else message
 

@@ -16,11 +16,15 @@ from hvd_periodic.replica import Replica
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import VariableStore, layout_of
+from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, Store
 
 Named = Sequence[tuple[str, tf.Variable]]
+
+_BLOCK_BYTES = 512 * 2**10
+"""Operations on as many take much longer than to start them."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,10 @@ class VariableReplica(Replica[Any]):
     def scratch(self, bucket: Bucket, slot: int) -> None:
         """TensorFlow allocates as it goes."""
         return
+
+    def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
+        """Return parts that are whole variables, so that nothing but messages is joined; small ones share a part."""
+        return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize, cut_tensors=False)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Run the local rule on one variable at a time; the state changes in place."""

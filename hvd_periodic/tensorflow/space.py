@@ -39,8 +39,8 @@ class TensorSpace(VectorSpace[Any]):
         return scaled(a, x)
 
     def lerp(self, x: Any, y: Any, weight: Any) -> Any:
-        """Return ``x + weight (y - x)``."""
-        return x + in_dtype(weight, x.dtype) * (y - x)
+        """Return ``x - weight (x - y)``, whose difference a graph has already where it is the message as well."""
+        return x - in_dtype(weight, x.dtype) * (x - y)
 
     def maximum(self, x: Any, y: Any) -> Any:
         """Return the larger of both."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hvd_periodic.vectors.layout import Bucket
 
 
-def cut_into_blocks(bucket: Bucket, elements: int) -> tuple[Bucket, ...]:
+def cut_into_blocks(bucket: Bucket, elements: int, cut_tensors: bool = True) -> tuple[Bucket, ...]:
     """Return parts of a bucket, in order and without gap.
 
     Pieces of more than half a block are in blocks of their own, so that these can be views of tensors; smaller ones
@@ -16,6 +16,7 @@ def cut_into_blocks(bucket: Bucket, elements: int) -> tuple[Bucket, ...]:
     Args:
         bucket: to be cut.
         elements: of a block, at most.
+        cut_tensors: also within pieces; otherwise a block of one piece has any size.
 
     Example:
         >>> from hvd_periodic.vectors.layout import Layout, TensorSpec
@@ -31,7 +32,7 @@ def cut_into_blocks(bucket: Bucket, elements: int) -> tuple[Bucket, ...]:
         size = piece.stop - piece.start
         end = piece.offset + size
         if 2 * size > elements:
-            cuts.update(range(piece.offset, end, elements), (end,))
+            cuts.update(range(piece.offset, end, elements if cut_tensors else size), (end,))
             begun = end
         elif end - begun > elements:
             cuts.add(piece.offset)
