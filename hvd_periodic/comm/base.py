@@ -38,6 +38,8 @@ class Communicator(ABC):
     """Waiting for messages takes processor time from the cores that train."""
     constructed: int = 0
     """How many optimizers of this process were constructed on these ranks."""
+    elastic: bool = False
+    """Ranks may come and go: one that is constructed cannot count on the others to be constructed now."""
     meeting_name: str = "hvd_periodic.meeting"
     """Under which all optimizers of these ranks meet."""
 

@@ -93,6 +93,11 @@ class HorovodCommunicator(Communicator):
         self._constructed[self.meeting_name] = number
 
     @property
+    def elastic(self) -> bool:  # type: ignore[override]
+        """Whether the job was started with a range of ranks."""
+        return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+    @property
     def global_ranks(self) -> list[int]:
         """The ranks of the process set."""
         return self.ranks
@@ -106,8 +111,9 @@ class HorovodCommunicator(Communicator):
             return None
         return (
             f"Horovod's ranks have changed: this was rank {self._place[0]} of {self._place[1]} when the optimizer "
-            f"was constructed, and is rank {place[0]} of {place[1]} now. Elastic Horovod is not supported: end the job "
-            "on all ranks, and start it anew from a checkpoint"
+            f"was constructed, and is rank {place[0]} of {place[1]} now. Under elastic Horovod, optimizers of PyTorch "
+            "are kept in a hvd_periodic.torch.elastic.State; a job of TensorFlow has to be started anew from a "
+            "checkpoint"
         )
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:

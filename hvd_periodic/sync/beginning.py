@@ -83,6 +83,14 @@ class Beginning(Generic[V]):
         setting.ledger.time(setting.ledger.local_steps)
         self.begun = True
 
+    def start_from_center(self) -> None:
+        """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own."""
+        ledger = self._setting.ledger
+        for group in self._course.tensor_groups:
+            group.start_from_center()
+        ledger.counters = replace(ledger.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
+        ledger.notes = replace(ledger.notes, loss_sum=0.0, losses=0)
+
     def _averaging(self, steps: Sequence[int]) -> bool:
         """Return whether gradients are averaged over ranks that are at such steps, in groups of them at least."""
         return self._setting.membership.together.any(self._setting.membership.in_groups) or max(steps) < (

@@ -39,6 +39,7 @@ class Meeting:
 
     Attributes:
         checks: of what else might keep this rank from going on.
+        everyone_trains: at the last exchange no rank was leaving.
         failure: why this rank can never exchange again; None while it can.
     """
 
@@ -54,6 +55,7 @@ class Meeting:
         self._hyperparameters, self._optimizer_state = hyperparameters, optimizer_state
         self.checks: list[Check] = []
         self.failure: str | None = None
+        self.everyone_trains = True
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
@@ -134,6 +136,7 @@ class Meeting:
             agree(self._membership.communicator, self._membership.name, self._optimizer_state.facts())
         training = [record for record in records if record.training]
         deciding = training or list(records)
+        self.everyone_trains = len(training) == len(records)
         steps = sorted({record.local_steps for record in training})
         if len(steps) > 1:
             raise RuntimeError(

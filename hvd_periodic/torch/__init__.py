@@ -10,6 +10,9 @@ Example::
     optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
 """
 
+import importlib
+from types import ModuleType
+
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
@@ -45,3 +48,10 @@ __all__ = [
     "node_groups",
     "rank_groups",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import ``elastic`` where it is asked for: it needs Horovod."""
+    if name == "elastic":
+        return importlib.import_module("hvd_periodic.torch.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

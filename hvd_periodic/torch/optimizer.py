@@ -22,7 +22,7 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 
-_STATE_KEY, _INSIDE_KEY = "hvd_periodic", "inside"
+STATE_KEY, _INSIDE_KEY = "hvd_periodic", "inside"
 """Under which a state dict holds the state of exchanges; and under which that holds the same of an optimizer inside."""
 
 
@@ -46,6 +46,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     Attributes:
         inner: the wrapped optimizer.
         synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
+        after_exchange: called at the end of every step in which ranks have exchanged.
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer, or one that exchanges by itself.
@@ -54,6 +55,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     synchronizer: Synchronizer
+    after_exchange: Callable[[], object] | None = None
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """What a named constructor calls classes and arguments of the core."""
@@ -242,6 +244,11 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """
         return self.synchronizer.center()
 
+    def rejoin(self, name: str) -> None:
+        """Be constructed anew among the ranks that Horovod has now, see :meth:`Synchronizer.rejoin`."""
+        self.synchronizer.rejoin(name)
+        self.__setstate__(self.__getstate__())
+
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register the hook with the wrapped optimizer."""
         return self.inner.register_state_dict_pre_hook(hook, prepend)
@@ -261,9 +268,9 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
         inner, own = self.inner.state_dict(), self.synchronizer.state_dict()
-        if _STATE_KEY in inner:
-            own[_INSIDE_KEY] = inner[_STATE_KEY]
-        return {**inner, _STATE_KEY: own}
+        if STATE_KEY in inner:
+            own[_INSIDE_KEY] = inner[STATE_KEY]
+        return {**inner, STATE_KEY: own}
 
     @neutrally
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,15 +282,15 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is that of an optimizer which was not wrapped, or of another model or algorithm.
         """
-        if _STATE_KEY not in state_dict:
+        if STATE_KEY not in state_dict:
             raise ValueError(
-                f"`state_dict` must come from an optimizer of this package. Received one without {_STATE_KEY!r}: to "
+                f"`state_dict` must come from an optimizer of this package. Received one without {STATE_KEY!r}: to "
                 "take over a plain optimizer's state, load it into that optimizer before it is wrapped"
             )
-        inner, own = dict(state_dict), dict(state_dict[_STATE_KEY])
-        del inner[_STATE_KEY]
+        inner, own = dict(state_dict), dict(state_dict[STATE_KEY])
+        del inner[STATE_KEY]
         if _INSIDE_KEY in own:
-            inner[_STATE_KEY] = own.pop(_INSIDE_KEY)
+            inner[STATE_KEY] = own.pop(_INSIDE_KEY)
         self.synchronizer.check_state_dict(own)
         self.inner.load_state_dict(inner)
         self.synchronizer.load_state_dict(own)
@@ -304,7 +311,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """Count an iteration; where the update was skipped, also for the optimizers inside, which have not stepped."""
         if not updated and isinstance(self.inner, PeriodicOptimizer):
             self.inner._count(updated)
-        self.synchronizer.step(updated)
+        if self.synchronizer.step(updated) and self.after_exchange is not None:
+            self.after_exchange()
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, showing the gradients of each evaluation to the algorithm."""

@@ -72,6 +72,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     """
 
     replica: TorchReplica
+    _alone = False
+    """Constructed without the other ranks, which may have been there before."""
     gradient_group: HorovodCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
 
@@ -89,7 +91,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         **options: Unpack[TorchOptions],
     ) -> None:
         communicator = communicator_of(options["process_set"])
-        name = communicator.unique_name()
+        self._alone = communicator.elastic
+        name = f"{communicator.meeting_name}.alone" if self._alone else communicator.unique_name()
 
         def build() -> None:
             _check_optimizer(optimizer)
@@ -115,10 +118,14 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
                 **of_exchange(options),
             )
 
-        build_on_all(communicator, name, build)
+        if self._alone:
+            build()
+        else:
+            build_on_all(communicator, name, build)
         self.learning_rate = _first_rate(optimizer)
-        self.average_within(self.gradient_group)
-        self.start()
+        if not self._alone:
+            self.average_within(self.gradient_group)
+            self.start()
         _watch(self)
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
@@ -126,7 +133,56 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         if self.begun:
             return False
         with neutral():
-            return super().begin(moment)
+            if self._alone:
+                communicator = self.membership.communicator
+                self.join(communicator, communicator.unique_name())
+            return not self.begun and super().begin(moment)
+
+    def join(self, communicator: Communicator, name: str) -> None:
+        """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
+        self._alone = False
+        self.membership.join(communicator, self.membership.root, name)
+        self.average_within(self.gradient_group)
+        self.start()
+
+    @neutrally
+    def rejoin(self, name: str) -> None:
+        """Be constructed anew, with the same arguments, among the ranks that Horovod has now; communicates nothing.
+
+        Center and counters are those of an optimizer that was just constructed, or of a state that was loaded before
+        training began.
+
+        Args:
+            name: prefix of the names of collectives, the same on all ranks.
+
+        Raises:
+            TypeError: as for copies: it exchanges asynchronously, or around an ``hvd.DistributedOptimizer``.
+            ValueError: hyper-parameters that make no sense for so many ranks.
+        """
+        loaded = self.state_dict() if self.checkpoint.has_loaded() else None
+        _, moving, arguments = self._constructed()
+        communicator, root = communicator_of(None), arguments["root"]
+        _assemble(
+            self,
+            self.replica,
+            moving,
+            arguments | {"communicator": communicator, "root": root if root < communicator.size else 0, "name": name},
+        )
+        self._alone = False
+        if loaded is not None:
+            self.load_state_dict(loaded)
+
+    def take_from(self, giver: int) -> None:
+        """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root."""
+        root, self.membership.root = self.membership.root, giver
+        self.broadcast()
+        self.membership.root = root
+
+    @neutrally
+    def start_from_center(self) -> None:
+        """Let the replica start from the center, as where a rank joins others that have trained; local."""
+        self.beginning.start_from_center()
+        self.load_state_dict(self.state_dict())
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)
@@ -168,6 +224,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, self._constructed(), self.state_dict()
+
+    def _constructed(self) -> tuple[Any, ...]:
+        """Return the arguments of ``_restore``."""
         if self.course.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
@@ -188,7 +248,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "compression": self.course.setting.wire,
             "fragments": len(self.course.setting.fragments),
         }
-        return _restore, (of_rank, moving, arguments), self.state_dict()
+        return of_rank, moving, arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)
@@ -266,15 +326,22 @@ def _check_optimizer(optimizer: object) -> None:
 @neutrally
 def _restore(of_rank: tuple[Any, ...], moving: torch.optim.Optimizer | None, arguments: dict[str, Any]) -> Synchronizer:
     """Construct without communicating: one rank may unpickle alone."""
-    restored, replica = Synchronizer.__new__(Synchronizer), TorchReplica(*of_rank)
+    restored = Synchronizer.__new__(Synchronizer)
+    _assemble(restored, TorchReplica(*of_rank), moving, arguments)
+    _watch(restored)
+    return restored
+
+
+def _assemble(
+    synchronizer: Synchronizer, replica: TorchReplica, moving: torch.optim.Optimizer | None, arguments: dict[str, Any]
+) -> None:
+    """Put the parts together."""
     Parts.__init__(
-        restored,
+        synchronizer,
         replica,
         outer=None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors),
         rates=LearningRates(replica.learning_rates),
         local_optimizer=None if replica.optimizer is None else TorchOptimizerState(replica.optimizer, replica),
         **arguments,
     )
-    restored.learning_rate = _first_rate(replica.optimizer)
-    _watch(restored)
-    return restored
+    synchronizer.learning_rate = _first_rate(replica.optimizer)

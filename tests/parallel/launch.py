@@ -122,10 +122,16 @@ def start(
     return output
 
 
-def run_elastic(ranks: int, discovery: Path, command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
-    """Run a Python command under elastic Horovod; return the exit code and what it printed."""
-    words = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(ranks), "--min-np", "1", "--max-np", "2"]
-    words += ["--host-discovery-script", str(discovery)]
+def run_elastic(
+    ranks: int,
+    discovery: Path,
+    command: Sequence[str],
+    timeout_seconds: float,
+    most: int = 2,
+) -> tuple[int, str]:
+    """Run a Python command under elastic Horovod with one to ``most`` ranks; return exit code and what it printed."""
+    words = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(ranks), "--min-np", "1"]
+    words += ["--max-np", str(most), "--host-discovery-script", str(discovery)]
     return _run([*words, sys.executable, *command], timeout_seconds)
 
 

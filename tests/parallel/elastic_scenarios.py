@@ -1,0 +1,148 @@
+"""What happens to elastic jobs in the tests, and what has to come of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SIZE, STEPS, PERIOD, RATE, MOMENTUM = 4, 24, 4, 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to ranks once.
+
+    Attributes:
+        what: ``kill``; ``before``, ``in`` or ``after``: the same there in a collective, counted from this step on;
+            ``wait`` for other ranks; ``forget`` the newest commit.
+        step: local steps before it.
+        size: of the job at that time.
+        rank: to whom; None: all.
+        number: of the collective.
+    """
+
+    what: str
+    step: int
+    size: int
+    rank: int | None = None
+    number: int = 1
+
+    @property
+    def name(self) -> str:
+        """A file that says it has happened."""
+        return f"{self.what}.{self.step}.{self.size}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job.
+
+    Attributes:
+        algorithm: of its exchanges.
+        ranks: at the start.
+        events: what happens.
+        begun: ranks and local steps of each stretch of training; from the step before, all that went on was put back.
+        collectives: an exchange takes one for the meeting, and one for data.
+        overlap: of exchanges.
+    """
+
+    algorithm: str
+    ranks: int
+    events: Sequence[Event]
+    begun: Sequence[tuple[int, int]]
+    collectives: bool = False
+    overlap: int = 0
+
+
+SCENARIOS = {
+    "one of three": Scenario("easgd", 3, [Event("kill", 9, 3, rank=2)], [(3, 0), (2, 8)]),
+    "the root, in a collective": Scenario(
+        "diloco", 2, [Event("in", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True
+    ),
+    "one joins": Scenario("agn", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)]),
+    "before a collective": Scenario(
+        "averaging", 3, [Event("before", 7, 3, rank=1, number=2)], [(3, 0), (2, 4)], collectives=True
+    ),
+    "after the last collective": Scenario(
+        "agn", 3, [Event("after", 7, 3, rank=1, number=2)], [(3, 0), (2, 8)], collectives=True
+    ),
+    "commits apart": Scenario(
+        "easgd", 3, [Event("forget", 9, 3, rank=0), Event("kill", 9, 3, rank=2)], [(3, 0), (2, 4)]
+    ),
+    "twice": Scenario(
+        "diloco", 3, [Event("kill", 9, 3, rank=2), Event("kill", 17, 2, rank=0)], [(3, 0), (2, 8), (1, 16)]
+    ),
+    "overlapped": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], overlap=2),
+    "all replaced": Scenario(
+        "diloco",
+        2,
+        [Event("kill", 5, 2, rank=1), Event("wait", 6, 1), Event("kill", 13, 2, rank=0), Event("wait", 14, 1)],
+        [(2, 0), (1, 4), (2, 8), (1, 12), (2, 16)],
+    ),
+}
+
+
+@dataclass
+class Worker:
+    """One process."""
+
+    x: np.ndarray
+    velocity: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+    accumulated: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+
+
+def target(rank: int, step: int) -> list[float]:
+    """Return where a rank descends to in a step."""
+    return [math.sin((i + 1) * (rank + 1) + step) for i in range(SIZE)]
+
+
+def expected(algorithm: str, stretches: Sequence[tuple[int, Sequence[int]]]) -> tuple[np.ndarray, dict[int, Worker]]:
+    """Return center and workers, by the equations and one after the other.
+
+    Args:
+        algorithm: of exchanges.
+        stretches: the step at which each begins, and the processes in the order of ranks. Who was not there before
+            starts from the center.
+    """
+    center, momentum = np.zeros(SIZE), np.zeros(SIZE)
+    workers: dict[int, Worker] = {}
+    ends = [*(step for step, _ in stretches[1:]), STEPS]
+    for (begin, processes), end in zip(stretches, ends, strict=True):
+        workers = {process: workers.get(process) or Worker(center.copy()) for process in processes}
+        for step in range(begin, end):
+            for rank, worker in enumerate(workers.values()):
+                g = worker.x - target(rank, step)
+                worker.accumulated += g
+                worker.velocity = MOMENTUM * worker.velocity + g
+                worker.x = worker.x - RATE * worker.velocity
+            if (step + 1) % PERIOD == 0:
+                center, momentum = exchanged(algorithm, center, momentum, list(workers.values()))
+    return center, workers
+
+
+def exchanged(
+    algorithm: str, center: np.ndarray, momentum: np.ndarray, workers: Sequence[Worker]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the new center and its momentum; change the workers."""
+    n = len(workers)
+    if algorithm == "easgd":
+        rate, old = min(0.9 / n, 1 / (n + 1)), center
+        center = old + rate * sum(worker.x - old for worker in workers)
+        for worker in workers:
+            worker.x = worker.x - rate * (worker.x - old)
+        return center, momentum
+    if algorithm == "averaging":
+        center = sum(worker.x for worker in workers) / n
+    elif algorithm == "agn":
+        momentum = MOMENTUM * momentum + sum(worker.accumulated for worker in workers) / PERIOD
+        center = center - RATE * momentum
+    elif algorithm == "diloco":
+        g = center - sum(worker.x for worker in workers) / n
+        momentum = 0.9 * momentum + g
+        center = center - 0.7 * (g + 0.9 * momentum)
+    for worker in workers:
+        worker.x, worker.accumulated = center.copy(), np.zeros(SIZE)
+    return center, momentum
