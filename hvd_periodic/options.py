@@ -35,6 +35,9 @@ class ExchangeOptions(TypedDict, total=False):
             period of τ local steps: the f-th after ⌈f τ/F⌉ of them. The most that travels at once falls by F.
             Statistics and optimizer state go with the last one; ``sync()`` and ``finalize()`` exchange all. F is at
             most τ. Synchronously.
+        audit_every: exchanges after which ranks compare what they hold of the center alike, to the bit: a digest of
+            each travels, and where they differ, training ends on all ranks with the names of ranks and tensor. 0:
+            never, but at the end. Synchronously.
     """
 
     center: Annotated[str, "replicated"]
@@ -42,6 +45,7 @@ class ExchangeOptions(TypedDict, total=False):
     overlap: Annotated[int | str, 0]
     compression: Annotated[Any, Compression.none]
     fragments: Annotated[int, 1]
+    audit_every: Annotated[int, 0]
 
 
 class Options(ExchangeOptions, total=False):
@@ -78,12 +82,12 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ...     def __init__(self, size, **options):
         ...         self.options = options
         >>> Setup(3).options
-        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), 'fragments': 1}
+        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), ...}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments']
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'audit_every']
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., fragments
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., audit_every
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -73,25 +73,42 @@ def agree(communicator: Ranks, name: str, facts: Mapping[str, object]) -> None:
     raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
 
 
-_ADVICE = (
+ADVICE = (
     "Was a state restored on some ranks only, or hvd.join() called in place of finalize()? synchronizer.broadcast() "
     "takes the root's"
 )
 
 
-def audit(communicator: Ranks, name: str, vectors: Iterable[bytes], advice: str = _ADVICE) -> None:
+def audit(
+    communicator: Ranks,
+    name: str,
+    vectors: Callable[[], Iterable[tuple[str, Any]]],
+    advice: str = ADVICE,
+) -> None:
     """Raise on all ranks unless all hold the same vectors, to the bit.
 
+    Args:
+        communicator: the ranks.
+        name: prefix of the names of collectives.
+        vectors: yields the memory of vectors, or of parts of them, each with a name; called again where ranks differ.
+        advice: what to do then.
+
     Raises:
-        RuntimeError: names the ranks that differ from rank 0.
+        RuntimeError: names the ranks that differ from rank 0, and the first vector in which one does.
     """
     digest = hashlib.sha256()
-    for vector in vectors:
+    for _, vector in vectors():
         digest.update(vector)
     digests = communicator.allgather_object(digest.hexdigest(), f"{name}.audit")
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if different:
-        raise RuntimeError(f"The center variables differ between ranks: rank {join(different)} from rank 0. {advice}")
+    if not different:
+        return
+    own = [(vector_name, hashlib.sha256(vector).digest()) for vector_name, vector in vectors()]
+    of_ranks = communicator.allgather_object(own, f"{name}.audit.vectors")
+    first = next((alike[0][0] for alike in zip(*of_ranks, strict=False) if len(set(alike)) > 1), "their number")
+    raise RuntimeError(
+        f"The center variables differ between ranks: rank {join(different)} from rank 0, first in {first!r}. {advice}"
+    )
 
 
 def join(ranks: Sequence[int]) -> str:

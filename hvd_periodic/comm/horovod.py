@@ -82,6 +82,7 @@ class HorovodCommunicator(Communicator):
         self.rank = self.ranks.index(self._hvd.rank())
         self.size = len(self.ranks)
         self._place = (self._hvd.rank(), self._hvd.size())
+        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
 
     @property
     def constructed(self) -> int:
@@ -91,11 +92,6 @@ class HorovodCommunicator(Communicator):
     @constructed.setter
     def constructed(self, number: int) -> None:
         self._constructed[self.meeting_name] = number
-
-    @property
-    def elastic(self) -> bool:  # type: ignore[override]
-        """Whether the job was started with a range of ranks."""
-        return os.environ.get("HOROVOD_ELASTIC") == "1"
 
     @property
     def global_ranks(self) -> list[int]:

@@ -46,6 +46,7 @@ class Setting(Generic[V]):
         fragments: the parts of the parameters that are exchanged one after another.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
         wire: how messages of the parameters are encoded.
+        audit_every: exchanges after which ranks compare their centers; 0: never.
     """
 
     exchanged: Exchanged[V]
@@ -58,6 +59,7 @@ class Setting(Generic[V]):
     fragments: Sequence[Fragment]
     overlap: int | str = 0
     wire: Wire = Plain()  # noqa: RUF009
+    audit_every: int = 0
 
 
 class Course(ABC, Generic[V]):

@@ -89,3 +89,17 @@ class Forms(NamedTuple):
                 f"itself. Received: compression={compression!r}"
             )
         return wire
+
+    def audits(self, asynchronous: bool, audit_every: int) -> int:
+        """Return the number of exchanges after which ranks compare their centers; 0: never.
+
+        Raises:
+            TypeError, ValueError: not an int of at least 0; or it makes no sense here.
+        """
+        require_int(audit_every, "`audit_every`", minimum=0)
+        if audit_every > 0 and asynchronous:
+            raise ValueError(
+                "`audit_every` is for synchronous exchange: with asynchronous=True there is one center. Received: "
+                f"audit_every={audit_every}"
+            )
+        return audit_every

@@ -58,6 +58,7 @@ class Parts(Generic[V]):
         overlap: local steps for which an exchange may be under way, or ``"period"``.
         compression: how the messages of the parameters travel.
         fragments: in how many parts, one after another within a period.
+        audit_every: exchanges after which ranks compare their centers; 0: never.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -88,6 +89,7 @@ class Parts(Generic[V]):
         overlap: int | str = 0,
         compression: Any = Compression.none,
         fragments: int = 1,
+        audit_every: int = 0,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
@@ -105,7 +107,8 @@ class Parts(Generic[V]):
         hyperparameters = self.exchanged.hyperparameters
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
-        setting = Setting(self.exchanged, *known, state, cut, overlap, wire)
+        audits = forms.audits(bool(asynchronous), audit_every)
+        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, audits)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)

@@ -83,7 +83,12 @@ class Synchronous(Course[V]):
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
         setting = self.setting
-        return {"asynchronous": False, "compression": described(setting.wire), "fragments": len(setting.fragments)}
+        return {
+            "asynchronous": False,
+            "compression": described(setting.wire),
+            "fragments": len(setting.fragments),
+            "audit_every": setting.audit_every,
+        }
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when the first exchange takes place, the same on all ranks."""
@@ -117,6 +122,9 @@ class Synchronous(Course[V]):
                 sent = self._run(agreed, due)
             ledger.add(bytes_sent=sent, rounds=1)
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
+            if setting.audit_every and ledger.rounds % setting.audit_every == 0:
+                with failing(setting.meeting, own.counters.local_steps):
+                    self.tensor_groups.audit()
         counters = ledger.counters
         ledger.counters = replace(
             counters,

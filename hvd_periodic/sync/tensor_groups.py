@@ -12,6 +12,7 @@ from hvd_periodic.comm.agreement import audit
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.vectors.fragments import Fragment
+from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
@@ -109,17 +110,18 @@ class TensorGroups(Generic[V]):
         """Check on all ranks that they hold the same centers, to the bit; each what it holds of them for all.
 
         Raises:
-            RuntimeError: they do not; names the ranks.
+            RuntimeError: they do not; names the ranks, and the first tensor.
         """
         audit(
             self._membership.together,
             "center",
-            (
-                self._replica.to_bytes(store.read(bucket))
+            lambda: (
+                part
                 for group in self.held_alike
                 if group.placement.everywhere
                 for store in group.center_state.values()
                 for bucket in group.values.layout.buckets
+                for part in named_parts(group.values.layout, bucket, self._replica.to_bytes(store.read(bucket)))
             ),
         )
 
@@ -145,3 +147,10 @@ class TensorGroups(Generic[V]):
             d = replica.space.sub(x, center, out=replica.scratch(bucket, 1))
             total += replica.space.dot(d, d)
         return total**0.5
+
+
+def named_parts(layout: Layout, bucket: Bucket, memory: bytes) -> Iterator[tuple[str, memoryview]]:
+    """Yield the name of every tensor in a bucket, and its part of the bucket's memory."""
+    for piece in bucket.pieces:
+        start, stop = (bucket.itemsize * place for place in (piece.offset, piece.offset + piece.stop - piece.start))
+        yield layout.specs[piece.tensor].name, memoryview(memory)[start:stop]

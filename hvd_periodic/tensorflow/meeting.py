@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from hvd_periodic.sync.course import Setting
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.tensor_groups import TensorGroups, named_parts
 from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
 from hvd_periodic.tensorflow.ledger import VariableLedger
 
@@ -91,11 +91,16 @@ def ledger_of(setting: Setting[Any]) -> VariableLedger:
 def audit_in_graph(groups: TensorGroups[Any], setting: Setting[Any], advice: str) -> tf.Tensor:
     """Let all ranks check, when the graph runs, that they hold the same centers, to the bit; ``advice`` if not."""
     alike = [group for group in groups.held_alike if group.placement.everywhere]
+    places = [(group.values.layout, bucket) for group in alike for bucket in group.values.layout.buckets]
     centers = [group.center.read(bucket) for group in alike for bucket in group.values.layout.buckets]
     together, to_bytes = setting.membership.together, setting.exchanged.replica.to_bytes
 
     def compare(*vectors: tf.Tensor) -> tf.Tensor:
-        audit(together, "center", map(to_bytes, vectors), advice)
+        def parts() -> Iterator[tuple[str, Any]]:
+            for place, vector in zip(places, vectors, strict=True):
+                yield from named_parts(*place, to_bytes(vector))
+
+        audit(together, "center", parts, advice)
         return tf.constant(True)
 
     with tf.device("CPU:0"):

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.comm.packing import is_real
 from hvd_periodic.sync.synchronous import Synchronous
@@ -73,6 +74,7 @@ class GraphSynchronous(Synchronous[Any]):
         with tf.control_dependencies(checks):
             sent = self._sent(plan, decided)
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
+        self._audit()
         ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided)
         ledger.timed(started)
         return tf.constant(True)
@@ -131,6 +133,13 @@ class GraphSynchronous(Synchronous[Any]):
         return [
             tf.cond(first, lambda: audit_in_graph(self.tensor_groups, self.setting, advice), lambda: tf.constant(True))
         ]
+
+    def _audit(self) -> None:
+        """Compare the centers, where that is due after this exchange."""
+        setting = self.setting
+        if setting.audit_every:
+            due = tf.equal((ledger_of(setting).variables["rounds"] + 1) % setting.audit_every, 0)
+            tf.cond(due, lambda: audit_in_graph(self.tensor_groups, setting, ADVICE), lambda: tf.constant(True))
 
     def _when(self, condition: Any, run: Callable[[], int]) -> Any:
         """Return what ``run`` does where the condition holds, 0 elsewhere; in a graph, a branch of it."""

@@ -128,11 +128,13 @@ class State(ObjectState):  # type: ignore[misc]
             RuntimeError: no commit is held by all of them; on all ranks.
             ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
         """
-        told = communicator_of(None).allgather_object((self._generation, set(self._commits)), "hvd_periodic.commits")
-        self._rejoin(1 + max(generation for generation, _ in told))
-        holders = {rank: numbers for rank, (_, numbers) in enumerate(told) if numbers}
+        loaded = any(periodic.synchronizer.checkpoint.has_loaded() for periodic in self._periodic().values())
+        mine = self._generation, set(self._commits), loaded
+        told = communicator_of(None).allgather_object(mine, "hvd_periodic.commits")
+        self._rejoin(1 + max(generation for generation, _, _ in told))
+        holders = {rank: numbers for rank, (_, numbers, _) in enumerate(told) if numbers}
         if not holders:
-            self._begin()
+            self._begin(loaded=any(loaded for _, _, loaded in told))
             self._keep(0)
             return
         common = set.intersection(*holders.values())
@@ -148,12 +150,16 @@ class State(ObjectState):  # type: ignore[misc]
         if self._optimizer.synchronizer.meeting.everyone_trains:
             self.commit()
 
-    def _begin(self) -> None:
-        """Let all ranks start from what the first one has: nobody has trained."""
+    def _begin(self, loaded: bool) -> None:
+        """Let all ranks start from what the first one has: nobody has trained.
+
+        Where states of exchanges were loaded, optimizers find out who has what; every rank may have loaded a model of
+        its own with them.
+        """
         for value in self._tracked.values():
             if isinstance(value, PeriodicOptimizer):
                 value.synchronizer.start()
-            else:
+            elif not (loaded and isinstance(value, torch.nn.Module)):
                 _give(value, 0)
         super().sync()
 

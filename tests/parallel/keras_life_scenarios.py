@@ -184,6 +184,31 @@ def normalization() -> Any:
 
 
 @scenario
+def audits() -> Any:
+    """A center that changes on the last rank alone, before the third exchange: after which exchange that is noticed."""
+    results: dict[str, Any] = {}
+    for loop in LOOPS:
+        keras.utils.set_random_seed(hvd.rank())
+        model = network()
+        optimizer = ALGORITHMS["easgd"](model, audit_every=2)
+
+        def data(optimizer: Any = optimizer) -> Any:
+            for step, batch in enumerate(batches(10)):
+                if step == 4 and hvd.rank() == hvd.size() - 1:
+                    center = optimizer.synchronizer.center_tensors()[2]
+                    center.assign_add(tf.ones_like(center))
+                yield batch
+
+        if loop == "fit":  # which reads ahead
+            results[loop] = attempt(lambda m=model, o=optimizer: LOOPS["fit"](m, o, batches(10)))
+        else:
+            unknown = tf.errors.UnknownError  # what errors of a graph become
+            results[loop] = attempt(lambda m=model, o=optimizer, loop=loop, d=data: LOOPS[loop](m, o, d()), unknown)
+        results[f"{loop}, rounds"] = int(optimizer.synchronizer.rounds)
+    return results
+
+
+@scenario
 def determinism() -> Any:
     """Keras's recipe for reproducible runs, twice; it cannot be undone, so this comes last."""
     keras.utils.set_random_seed(7)

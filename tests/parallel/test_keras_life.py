@@ -57,5 +57,18 @@ def test_layers_that_derive_from_their_weights_follow_them(ranks: list[dict[str,
     assert found == [found[0]] * len(ranks)
 
 
+def test_centers_are_compared_after_every_other_exchange(ranks: list[dict[str, Any]]) -> None:
+    """In ``fit`` nobody changes one."""
+    for loop in ("function", "eager"):
+        for error, rounds in zip(
+            column(ranks, "audits", loop), column(ranks, "audits", f"{loop}, rounds"), strict=True
+        ):
+            assert "The center variables differ between ranks: rank 1 from rank 0, first in" in error
+            assert "gamma" in error or "kernel" in error or "beta" in error, error
+            assert rounds in (3, 4), loop
+    assert column(ranks, "audits", "fit") == [""] * len(ranks)
+    assert column(ranks, "audits", "fit, rounds") == [5] * len(ranks)
+
+
 def test_runs_with_determinism_are_equal_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "determinism") == [{"easgd": [True, 3, True], "agn": [True, 3, True]}] * len(ranks)

@@ -14,6 +14,7 @@ from hvd_periodic import (
     AGNOptimizer,
     Communicator,
     ElasticAverageOptimizer,
+    LocalCommunicator,
     ModelAverageOptimizer,
     PeriodicOptimizer,
     PostLocal,
@@ -304,6 +305,52 @@ def test_a_parameter_that_changed_on_one_rank_only(method: str) -> None:
         assert text.startswith("Rank 1 failed") == (rank != 1)
 
 
+@pytest.mark.parametrize(("audit_every", "noticed"), [(1, 2), (2, 2), (3, 3), (0, 4)])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_centers_are_compared_now_and_then(overlap: int, audit_every: int, noticed: int) -> None:
+    """One changes after the first exchange; without audits that is noticed at the end."""
+
+    def work(communicator: Communicator) -> None:
+        optimizer = easgd(communicator, period=2, overlap=overlap, audit_every=audit_every)
+        for step in range(8):
+            if step == 3 and communicator.rank == 1:
+                optimizer.synchronizer.center_tensors()[1][1] += 1.0
+            try:
+                optimizer.step([np.ones((2, 3)), np.ones(3)])
+            except RuntimeError as error:
+                raise RuntimeError(f"{error} after {optimizer.synchronizer.rounds} exchanges") from None
+        assert optimizer.synchronizer.rounds == 4
+        try:
+            optimizer.synchronizer.finalize()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} after {optimizer.synchronizer.rounds} exchanges") from None
+
+    for kind, text in errors(3, work):
+        assert kind is RuntimeError
+        assert "center variables differ between ranks: rank 1 from rank 0, first in 'b'" in text
+        assert text.endswith(f"after {noticed} exchanges")
+
+
+def test_centers_that_are_alike_pass() -> None:
+    def work(communicator: Communicator) -> int:
+        optimizer = easgd(communicator, period=1, audit_every=2)
+        for _ in range(5):
+            optimizer.step([np.full((2, 3), float(communicator.rank)), np.ones(3)])
+        optimizer.synchronizer.finalize()
+        return optimizer.synchronizer.rounds
+
+    assert run_ranks(3, work) == [5] * 3
+
+
+def test_audits_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match=r"`audit_every` must be an int >= 0\. Received: -1"):
+        easgd(LocalCommunicator(), audit_every=-1)
+    with pytest.raises(TypeError, match=r"`audit_every` must be an int >= 0\. Received: 0\.5"):
+        easgd(LocalCommunicator(), audit_every=0.5)
+    with pytest.raises(ValueError, match=r"`audit_every` is for synchronous exchange.* Received: audit_every=2"):
+        easgd(LocalCommunicator(), audit_every=2, asynchronous=True)
+
+
 def test_audit_notices_a_center_that_differs() -> None:
     def work(communicator: Communicator) -> None:
         optimizer = easgd(communicator)
@@ -315,7 +362,7 @@ def test_audit_notices_a_center_that_differs() -> None:
 
     for kind, text in errors(4, work):
         assert kind is RuntimeError
-        assert "center variables differ between ranks: rank 2 from rank 0" in text
+        assert "center variables differ between ranks: rank 2 from rank 0, first in" in text
 
 
 def test_finalize_audits() -> None:
@@ -371,7 +418,12 @@ def test_agree() -> None:
 
 
 def test_audit() -> None:
-    assert run_ranks(3, lambda communicator: audit(communicator, "name", [b"one", b"two"])) == [None] * 3
-    found = errors(3, lambda communicator: audit(communicator, "name", [b"one", bytes([communicator.rank // 2])]))
+    def check(communicator: Communicator, *vectors: bytes) -> None:
+        audit(communicator, "name", lambda: zip(("a", "b"), vectors, strict=False))
+
+    assert run_ranks(3, lambda communicator: check(communicator, b"one", b"two")) == [None] * 3
+    found = errors(3, lambda communicator: check(communicator, b"one", bytes([communicator.rank // 2])))
     assert {kind for kind, _ in found} == {RuntimeError}
-    assert all("rank 2 from rank 0" in text for _, text in found)
+    assert all("rank 2 from rank 0, first in 'b'" in text for _, text in found)
+    found = errors(2, lambda communicator: check(communicator, *[b"one", b"two"][communicator.rank :]))
+    assert all("rank 1 from rank 0, first in 'a'" in text for _, text in found)
