@@ -12,6 +12,9 @@ from hvd_periodic.wires.given import Compression
 
 P = ParamSpec("P")
 
+WeightLike = float | Callable[[], float] | None
+"""How much a rank counts in means: a number, what a function returns at every exchange, or None: all count alike."""
+
 
 class ExchangeOptions(TypedDict, total=False):
     """Options that go to the synchronizer of the core as they are; annotated with their defaults.
@@ -35,6 +38,16 @@ class ExchangeOptions(TypedDict, total=False):
             period of τ local steps: the f-th after ⌈f τ/F⌉ of them. The most that travels at once falls by F.
             Statistics and optimizer state go with the last one; ``sync()`` and ``finalize()`` exchange all. F is at
             most τ. Synchronously.
+        nonfinite: what becomes of a rank that comes to an exchange with NaN or infinity in its parameters, what the
+            algorithm keeps of them, or its averaged statistics. ``"raise"``: an error on all ranks that names rank and
+            tensor. ``"skip"``: that rank is left out, and starts again from the center, with a new state of its local
+            optimizer; the others exchange. ``"ignore"``: nothing is looked at, and all ranks and the center take it.
+            Infinities of statistics that the center has as well, such as those of a mask, are right.
+        weight: how much this rank counts in the mean over ranks, such as the number of its examples: a number of at
+            least 0; or a function that is called once at every exchange and returns one; None: all ranks count alike.
+            Σ_i w_i x_i / Σ_i w_i takes the place of the mean, also of statistics and of optimizer state; the steps of a
+            rank of weight 0 count nowhere, and so does a rank that is in ``finalize()`` and has taken no step since the
+            last exchange. For averaging and outer optimizers. Synchronously.
         audit_every: exchanges after which ranks compare what they hold of the center alike, to the bit: a digest of
             each travels, and where they differ, training ends on all ranks with the names of ranks and tensor. 0:
             never, but at the end. Synchronously.
@@ -45,6 +58,8 @@ class ExchangeOptions(TypedDict, total=False):
     overlap: Annotated[int | str, 0]
     compression: Annotated[Any, Compression.none]
     fragments: Annotated[int, 1]
+    nonfinite: Annotated[str, "raise"]
+    weight: Annotated[WeightLike, None]
     audit_every: Annotated[int, 0]
 
 
@@ -84,7 +99,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         >>> Setup(3).options
         {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), ...}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'audit_every']
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', 'weight', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
         TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., audit_every

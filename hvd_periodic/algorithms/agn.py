@@ -56,6 +56,11 @@ class AGN(Algorithm):
         """Every local gradient is accumulated."""
         return True
 
+    @property
+    def takes_mean(self) -> bool:
+        """With ``op="average"``."""
+        return self.op == "average"
+
     def one_by_one(self, size: int) -> Algorithm:
         """Return this: every worker in turn has its gradients applied to the center."""
         return self

@@ -25,6 +25,8 @@ class Exchange:
         gradients: gradients that this worker accumulated since the last exchange; at least 1, where there were none as
             well.
         learning_rate: of the local optimizers, for the elements at hand (γ); None for algorithms that do not ask.
+        weight: how much the message of this worker counts in a mean over workers, w_i n / Σ_j w_j; None where all count
+            alike. Algorithms need not look: their messages are multiplied by it.
 
     In a compiled graph, all but the size are scalars of it.
     """
@@ -33,6 +35,7 @@ class Exchange:
     period: float
     gradients: float = 1
     learning_rate: Any = None
+    weight: Any = None
 
 
 class Algorithm(ABC):
@@ -77,6 +80,11 @@ class Algorithm(ABC):
     @property
     def uses_gradients(self) -> bool:
         """Whether ``local`` must see every local gradient before the local update."""
+        return False
+
+    @property
+    def takes_mean(self) -> bool:
+        """Whether the total divided by n is all that ``move`` takes: a mean, in which some workers may count more."""
         return False
 
     def check(self, size: int) -> None:

@@ -20,6 +20,11 @@ class Consensus(Algorithm):
     How the center moves is what these algorithms differ in.
     """
 
+    @property
+    def takes_mean(self) -> bool:
+        """The center moves by the mean displacement."""
+        return True
+
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
     ) -> tuple[V, State[V]]:

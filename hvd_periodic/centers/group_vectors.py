@@ -122,14 +122,10 @@ class GroupVectors(Generic[V]):
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
 
-    def start_from_center(self) -> None:
-        """Set the replica to the center, which is here, and the worker's vectors to those of the start of training."""
-        space = self._replica.space
-        for bucket in self.values.layout.buckets:
-            x = space.copy(self.center.read(bucket))
-            self.values.write(bucket, x)
-            self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
-        self.outbox.forget()
+    def start_from(self, bucket: Bucket, center: V) -> None:
+        """Set a bucket of the replica to its center, and of the worker's vectors to those of the start of training."""
+        self.values.write(bucket, center)
+        self._write(self.worker, bucket, {}, self.algorithm.init_worker(self._replica.space, center))
 
     def set_share(self, key: str, bucket: Bucket, vector: V) -> None:
         """Set this rank's share of a bucket of a vector of the center, given the whole bucket."""

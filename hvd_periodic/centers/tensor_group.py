@@ -207,7 +207,10 @@ class TensorGroup(GroupVectors[V]):
         if self.snapshot is not None:
             self.snapshot.write(place, block.x)
         part = None if room is None else _part(room, bucket, place)
-        message, changed = algorithm.message(self._replica.space, block.x, worker, block.seen, exchange, out=part)
+        space = self._replica.space
+        message, changed = algorithm.message(space, block.x, worker, block.seen, exchange, out=part)
+        if algorithm.takes_mean and exchange.weight is not None:
+            message = space.weigh(exchange.weight, message)
         self._write(self.worker, place, worker, changed)
         block.worker = worker | changed
         lasts = self.travelling is not None

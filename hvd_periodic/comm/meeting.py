@@ -54,6 +54,8 @@ class Record:
         loss: mean of what was reported since the last exchange; None where nothing was.
         optimizer_state: a number that is the same where local optimizers keep the same; 0 where it does not matter.
         foreseen: iterations at the exchange after this one, where the schedule can say so before ranks meet; else 0.
+        weight: how much this rank counts in means; None where all count alike.
+        left_out: 1 where its replica is not finite, and it is left out.
         enclosed: integers that follow this record: messages, as memory.
     """
 
@@ -71,6 +73,8 @@ class Record:
     loss: float | None = None
     optimizer_state: int = 0
     foreseen: int = 0
+    weight: float | None = None
+    left_out: int = 0
     enclosed: int = 0
 
     @property

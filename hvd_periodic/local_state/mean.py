@@ -29,6 +29,11 @@ class Mean(Algorithm):
 
     reads_before: ClassVar[bool] = False
 
+    @property
+    def takes_mean(self) -> bool:
+        """It is one."""
+        return True
+
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return nothing."""
         return {}

@@ -17,6 +17,8 @@ from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.counters import Notes
 from hvd_periodic.sync.course import Course, Legacy, Setting, failing
+from hvd_periodic.sync.finite import Finite
+from hvd_periodic.sync.left_out import start_again
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
@@ -59,6 +61,7 @@ class Asynchronous(Course[V]):
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
+        self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
 
     @property
     def shows_loaded(self) -> bool:
@@ -86,17 +89,24 @@ class Asynchronous(Course[V]):
         """Exchange with the center, without the other ranks."""
         setting, ledger = self.setting, self.setting.ledger
         started, counters, own = time.perf_counter(), ledger.counters, ledger.standpoint()
-        problem = setting.meeting.problem(own, Purpose.EXCHANGE)
+        not_finite = self.finite.problem(counters.local_steps)
+        left_out = self.finite.skips and not_finite is not None
+        problem = setting.meeting.problem(own, Purpose.EXCHANGE) or (None if left_out else not_finite)
         if problem is not None:
             raise RuntimeError(problem)
         plan = setting.planner.following_alone(own)
         exchange = Exchange(setting.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
+        sent = missed = 0
         with failing(setting.meeting, counters.local_steps):
-            sent = self.worker.exchange(list(self.tensor_groups), exchange)
-        missed = self.worker.transport.missed
+            if left_out:
+                start_again(self.tensor_groups, setting, not_finite)
+            else:
+                sent = self.worker.exchange(list(self.tensor_groups), exchange)
+                missed = self.worker.transport.missed
         ledger.counters = replace(
             counters,
-            rounds=counters.rounds + 1,
+            rounds=counters.rounds + (not left_out),
+            left_out=counters.left_out + left_out,
             bytes_sent=counters.bytes_sent + sent,
             last_exchange=counters.local_steps,
             next_exchange=plan.next_exchange,

@@ -87,7 +87,9 @@ class Beginning(Generic[V]):
         """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own."""
         ledger = self._setting.ledger
         for group in self._course.tensor_groups:
-            group.start_from_center()
+            for bucket in group.values.layout.buckets:
+                group.start_from(bucket, group.center.read(bucket))
+            group.outbox.forget()
         ledger.counters = replace(ledger.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
         ledger.notes = replace(ledger.notes, loss_sum=0.0, losses=0)
 

@@ -19,6 +19,7 @@ class Counters:
         last_exchange: local steps at the last exchange.
         next_exchange: local steps at which the next exchange is due.
         gradients: gradients accumulated on this rank since the last exchange, for algorithms that use them.
+        left_out: exchanges from which this rank was left out, as its replica was not finite.
         exchange_seconds: wall time spent in exchanges, waiting for other ranks included.
         pushes_missed: in asynchronous exchange, pushes of other workers between this worker's own, summed over its
             exchanges: the staleness of the center that its replica was pulled to before.
@@ -35,6 +36,7 @@ class Counters:
     exchange_seconds: float = 0.0
     pushes_missed: int = 0
     staleness_max: int = 0
+    left_out: int = 0
 
     @property
     def staleness_mean(self) -> float:

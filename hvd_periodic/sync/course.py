@@ -15,10 +15,11 @@ from hvd_periodic.comm.meeting import Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.exchanged import Exchanged
+from hvd_periodic.sync.finite import RAISE, Finite
 from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.meeting import Meeting
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
+from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.planning import Plan
@@ -46,6 +47,8 @@ class Setting(Generic[V]):
         fragments: the parts of the parameters that are exchanged one after another.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
         wire: how messages of the parameters are encoded.
+        local_optimizer: the state of the local optimizer, where it is known.
+        nonfinite: what becomes of a rank whose replica is not finite.
         audit_every: exchanges after which ranks compare their centers; 0: never.
     """
 
@@ -59,6 +62,8 @@ class Setting(Generic[V]):
     fragments: Sequence[Fragment]
     overlap: int | str = 0
     wire: Wire = Plain()  # noqa: RUF009
+    local_optimizer: OptimizerState[V] | None = None
+    nonfinite: str = RAISE
     audit_every: int = 0
 
 
@@ -74,12 +79,14 @@ class Course(ABC, Generic[V]):
         steps_agree: ranks exchange at the same local steps.
         setting: as given.
         tensor_groups: what is exchanged, with the centers.
+        finite: looks for what no exchange should spread.
         worker: leads to a center that no rank waits for, if there is one.
     """
 
     steps_agree: ClassVar[bool]
     setting: Setting[V]
     tensor_groups: TensorGroups[V]
+    finite: Finite[V]
     worker: Worker | None = None
 
     @classmethod

@@ -1,47 +1,106 @@
-"""Looks for NaN and infinity in what a lossy wire would spread over all ranks."""
+"""Looks for NaN and infinity in what an exchange would spread over all ranks."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.base import Wire
 
 V = TypeVar("V")
 
+RAISE, SKIP, IGNORE = "raise", "skip", "ignore"
+"""What becomes of a rank whose replica is not finite: an error on all, it is left out, or nothing is looked at."""
+
+
+def as_nonfinite(nonfinite: str) -> str:
+    """Return what was asked for.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if nonfinite not in (RAISE, SKIP, IGNORE):
+        raise ValueError(f"`nonfinite` must be {RAISE!r}, {SKIP!r} or {IGNORE!r}. Received: {nonfinite!r}")
+    return nonfinite
+
+
+class Checked(NamedTuple):
+    """A tensor that has to be finite.
+
+    Attributes:
+        name: readable.
+        tensor: of this rank.
+        center: where it may be infinite like its center, as a mask is; None where it may not.
+    """
+
+    name: str
+    tensor: Any
+    center: Any = None
+
 
 class Finite(Generic[V]):
-    """What has to be finite before an exchange: the parameters and the worker's own vectors, where the wire is lossy.
+    """What has to be finite before an exchange: parameters, what the worker keeps of them, and averaged statistics.
+
+    Of statistics, elements that are infinite like their center are right: all ranks have started from them. Where the
+    center is not here, all that are infinite.
 
     Args:
-        group: of the parameters.
-        wire: by which they travel.
+        groups: what is exchanged.
+        policy: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        wire: by which parameters travel; a lossy one cannot carry what is not finite, whatever the policy.
         coding: the verbs of the front end.
     """
 
-    def __init__(self, group: TensorGroup[V], wire: Wire, coding: Coding[V]) -> None:
-        self._group, self._wire, self._coding = group, wire, coding
+    def __init__(self, groups: TensorGroups[V], policy: str, wire: Wire, coding: Coding[V]) -> None:
+        self._groups, self._policy, self._wire, self._coding = groups, policy, wire, coding
+        self.skips = policy == SKIP
+        """Ranks that are not finite are left out."""
 
-    def tensors(self) -> list[tuple[str, Any]]:
-        """Return all tensors, by readable name."""
-        if not self._wire.lossy:
+    def checked(self) -> list[Checked]:
+        """Return all tensors that have to be finite."""
+        if self._policy == IGNORE and not self._wire.lossy:
             return []
-        stores = {"parameter": self._group.values, **self._group.worker}
-        return [
-            (f"{key} {spec.name!r}", tensor)
+        parameters = self._groups.parameters
+        stores = {"parameter": parameters.values, **parameters.worker}
+        found = [
+            Checked(f"{key} {spec.name!r}", tensor)
             for key, store in stores.items()
             for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True)
         ]
+        if self._policy == IGNORE:
+            return found
+        for group in self._groups.statistics:
+            if group.algorithm.reduction != "sum":
+                continue
+            tensors = group.values.tensors()
+            centers = group.center.tensors() if group.placement.everywhere else tensors
+            pairs = zip(group.values.layout.specs, tensors, centers, strict=True)
+            found += [Checked(f"statistic {spec.name!r}", tensor, center) for spec, tensor, center in pairs]
+        return found
 
     def problem(self, steps: int) -> str | None:
         """Return which tensor is not finite after so many local steps, if one is not."""
-        named = self.tensors()
-        if self._coding.are_finite([tensor for _, tensor in named]):
+        checked = self.checked()
+        if self._coding.are_finite([each.tensor for each in checked]):
             return None
-        return self.text(next(i for i, (_, tensor) in enumerate(named) if not self._coding.are_finite([tensor])), steps)
+        wrong = (index for index, each in enumerate(checked) if not self._is_right(each))
+        index = next(wrong, None)
+        return None if index is None else self.text(index, steps)
 
     def text(self, index: int, steps: int) -> str:
-        """Return what is wrong where the tensor at a place of :meth:`tensors` is not finite."""
-        name, _ = self.tensors()[index]
-        return f"{name} is not finite at step {steps}: it cannot travel with compression={self._wire!r}"
+        """Return what is wrong where the tensor at a place of :meth:`checked` is not finite."""
+        found = f"{self.checked()[index].name} is not finite at step {steps}"
+        if self._policy == IGNORE:
+            return f"{found}: it cannot travel with compression={self._wire!r}"
+        if self.skips:
+            return found
+        return (
+            f"{found}, and would spoil the center. Look at the learning rate, the loss and the data of this rank; "
+            "nonfinite='skip' leaves such a rank out, and gives it the center back"
+        )
+
+    def _is_right(self, checked: Checked) -> bool:
+        if self._coding.are_finite([checked.tensor]):
+            return True
+        return checked.center is not None and bool(self._coding.is_finite_or(checked.tensor, checked.center))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,8 @@ class Agreement:
         unforeseen: the schedule could not be asked before, so that ranks have to compare what it says now.
         settings: hyper-parameters for the step of the center optimizer, where those of ranks differ.
         states_are_there: all local optimizers have stepped, or none has: what they keep can be exchanged.
+        weights: how much every rank counts in means, 1 on average; None where all count alike.
+        left_out: the ranks whose replicas are not finite.
     """
 
     training: bool
@@ -64,3 +67,10 @@ class Agreement:
     unforeseen: bool = False
     settings: Any = None
     states_are_there: bool = True
+    weights: Sequence[float] | None = None
+    left_out: Sequence[int] = ()
+
+    @property
+    def nobody(self) -> bool:
+        """Whether no rank counts, so that nothing is exchanged."""
+        return self.weights is not None and not any(self.weights)

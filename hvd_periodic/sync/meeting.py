@@ -20,6 +20,7 @@ from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.planning import agreed_clock
+from hvd_periodic.sync.weights import Weight, relative_weights
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -36,6 +37,7 @@ class Meeting:
         planner: foresees exchanges.
         hyperparameters: settings of the center's optimizer, which have to be the same.
         optimizer_state: exchanges the state of local optimizers, if anything does.
+        weight: how much this rank counts in means.
 
     Attributes:
         checks: of what else might keep this rank from going on.
@@ -50,9 +52,11 @@ class Meeting:
         planner: Planner,
         hyperparameters: Hyperparameters,
         optimizer_state: OptimizerStateExchange[Any] | None,
+        weight: Weight,
     ) -> None:
         self._membership, self._ledger, self._planner = membership, ledger, planner
         self._hyperparameters, self._optimizer_state = hyperparameters, optimizer_state
+        self.weight = weight
         self.checks: list[Check] = []
         self.failure: str | None = None
         self.everyone_trains = True
@@ -60,10 +64,10 @@ class Meeting:
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
         """Return what all ranks have come for, and where they stand; as :meth:`meet_with`."""
-        return self.meet_with(purpose, problem, None)[0]
+        return self.meet_with(purpose, problem)[0]
 
     def meet_with(
-        self, purpose: Purpose, problem: str | None, enclosed: np.ndarray | None
+        self, purpose: Purpose, problem: str | None, enclosed: np.ndarray | None = None, left_out: bool = False
     ) -> tuple[list[Record], list[np.ndarray]]:
         """Return what all ranks have come for and where they stand, and what they have enclosed.
 
@@ -71,6 +75,7 @@ class Meeting:
             purpose: what this rank has come for.
             problem: why it cannot go on, if it knows already.
             enclosed: integers that travel along.
+            left_out: its replica is not finite, and it is left out.
 
         Raises:
             RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
@@ -80,11 +85,19 @@ class Meeting:
             own = self._ledger.standpoint()
         except Exception as error:
             problem = problem or f"{type(error).__name__}: {error}"
+        self.weigh(own, purpose)
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
-        return meet(self._membership.communicator, self.record(own, purpose, problem), failure, enclosed)
+        record = self.record(own, purpose, problem, left_out)
+        return meet(self._membership.communicator, record, failure, enclosed)
 
-    def record(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
+    def weigh(self, own: Standpoint, purpose: Purpose) -> None:
+        """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""
+        if purpose in (Purpose.EXCHANGE, Purpose.LEAVE):
+            idle = purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange
+            self.weight.measure(idle)
+
+    def record(self, own: Standpoint, purpose: Purpose, problem: str | None, left_out: bool = False) -> Record:
         """Return what this rank tells the others before any data travels."""
         settings = self._hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
@@ -104,6 +117,8 @@ class Meeting:
             step_seconds=own.step_seconds,
             loss=own.notes.loss,
             optimizer_state=self._state_fingerprint() if problem is None and purpose != Purpose.START else 0,
+            weight=self.weight.value,
+            left_out=int(left_out),
             foreseen=(self._planner.foreseen(own, purpose) or 0) if problem is None else 0,
         )
 
@@ -117,7 +132,7 @@ class Meeting:
         except Exception as error:
             return f"The schedule failed: {type(error).__name__}: {error}"
         try:
-            found = self._membership.communicator.changed() or self.failure
+            found = self._membership.communicator.changed() or self.failure or self.weight.problem
             found = found or next(filter(None, (check() for check in self.checks)), None)
             return found or (None if purpose == Purpose.START else self._state_problem())
         except Exception as error:
@@ -155,6 +170,8 @@ class Meeting:
             unforeseen=not deciding[0].foreseen or len({record.foreseen for record in deciding}) > 1,
             settings=self._settings_of(records, deciding),
             states_are_there=len(states) == 1,
+            weights=relative_weights(records),
+            left_out=[rank for rank, record in enumerate(records) if record.left_out],
         )
 
     def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:

@@ -10,6 +10,7 @@ from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state import LocalStateLike, as_local_state
+from hvd_periodic.options import WeightLike
 from hvd_periodic.outer.divided import Divisible
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
@@ -19,6 +20,7 @@ from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting
 from hvd_periodic.sync.exchanged import Exchanged
+from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.forms import Forms
 from hvd_periodic.sync.meeting import Meeting
 from hvd_periodic.sync.membership import Membership
@@ -27,6 +29,7 @@ from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.streamed import streamed
 from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.weights import Weight
 from hvd_periodic.wires.given import Compression
 
 V = TypeVar("V")
@@ -58,6 +61,8 @@ class Parts(Generic[V]):
         overlap: local steps for which an exchange may be under way, or ``"period"``.
         compression: how the messages of the parameters travel.
         fragments: in how many parts, one after another within a period.
+        nonfinite: what becomes of a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        weight: how much this rank counts in means over ranks; None: all alike.
         audit_every: exchanges after which ranks compare their centers; 0: never.
         forms: makes the parts of which a front end has a form of its own.
 
@@ -89,6 +94,8 @@ class Parts(Generic[V]):
         overlap: int | str = 0,
         compression: Any = Compression.none,
         fragments: int = 1,
+        nonfinite: str = RAISE,
+        weight: WeightLike = None,
         audit_every: int = 0,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
@@ -105,10 +112,15 @@ class Parts(Generic[V]):
         self.planner = Planner(planned, self.membership)
         self.phase = Phase(self.planner, self.ledger)
         hyperparameters = self.exchanged.hyperparameters
-        self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
+        counts = Weight(weight)
+        counts.check(self.algorithm, bool(asynchronous))
+        self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state, counts)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
         audits = forms.audits(bool(asynchronous), audit_every)
-        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, audits)
+        local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
+        if local is not None:
+            local.learn_start()
+        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)

@@ -19,6 +19,7 @@ from hvd_periodic.sync.course import Course, Legacy, Setting, failing
 from hvd_periodic.sync.enclosed import Enclosed, as_integers
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
+from hvd_periodic.sync.left_out import start_again
 from hvd_periodic.sync.planning import Plan
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.sync.turns import Due, Since, Turn, Turns
@@ -66,7 +67,7 @@ class Synchronous(Course[V]):
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         group = self.tensor_groups.parameters
         self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
-        self.finite = Finite(group, setting.wire, exchanged.replica.space.coding)
+        self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
@@ -87,6 +88,8 @@ class Synchronous(Course[V]):
             "asynchronous": False,
             "compression": described(setting.wire),
             "fragments": len(setting.fragments),
+            "nonfinite": setting.nonfinite,
+            "weight": "of all ranks alike" if setting.meeting.weight.given is None else "of every rank its own",
             "audit_every": setting.audit_every,
         }
 
@@ -106,18 +109,24 @@ class Synchronous(Course[V]):
         setting, ledger = self.setting, self.setting.ledger
         started, own = time.perf_counter(), ledger.standpoint()
         purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
-        problem = problem or self.finite.problem(own.counters.local_steps)
-        foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and problem is None else None
+        not_finite = self.finite.problem(own.counters.local_steps)
+        left_out = self.finite.skips and not_finite is not None
+        problem = problem or (None if left_out else not_finite)
+        foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and not (problem or left_out) else None
         messages = [] if foreseen is None else self.enclosed.messages(foreseen)
-        records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages))
+        records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out)
         agreed = setting.meeting.agree(records, own)
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         due = self._whose_turn(agreed, own)
-        if foreseen is not None:
+        if foreseen is not None and agreed.weights is None:
             self.enclosed.deliver(foreseen, messages, records, enclosures)
-        if due.turns:
+        if agreed.left_out:
+            with failing(setting.meeting, own.counters.local_steps):
+                start_again(self.tensor_groups, setting, not_finite if left_out else None)
+            ledger.add(left_out=left_out)
+        if due.turns and not agreed.nobody:
             with failing(setting.meeting, own.counters.local_steps):
                 sent = self._run(agreed, due)
             ledger.add(bytes_sent=sent, rounds=1)
@@ -152,8 +161,9 @@ class Synchronous(Course[V]):
         """Return whose turn it is."""
         passed = Since(agreed.period, agreed.pending, own.counters.gradients)
         passed = passed if agreed.training or agreed.pending else Since()
-        size = self.setting.membership.communicator.size
-        return self.turns.due(size, agreed.clock, own.notes.since, passed, agreed.training)
+        communicator = self.setting.membership.communicator
+        due = self.turns.due(communicator.size, agreed.clock, own.notes.since, passed, agreed.training)
+        return due if agreed.weights is None else due.weighing(agreed.weights[communicator.rank])
 
     def _noted(self, own: Standpoint, due: Due, plan: Plan) -> Notes:
         """Return what is kept until the next exchange; losses are of the period that ends."""

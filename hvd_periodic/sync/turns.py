@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.schedules.base import Clock, Schedule
@@ -54,6 +54,11 @@ class Due:
     completes: bool
     periods: int
     noted: list[list[int]]
+
+    def weighing(self, weight: Any) -> Due:
+        """Return the same, where this rank counts so much in means."""
+        turns = [Turn(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
+        return self if weight is None else replace(self, turns=turns)
 
 
 class Turns:

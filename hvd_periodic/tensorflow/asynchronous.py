@@ -9,9 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers import Placement
 from hvd_periodic.centers.tensor_group import all_buckets
+from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.counters import Notes
+from hvd_periodic.sync.course import Setting
+from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.tensorflow.host import to_integers, unpacked
 from hvd_periodic.tensorflow.ledger import seconds
 from hvd_periodic.tensorflow.meeting import GraphMeeting, ledger_of
@@ -47,6 +51,13 @@ class GraphAsynchronous(Asynchronous[Any]):
     as_read: VariableStore | None = None
     as_left: VariableStore | None = None
 
+    def __init__(self, setting: Setting[Any], place: type[Placement], use_locking: bool) -> None:
+        if setting.nonfinite == SKIP:
+            raise ValueError(
+                "`nonfinite='skip'` is for synchronous exchange in TensorFlow: choose 'raise' with asynchronous=True"
+            )
+        super().__init__(setting, place, use_locking)
+
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with the center; in a graph, return a boolean scalar."""
         if tf.executing_eagerly():
@@ -57,7 +68,7 @@ class GraphAsynchronous(Asynchronous[Any]):
         gradients = tf.maximum(variables["gradients"], 1)
         size = setting.membership.communicator.size
         exchange: Any = Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
-        decided, pulled = self._pushed(GraphMeeting(setting), exchange)
+        decided, pulled = self._pushed(GraphMeeting(setting, self.finite), exchange)
         pushed = _Pushed(**{field.name: decided.pop(field.name) for field in fields(_Pushed)})
         buckets = list(all_buckets(self.tensor_groups))
         for (group, bucket), vector in zip(buckets, pulled, strict=True):
@@ -78,7 +89,10 @@ class GraphAsynchronous(Asynchronous[Any]):
         payloads = [group.payload(bucket, exchange) for group, bucket in all_buckets(self.tensor_groups)]
 
         def run(before: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
-            own = meeting.standpoint(before.numpy().tolist())
+            mine = before.numpy().tolist()
+            own, problem = meeting.standpoint(mine), meeting.problem(mine, Purpose.EXCHANGE)
+            if problem is not None:
+                raise ValueError(problem)
             plan = setting.planner.following_alone(own)
             alone = Exchange(setting.membership.communicator.size, own.clock.period, max(own.counters.gradients, 1))
             worker.go_on()

@@ -46,6 +46,10 @@ class GraphCoding(Coding[Any]):
         """Return whether no element is NaN or infinite; not in a graph."""
         return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in tensors)
 
+    def is_finite_or(self, x: Any, other: Any) -> Any:
+        """Return whether every element is finite, or equal to that of another tensor; in a graph, a boolean scalar."""
+        return tf.reduce_all(tf.logical_or(tf.math.is_finite(x), tf.equal(x, tf.cast(other, x.dtype))))
+
     def rows(self, x: Any, count: int, length: int) -> Any:
         """Return the elements in rows."""
         flat = tf.reshape(x, [-1])

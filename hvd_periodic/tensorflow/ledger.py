@@ -186,15 +186,18 @@ class VariableLedger(Ledger):
             numbers |= zip(names, tf.unstack(tf.reshape(variable.read_value(), [-1]), len(names)), strict=True)
         return numbers
 
-    def exchanged(self, sent: Any, decided: Mapping[str, tf.Tensor], noted: Mapping[str, tf.Tensor]) -> None:
+    def exchanged(
+        self, sent: Any, decided: Mapping[str, tf.Tensor], noted: Mapping[str, tf.Tensor], rounds: Any = 1
+    ) -> None:
         """Note in a graph that an exchange has taken place.
 
         Args:
             sent: bytes that this rank has pushed, or handed to collectives.
             decided: counters that take these values.
             noted: what is kept, by name.
+            rounds: 0 where no rank has sent anything.
         """
-        self.add(rounds=1, bytes_sent=sent)
+        self.add(rounds=rounds, bytes_sent=sent)
         self.variables["last_exchange"].assign(self.variables["local_steps"])
         for name, value in decided.items():
             self.variables[name].assign(value)

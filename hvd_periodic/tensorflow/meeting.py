@@ -14,6 +14,7 @@ from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups, named_parts
+from hvd_periodic.tensorflow.coding import GraphCoding
 from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
 from hvd_periodic.tensorflow.ledger import VariableLedger
 
@@ -25,7 +26,7 @@ class GraphMeeting:
 
     Args:
         setting: of the exchange.
-        finite: says what has to be finite, if anything has.
+        finite: says what has to be finite; None where nothing has.
 
     Attributes:
         before: what this rank knew by itself, as one vector of integers.
@@ -33,8 +34,7 @@ class GraphMeeting:
 
     def __init__(self, setting: Setting[Any], finite: Finite[Any] | None = None) -> None:
         self._setting, self._finite = setting, finite
-        tensors = [] if finite is None else [tensor for _, tensor in finite.tensors()]
-        known = ledger_of(setting).known() | {_NOT_FINITE: _first_not_finite(tensors)}
+        known = ledger_of(setting).known() | {_NOT_FINITE: _first_not_finite(finite)}
         self._kinds = {name: scalar.dtype for name, scalar in known.items()}
         self.before = packed(known)
 
@@ -44,7 +44,8 @@ class GraphMeeting:
 
         def announce(mine: list[int]) -> list[int]:
             own = self.standpoint(mine)
-            return integers(meeting.record(own, purpose, self._problem(mine, purpose)))
+            meeting.weigh(own, purpose)
+            return integers(meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None))
 
         announced = on_host(announce, [self.before])
         with tf.device("CPU:0"):
@@ -60,27 +61,43 @@ class GraphMeeting:
         Raises:
             RuntimeError, ValueError: on all ranks, where one cannot go on, or where they have come for other things.
         """
-        problem = self._problem(before, purpose)
+        problem = self.problem(before, purpose)
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
         kind = RuntimeError if communicator.changed() is None else ValueError
         check(communicator, records, None if problem is None else kind(problem))
         return records
 
-    def _problem(self, before: list[int], purpose: Purpose) -> str | None:
-        own, index = self.standpoint(before), from_integers(before, self._kinds)[_NOT_FINITE]
-        problem = self._setting.meeting.problem(own, purpose)
-        if problem is None and self._finite is not None and index >= 0:
-            return self._finite.text(index, own.counters.local_steps)
-        return problem
+    def left_out(self, before: list[int]) -> str | None:
+        """Return in Python why this rank is left out, if it is."""
+        return self._not_finite(before) if self._finite is not None and self._finite.skips else None
+
+    def problem(self, before: list[int], purpose: Purpose) -> str | None:
+        """Return in Python why this rank cannot do what it has come for, or None."""
+        problem = self._setting.meeting.problem(self.standpoint(before), purpose)
+        return problem or (None if self.left_out(before) else self._not_finite(before))
+
+    def _not_finite(self, before: list[int]) -> str | None:
+        index = from_integers(before, self._kinds)[_NOT_FINITE]
+        if self._finite is None or index < 0:
+            return None
+        return self._finite.text(index, self.standpoint(before).counters.local_steps)
 
 
-def _first_not_finite(tensors: Sequence[Any]) -> tf.Tensor:
+def _first_not_finite(finite: Finite[Any] | None) -> tf.Tensor:
     """Return the index of the first tensor that holds NaN or infinity, in a graph; -1 if none does."""
-    if not tensors:
+    checked = [] if finite is None else finite.checked()
+    if not checked:
         return tf.constant(-1, tf.int64)
-    finite = tf.stack([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
-    return tf.where(tf.reduce_all(finite), tf.constant(-1, tf.int64), tf.argmin(tf.cast(finite, tf.int8)))
+    coding = GraphCoding()
+    right = [
+        tf.reduce_all(tf.math.is_finite(each.tensor))
+        if each.center is None
+        else coding.is_finite_or(each.tensor, each.center)
+        for each in checked
+    ]
+    found = tf.stack(right)
+    return tf.where(tf.reduce_all(found), tf.constant(-1, tf.int64), tf.argmin(tf.cast(found, tf.int8)))
 
 
 def ledger_of(setting: Setting[Any]) -> VariableLedger:

@@ -73,8 +73,9 @@ class KerasOptimizerState:
                 self._start = _start_of(self._optimizer)
         except Exception as error:
             raise TypeError(
-                f"`optimizer_state='reset'` has to know what {type(self._optimizer).__name__}'s state starts from, "
-                f"and a copy of it that would tell cannot be made ({type(error).__name__}: {error})"
+                "`optimizer_state='reset'` and `nonfinite='skip'` have to know what the state of "
+                f"{type(self._optimizer).__name__} starts from, and a copy of it that would tell cannot be made "
+                f"({type(error).__name__}: {error})"
             ) from error
 
     def reset(self) -> None:

@@ -102,6 +102,8 @@ class Plan:
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
         if isinstance(self.options["optimizer_state"], LocalState):
             config["optimizer_state"] = encode(self.options["optimizer_state"])
+        if callable(self.options["weight"]):
+            config["weight"] = encode(self.options["weight"])
         config["compression"] = encode(as_wire(self.options["compression"]))
         config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer)
         if self.center is not None and not self.center.copied:

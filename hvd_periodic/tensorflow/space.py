@@ -38,6 +38,10 @@ class TensorSpace(VectorSpace[Any]):
         """Return ``a x``."""
         return scaled(a, x)
 
+    def weigh(self, weight: Any, x: Any) -> Any:
+        """Return ``weight x``, and zeros for a weight of 0."""
+        return tf.where(tf.equal(in_dtype(weight, x.dtype), 0), tf.zeros_like(x), scaled(weight, x))
+
     def lerp(self, x: Any, y: Any, weight: Any) -> Any:
         """Return ``x - weight (x - y)``, whose difference a graph has already where it is the message as well."""
         return x - in_dtype(weight, x.dtype) * (x - y)

@@ -10,9 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers.tensor_group import all_buckets
 from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.comm.packing import is_real
+from hvd_periodic.sync.left_out import tell
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.tensorflow.host import Numbers, in_session, on_host, to_integers, unpacked
 from hvd_periodic.tensorflow.ledger import seconds
@@ -33,6 +35,10 @@ class _Decided:
         next_exchange: local steps at which the next exchange is due.
         sent: integers that this rank has told the others.
         learning_rate: for the optimizer of the center.
+        weight: how much this rank counts in means.
+        somebody: whether any rank counts.
+        left_out: whether this rank is left out.
+        some_left_out: whether any is.
     """
 
     completes: Any
@@ -42,6 +48,10 @@ class _Decided:
     next_exchange: Any
     sent: Any
     learning_rate: float
+    weight: float
+    somebody: Any
+    left_out: Any
+    some_left_out: Any
 
 
 def kinds_of(decision: type) -> dict[str, tf.DType]:
@@ -72,26 +82,53 @@ class GraphSynchronous(Synchronous[Any]):
             rate = {"learning_rate": plan.learning_rate} if hyperparameters.follows_rate else None
             hyperparameters.follow(rate)
         with tf.control_dependencies(checks):
-            sent = self._sent(plan, decided)
+            if self.finite.skips:
+                self._when(plan.some_left_out > 0, partial(self._start_again, plan.left_out > 0))
+                ledger.add(left_out=plan.left_out)
+            sent = self._when(not self._may_differ or plan.somebody > 0, partial(self._sent, plan, decided))
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         self._audit()
-        ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided)
+        ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided, plan.somebody)
         ledger.timed(started)
         return tf.constant(True)
+
+    @property
+    def _may_differ(self) -> bool:
+        """Whether some ranks may count more than others, or not at all."""
+        return self.finite.skips or self.setting.meeting.weight.given is not None
+
+    def _start_again(self, mine: tf.Tensor) -> int:
+        """Let this rank start from the centers, if it is left out; all ranks together."""
+        setting, groups = self.setting, list(self.tensor_groups)
+        membership = setting.membership
+        centers = [
+            group.fetch(membership.communicator, bucket, membership.name) for group, bucket in all_buckets(groups)
+        ]
+
+        def start() -> int:
+            for (group, bucket), center in zip(all_buckets(groups), centers, strict=True):
+                group.start_from(bucket, center)
+            if setting.local_optimizer is not None:
+                setting.local_optimizer.reset()
+            return 0
+
+        self._when(mine, start)
+        return 0
 
     def _sent(self, plan: _Decided, decided: dict[str, tf.Tensor]) -> Any:
         """Let data travel; return the bytes handed to collectives."""
         size, fragments = self.setting.membership.communicator.size, self.turns.fragments
+        weight = plan.weight if self._may_differ else None
         alone = len(fragments) == 1  # Every exchange is its turn, and ends a period: the graph needs no branches.
 
         def complete() -> Any:
-            last = _in_graph(size, plan.period, plan.gradients)
+            last = _in_graph(size, plan.period, plan.gradients, weight)
             return self._exchange_state(last, plan.periods) + self.tensor_groups.exchange_statistics(last)
 
         sent = self._when(alone or plan.completes > 0, complete)
         for fragment in fragments:
             planned, gradients = (decided[name] for name in _names_of(fragment))
-            exchange = _in_graph(size, planned, gradients)
+            exchange = _in_graph(size, planned, gradients, weight)
             sent += self._when(
                 alone or gradients > 0, partial(self.tensor_groups.exchange_parameters, exchange, fragment)
             )
@@ -115,8 +152,23 @@ class GraphSynchronous(Synchronous[Any]):
         plan, due = setting.planner.following(agreed), self._whose_turn(agreed, own)
         settings = agreed.settings or setting.exchanged.hyperparameters.hyperparameters() or {}
         last, sent = due.turns[-1].exchange, len(of_all) // len(records)
-        rate = settings.get("learning_rate", 0.0)
-        decided = _Decided(due.completes, last.period, last.gradients, due.periods, plan.next_exchange, sent, rate)
+        rate, weight = settings.get("learning_rate", 0.0), 1.0 if last.weight is None else last.weight
+        left_out = meeting.left_out(mine)
+        if left_out is not None:
+            tell(setting.membership, left_out)
+        decided = _Decided(
+            due.completes,
+            last.period,
+            last.gradients,
+            due.periods,
+            plan.next_exchange,
+            sent,
+            rate,
+            weight,
+            not agreed.nobody,
+            left_out is not None,
+            len(agreed.left_out),
+        )
         turns = {turn.fragment.index: (turn.exchange.period, turn.exchange.gradients) for turn in due.turns}
         numbers = asdict(decided) | ledger_of(setting).noted(self._noted(own, due, plan))
         for fragment in self.turns.fragments:
@@ -148,9 +200,9 @@ class GraphSynchronous(Synchronous[Any]):
         return tf.cond(condition, lambda: tf.cast(run(), tf.int64), lambda: tf.constant(0, tf.int64))
 
 
-def _in_graph(size: int, period: tf.Tensor, gradients: tf.Tensor) -> Any:
+def _in_graph(size: int, period: tf.Tensor, gradients: tf.Tensor, weight: Any) -> Any:
     """Return an exchange whose numbers are tensors."""
-    return Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
+    return Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64), weight=weight)
 
 
 def _names_of(fragment: Fragment) -> tuple[str, str]:

@@ -44,14 +44,23 @@ class TensorCoding(Coding[torch.Tensor]):
     def are_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether no element is NaN or infinite; waits once for each device.
 
-        The least and the largest element tell: both are NaN where any is. That is one pass, without memory for flags.
+        Norms tell, which are one pass and one call; where one overflows, the least and the largest element do: both are
+        NaN where any is.
         """
-        found: dict[torch.device, list[torch.Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
-                extremes = torch.stack(torch.aminmax(tensor.detach()))
-                found.setdefault(tensor.device, []).append(torch.isfinite(extremes).all())
-        return all(bool(torch.stack(flags).all()) for flags in found.values())
+                by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+        for alike in by_kind.values():
+            if not bool(torch.stack(torch._foreach_norm(alike)).isfinite().all()):
+                extremes = torch.stack([extreme for tensor in alike for extreme in torch.aminmax(tensor)])
+                if not bool(extremes.isfinite().all()):
+                    return False
+        return True
+
+    def is_finite_or(self, x: torch.Tensor, other: torch.Tensor) -> bool:
+        """Return whether every element is finite, or equal to that of another tensor."""
+        return bool((x.isfinite() | (x == other)).all())
 
     def rows(self, x: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """Return the elements in rows."""

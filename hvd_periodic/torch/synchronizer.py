@@ -254,6 +254,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "overlap": self.course.setting.overlap,
             "compression": self.course.setting.wire,
             "fragments": len(self.course.setting.fragments),
+            "nonfinite": self.course.setting.nonfinite,
+            "weight": self.meeting.weight.given,
             "audit_every": self.course.setting.audit_every,
         }
         return of_rank, moving, arguments

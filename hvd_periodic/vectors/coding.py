@@ -60,8 +60,16 @@ class Coding(Generic[V]):
         return cast(V, np.clip(x, -limit, limit))
 
     def are_finite(self, tensors: Sequence[Any]) -> bool:
-        """Return whether no element is NaN or infinite."""
-        return all(bool(np.isfinite(tensor).all()) for tensor in tensors)
+        """Return whether no element is NaN or infinite.
+
+        Where the sum of the squares is finite, they are: that is one pass, without memory for flags. It may overflow.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            return all(np.isfinite(np.vdot(tensor, tensor)) or np.isfinite(tensor).all() for tensor in tensors)
+
+    def is_finite_or(self, x: Any, other: Any) -> bool:
+        """Return whether every element is finite, or equal to that of another array."""
+        return bool((np.isfinite(x) | (x == other)).all())
 
     def rows(self, x: Any, count: int, length: int) -> V:
         """Return the elements of ``x`` in so many rows, zeros after the last."""

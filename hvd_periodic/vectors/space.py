@@ -50,6 +50,10 @@ class VectorSpace(Generic[V]):
         result: V = x * a
         return result
 
+    def weigh(self, weight: float, x: Any) -> V:
+        """Return ``weight x``, and zeros for a weight of 0, whatever ``x`` holds; may overwrite ``x``."""
+        return self.zeros_like(x, out=x) if weight == 0 else self.scale(weight, x)
+
     def lerp(self, x: Any, y: Any, weight: float) -> V:
         """Return ``x + weight (y - x)``; may overwrite ``x``."""
         result: V = x + weight * (y - x)

@@ -305,6 +305,44 @@ def schedulers_and_uneven_steps() -> Any:
 
 
 @scenario
+def values_that_count() -> Any:
+    """Every step adds rank + 1; the last rank's second is NaN, in a gradient or in a statistic; or ranks weigh more."""
+    results: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {
+        "raise": {},
+        "skip": {"nonfinite": "skip"},
+        "overlap": {"nonfinite": "skip", "overlap": 1},
+        "int8": {"nonfinite": "skip", "compression": hvdp.Compression.int8},
+        "sharded": {"nonfinite": "skip", "center": "sharded"},
+        "root": {"nonfinite": "skip", "center": "root"},
+        "weight": {"nonfinite": "skip", "weight": hvd.rank() + 1},
+    }
+    for where in ("gradient", "statistic"):
+        for name, given in options.items():
+            model = torch.nn.BatchNorm1d(3)
+            inner = torch.optim.Adam([model.weight]) if name == "raise" else torch.optim.SGD([model.weight], 1.0, 0.0)
+            optimizer = hvdp.ModelAverageOptimizer(inner, model, 1, **given)
+
+            def work(model: Any = model, optimizer: Any = optimizer, where: str = where) -> None:
+                for step in range(1, 5):
+                    wrong = step == 2 and hvd.rank() == hvd.size() - 1
+                    model.weight.grad = torch.full((3,), -1.0 - hvd.rank())
+                    if wrong and where == "gradient":
+                        model.weight.grad[1] = float("nan")
+                    if wrong and where == "statistic":
+                        model.running_var[2] = float("inf")
+                    optimizer.step()
+                optimizer.finalize()
+
+            error = attempt(work)
+            with optimizer.center():
+                center = model.weight.tolist()
+                finite = bool(model.running_var.isfinite().all())
+            results[f"{where}, {name}"] = [error, center, finite, optimizer.synchronizer.counters.left_out]
+    return results
+
+
+@scenario
 def asynchronous_in_another_order() -> Any:
     """Two asynchronous optimizers, finalized in different order: the error of every rank."""
     if not hvd.mpi_enabled() or hvd.size() == 1:

@@ -209,6 +209,46 @@ def audits() -> Any:
 
 
 @scenario
+def values_that_count() -> Any:
+    """Every step adds rank + 1; the last rank's second is NaN; or ranks weigh more. Momentum of a step goes on."""
+    results: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {
+        "raise": {},
+        "skip": {"nonfinite": "skip"},
+        "fragments": {"nonfinite": "skip", "fragments": 2},
+        "sharded": {"nonfinite": "skip", "center": "sharded"},
+        "weight": {"nonfinite": "skip", "weight": lambda: hvd.rank() + 1.0},
+    }
+    for compiled in (False, True):
+        for name, given in options.items():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+            inner = keras.optimizers.SGD(1.0, momentum=0.5)
+            optimizer = hvdp.ModelAverageOptimizer(inner, model, given.get("fragments", 1), **given)
+            optimizer.build(model.trainable_variables)
+
+            def apply(gradients: Any, model: Any = model, optimizer: Any = optimizer) -> None:
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+            take = tf.function(apply) if compiled else apply
+
+            def work(model: Any = model, take: Any = take) -> None:
+                for step in range(1, 5):
+                    wrong = step == 2 and hvd.rank() == hvd.size() - 1
+                    gradients = [tf.fill(v.shape, -1.0 - hvd.rank()) for v in model.trainable_variables]
+                    gradients[0] = gradients[0] * (np.nan if wrong else 1.0)
+                    take(gradients)
+
+            error = attempt(work, tf.errors.UnknownError)
+            optimizer.finalize() if not error else None
+            with optimizer.center():
+                center = [float(tf.reduce_max(tf.abs(v - v[0]))) + float(v.numpy().flat[0]) for v in model.variables]
+            counters, momenta = optimizer.synchronizer.counters, inner.variables[2:]
+            finite = all(np.isfinite(v.numpy()).all() for v in momenta)
+            results[f"{name}, {compiled}"] = [error, center, finite, counters.left_out, counters.rounds]
+    return results
+
+
+@scenario
 def determinism() -> Any:
     """Keras's recipe for reproducible runs, twice; it cannot be undone, so this comes last."""
     keras.utils.set_random_seed(7)

@@ -106,3 +106,26 @@ def test_asynchronous_optimizers_are_finalized_in_one_order(ranks: Reports) -> N
         error = report["asynchronous_in_another_order"]
         assert (error is not None) == report["mpi"]
         assert error is None or "have to be finalized in the same order on all ranks" in error
+
+
+def test_a_rank_that_is_not_finite_is_named_or_left_out(ranks: Reports) -> None:
+    size = len(ranks)
+    mean, others = (size + 1) / 2, size / 2
+    found = column(ranks, "values_that_count")
+    for case in found[0]:
+        where, name = case.split(", ")
+        for rank, (error, center, finite, left_out) in enumerate(column(found, case)):
+            last = rank == size - 1
+            assert finite, case
+            if name == "raise":
+                tensor = "parameter 'weight'" if where == "gradient" else "statistic 'running_var'"
+                assert f"{tensor} is not finite at step 2" in error, case
+                assert last or f"Rank {size - 1} failed" in error, case
+                assert center == pytest.approx([1 + 1e-3] * 3, rel=1e-5), case  # one step of Adam
+                continue
+            assert error == "", case
+            assert left_out == last, case
+            expected = 1 + 3 * mean + others
+            if name == "weight":  # Σ w² / Σ w, over all ranks and over all but the last
+                expected = 1 + (3 * (2 * size + 1) + 2 * size - 1) / 3
+            assert center == pytest.approx([expected] * 3, rel=0.01 if name == "int8" else 1e-6), case

@@ -72,3 +72,24 @@ def test_centers_are_compared_after_every_other_exchange(ranks: list[dict[str, A
 
 def test_runs_with_determinism_are_equal_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "determinism") == [{"easgd": [True, 3, True], "agn": [True, 3, True]}] * len(ranks)
+
+
+def test_a_rank_that_is_not_finite_is_named_or_left_out(ranks: list[dict[str, Any]]) -> None:
+    """With momentum 0.5, the first rank moves by 1, 1.5, 1.75, 1.875; the last by 2, NaN, and from the start 2, 3."""
+    moved = {"skip": 1.5 + 1.5 + (1.75 + 2) / 2 + (1.875 + 3) / 2}
+    moved["sharded"] = moved["skip"]
+    moved["weight"] = (1 + 2 * 2) / 3 + 1.5 + (1.75 + 2 * 2) / 3 + (1.875 + 2 * 3) / 3
+    for case in ranks[0]["values_that_count"]:
+        name = case.split(", ")[0]
+        found = column(ranks, "values_that_count", case)
+        for rank, (error, center, finite, left_out, rounds) in enumerate(found):
+            last = rank == len(ranks) - 1
+            if name == "raise":
+                assert "/kernel' is not finite at step 2" in error, case
+                assert last or f"Rank {len(ranks) - 1} failed" in error, case
+                assert (center, rounds) == ([2.5, 1.5], 1), case
+                continue
+            assert (error, finite, left_out) == ("", True, last), case
+            assert center == found[0][1], case
+            if name in moved:
+                assert center == pytest.approx([1 + moved[name], moved[name]], rel=1e-6), case

@@ -26,13 +26,15 @@ from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
 SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
-SHARED += ["audit_every", "root_rank", "process_set"]
+SHARED += ["nonfinite", "weight", "audit_every", "root_rank", "process_set"]
 DEFAULTS = {
     "center": "replicated",
     "optimizer_state": "local",
     "overlap": 0,
     "compression": Compression.none,
     "fragments": 1,
+    "nonfinite": "raise",
+    "weight": None,
     "audit_every": 0,
 }
 OWN = {

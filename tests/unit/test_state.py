@@ -132,7 +132,7 @@ def test_counters_are_part_of_the_state() -> None:
     other.synchronizer.load_state_dict(trainer.synchronizer.state_dict())
     assert other.synchronizer.counters == counters
     assert (counters.local_steps, counters.rounds, counters.skipped_updates) == (3, 1, 1)
-    assert counters.bytes_sent == 2 * 8 + 15 * 8, "two float64 and the fifteen integers of the meeting"
+    assert counters.bytes_sent == 2 * 8 + 17 * 8, "two float64 and the seventeen integers of the meeting"
     assert counters.exchange_seconds > 0
 
 

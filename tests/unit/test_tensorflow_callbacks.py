@@ -114,7 +114,7 @@ def test_exchanges_are_reported(model: Any) -> None:
     history = fit(model, hvdp.callbacks.ReportExchanges())
     assert history["rounds"] == [0, 1, 2]
     assert history["skipped_updates"] == [0, 0, 0]
-    assert history["bytes_sent"] == [0, 16 + 120, 2 * (16 + 120)]
+    assert history["bytes_sent"] == [0, 16 + 136, 2 * (16 + 136)]
     assert history["center_distance"][-1] == pytest.approx(model.optimizer.synchronizer.distance())
     assert history["exchange_seconds"][2] > history["exchange_seconds"][0] == 0
 

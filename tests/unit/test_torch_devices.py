@@ -15,10 +15,15 @@ from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.torch import replica  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
-    "easgd": lambda o, m, p: hvdp.ElasticAverageOptimizer(o, m, p, 0.2, rho=0.5, process_set=LocalCommunicator()),
-    "average": lambda o, m, p: hvdp.ModelAverageOptimizer(o, m, p, process_set=LocalCommunicator()),
-    "agn": lambda o, m, p: hvdp.AGNOptimizer(o, m, p, process_set=LocalCommunicator()),
+    "easgd": lambda o, m, p: hvdp.ElasticAverageOptimizer(o, m, p, 0.2, rho=0.5, **alone()),
+    "average": lambda o, m, p: hvdp.ModelAverageOptimizer(o, m, p, **alone()),
+    "agn": lambda o, m, p: hvdp.AGNOptimizer(o, m, p, **alone()),
 }
+
+
+def alone() -> dict[str, Any]:
+    """Return options of one rank; whether values are finite is known on the host."""
+    return {"process_set": LocalCommunicator(), "nonfinite": "ignore"}
 
 
 def meta_model(monkeypatch: pytest.MonkeyPatch) -> Any:
