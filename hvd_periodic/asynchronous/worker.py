@@ -97,6 +97,7 @@ class Worker:
     ) -> None:
         self.communicator, self._replica, self._outer, self._root = communicator, replica, outer, root
         self._number = 0
+        self._lost: list[int] = []
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
@@ -264,6 +265,7 @@ class Worker:
     def finish(self) -> None:
         """Wait for all workers to be done, and keep the final center; collective."""
         self.communicator.assemble(self._number)
+        self._tell_lost()
         self._final = [self.transport.read(index) for index in range(self._count)]
         self.communicator.assemble(self._number)
         self.transport.expect_nothing()
@@ -284,7 +286,18 @@ class Worker:
         if not self.communicator.alive():
             return
         self.communicator.assemble(self._number)
-        self.transport.close()
+        if not self.communicator.lost():
+            self.transport.close()
+
+    def _tell_lost(self) -> None:
+        lost = self.communicator.lost()
+        if lost and lost != self._lost:
+            logger.warning(
+                "Rank %s has died: the center holds what it had pushed, and the others go on. Collectives of Horovod "
+                "would wait for it",
+                ", ".join(map(str, lost)),
+            )
+        self._lost = lost
 
 
 def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:
@@ -316,6 +329,11 @@ def _leave_all() -> None:
     communicators = {type(worker.communicator): worker.communicator for worker in _opened}
     for worker in list(_opened):
         worker.close()
+    if any(communicator.lost() for communicator in communicators.values()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # MPI's end, and Horovod's, would wait for those that have died.
     for communicator in communicators.values():
         communicator.depart()
 

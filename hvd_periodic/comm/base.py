@@ -173,6 +173,10 @@ class Communicator(ABC):
         while look() is None:
             time.sleep(LONG)
 
+    def lost(self) -> list[int]:
+        """Return the ranks that have died, where the others can go on and know of it."""
+        return []
+
     def alive(self) -> bool:
         """Return whether ranks can still reach each other."""
         return True

@@ -194,6 +194,10 @@ class HorovodCommunicator(Communicator):
         """That of MPI."""
         return self if self.size == 1 else self._mpi
 
+    def lost(self) -> list[int]:
+        """Return the ranks that have died, where that can be known: in asynchronous training on one host."""
+        return [] if self.size == 1 or "_mpi" not in vars(self) else self._mpi.lost()
+
     def alive(self) -> bool:
         """Whether Horovod has not been shut down, here or elsewhere."""
         return bool(self._hvd.is_initialized()) and (self.size == 1 or self._mpi.alive())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator, awaited
+from hvd_periodic.comm.hall import Hall
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.window import on_one_host, open_window
@@ -38,6 +39,7 @@ class MPICommunicator(Communicator):
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
+        self._hall: Hall | None = None
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
@@ -103,15 +105,21 @@ class MPICommunicator(Communicator):
         return on_one_host(self._comm)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return a window of shared memory."""
-        return open_window(self._comm, nbytes)
+        """Return a window of shared memory; from then on, ranks that die are not waited for."""
+        memory = open_window(self._comm, nbytes)
+        if self._hall is None:
+            self._hall = Hall(open_window(self._comm, Hall.nbytes(self.size)), self.rank, self.size)
+            self._comm.Barrier()
+        return memory
 
     def messages(self) -> Messages:
         """Return those of a duplicate."""
         return Messages(self._comm.Dup())
 
     def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start a nonblocking reduction: MPI's own waiting takes a core."""
+        """Start a nonblocking reduction: MPI's own waiting takes a core. On one host, see :class:`Hall`."""
+        if self._hall is not None:
+            return self._hall.assembly(number)
         extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
         request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
 
@@ -119,6 +127,10 @@ class MPICommunicator(Communicator):
             return awaited([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
 
         return look
+
+    def lost(self) -> list[int]:
+        """Return the ranks that have died, where that can be known."""
+        return [] if self._hall is None else self._hall.lost()
 
     def alive(self) -> bool:
         """Whether MPI has not ended."""

@@ -26,6 +26,10 @@ SPARE_BYTES_PER_RANK = 4 * 2**20
 is sparse, and where the folder is full, the first touch of a new page of it ends the process."""
 
 
+_SEATS = 2**40
+"""Locks from here on are held by a process for as long as it lives."""
+
+
 class WindowMemory(SharedMemory):
     """A file in memory, which all ranks of a host map.
 
@@ -51,6 +55,19 @@ class WindowMemory(SharedMemory):
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
+
+    def take_seat(self, number: int) -> None:
+        """Hold a lock until this process ends, or closes the memory."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _SEATS + number)
+
+    def is_taken(self, number: int) -> bool:
+        """Return whether another process has such a lock; the moment in which two of them ask counts as yes."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _SEATS + number)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _SEATS + number)
+        return False
 
     def close(self) -> None:
         """Unmap the file, which goes with the last rank."""

@@ -1,0 +1,108 @@
+"""Asynchronous training in which one rank is killed; see ``test_dying.py``.
+
+mpirun --mca orte_enable_recovery 1 -np 3 python -m tests.parallel.dying_program FOLDER ALGORITHM VICTIM WHERE MORE
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer
+from hvd_periodic.asynchronous.center_in_memory import CenterInMemory
+from hvd_periodic.comm.mpi import MPICommunicator
+
+SIZE, RATE, KILLED_AT = 1000, 0.25, 6
+
+
+def report(folder: Path, rank: int, **told: Any) -> None:
+    (folder / f"{rank}.json").write_text(json.dumps({key: ends(value) for key, value in told.items()}))
+
+
+def ends(value: Any) -> Any:
+    """Return the first and the last element: those of each half are equal."""
+    return [float(value[0]), float(value[-1])] if isinstance(value, np.ndarray) else value
+
+
+def die_inside(folder: Path, rank: int, x: np.ndarray, optimizer: Any) -> None:
+    """Let the next transaction be killed under its lock, when half of the center has moved."""
+
+    def half(held: CenterInMemory, index: int, payload: np.ndarray, exchange: Any) -> np.ndarray:
+        center = held.centers[0].tensors()[0]
+        pushed = RATE * (payload - center)
+        center[: SIZE // 2] += pushed[: SIZE // 2]
+        report(folder, rank, x=x, steps=KILLED_AT, pushed=pushed)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return payload
+
+    CenterInMemory.transact = half  # type: ignore[method-assign]
+
+    def killed(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    vars(optimizer.synchronizer.exchanged.center_optimizer)["push"] = killed
+
+
+def of_torch() -> tuple[Any, np.ndarray, Any]:
+    """Return an optimizer over Horovod, the memory of its parameter, and what takes a step by a gradient."""
+    import horovod.torch as hvd
+    import torch
+
+    import hvd_periodic.torch as hvdp
+
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = hvdp.ElasticAverageOptimizer(inner, [("x", parameter)], 1, RATE, asynchronous=True)
+
+    def step(gradient: np.ndarray) -> None:
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+
+    return optimizer, parameter.detach().numpy(), step
+
+
+def of_numpy(algorithm: str) -> tuple[Any, np.ndarray, Any]:
+    """Return the same over MPI alone."""
+    x = np.zeros(SIZE)
+    common: dict[str, Any] = {"asynchronous": True, "communicator": MPICommunicator()}
+    optimizer = (
+        ElasticAverageOptimizer(SGD(1.0), {"x": x}, 1, moving_rate=RATE, **common)
+        if algorithm == "easgd"
+        else AGNOptimizer(SGD(0.1, 0.5), {"x": x}, 1, **common)
+    )
+    return optimizer, x, lambda gradient: optimizer.step([gradient])
+
+
+def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> None:
+    """Train until the victim has died, and then so many more steps."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    optimizer, x, step = of_torch() if algorithm == "torch" else of_numpy(algorithm)
+    communicator = optimizer.synchronizer.membership.communicator
+    rank = communicator.rank
+    steps = after = 0
+    while after < more:
+        if rank == victim and steps == KILLED_AT - 1:
+            if where == "between":
+                report(folder, rank, x=x, steps=steps, pushed=np.zeros(2))
+                os.kill(os.getpid(), signal.SIGKILL)
+            die_inside(folder, rank, x, optimizer)
+        step(np.full(SIZE, -1.0 - rank))
+        steps += 1
+        after += bool(communicator.lost())
+    optimizer.synchronizer.finalize()
+    own = x.copy()
+    with optimizer.center():
+        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.lost())
+    print(f"Rank {rank} is at its end", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

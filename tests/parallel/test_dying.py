@@ -1,0 +1,83 @@
+"""Asynchronous workers that are killed, under an MPI that lets the others go on, and under one that does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import PATIENCE
+from tests.parallel.launch import MPIRUN, ROOT, environment
+from tests.parallel.tiers import thorough
+
+pytest.importorskip("mpi4py")
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZE = 3
+RECOVERS = ["--mca", "orte_enable_recovery", "1"]
+KILLED = 128 + 9
+
+
+def job(
+    folder: Path, algorithm: str, victim: int, where: str, more: int, options: list[str]
+) -> tuple[int, str, dict[int, Any]]:
+    """Return exit code, output, and what every rank has reported."""
+    words = [*MPIRUN, *options, "-np", str(SIZE), sys.executable, "-m", "tests.parallel.dying_program"]
+    done = subprocess.run(
+        [*words, str(folder), algorithm, str(victim), where, str(more)],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE * 60,
+        check=False,
+    )
+    reports = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return done.returncode, done.stdout, reports
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "victim", "where"),
+    [
+        ("easgd", 0, "inside"),
+        thorough("easgd", 1, "between"),
+        thorough("easgd", 2, "inside"),
+        ("torch", 1, "inside"),
+        thorough("torch", 0, "between"),
+        ("agn", 2, "inside"),
+    ],
+)
+def test_the_others_go_on(algorithm: str, victim: int, where: str, tmp_path: Path) -> None:
+    """With a worker that dies between exchanges, or under the lock when half of the center has moved; or the root.
+
+    Elastic averaging: the center is what all have pushed, of the half that moved also what the dead one pushed last.
+    """
+    if algorithm == "torch":
+        pytest.importorskip("horovod.torch")
+    code, output, reports = job(tmp_path, algorithm, victim, where, 20, RECOVERS)
+    assert code == 0, output
+    living = [rank for rank in range(SIZE) if rank != victim]
+    assert output.count(f"Rank {victim} has died: the center holds what it had pushed, and the others go on") == 2
+    centers = [reports[rank]["center"] for rank in living]
+    assert centers[0] == centers[1]
+    assert all(0 < end < 1e6 for end in centers[0])
+    assert [reports[rank]["lost"] for rank in living] == [[victim]] * 2
+    if algorithm == "agn":
+        return
+    for end in range(2):
+        pulled = sum(report["steps"] * (1 + rank) - report["x"][end] for rank, report in reports.items())
+        pushed_last = reports[victim]["pushed"][end] if end == 0 else 0.0
+        assert centers[0][end] == pytest.approx(pulled + pushed_last, rel=1e-9)
+
+
+def test_without_recovery_the_job_ends(tmp_path: Path) -> None:
+    code, output, reports = job(tmp_path, "easgd", 1, "inside", 10**9, [])
+    assert code == KILLED, output
+    assert list(reports) == [1]
+    assert "is at its end" not in output
