@@ -122,11 +122,15 @@ class GroupVectors(Generic[V]):
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
 
-    def start_from_center(self) -> None:
-        """Set the replica to the center, which is here, and the worker's vectors to those of the start of training."""
-        space = self._replica.space
+    def start_from_center(self, center: Store[V] | None = None) -> None:
+        """Set the replica to the center, and the worker's vectors to those of the start of training.
+
+        Args:
+            center: the whole of it, where it is not on every rank.
+        """
+        space, whole = self._replica.space, self.center if center is None else center
         for bucket in self.values.layout.buckets:
-            x = space.copy(self.center.read(bucket))
+            x = space.copy(whole.read(bucket))
             self.values.write(bucket, x)
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
