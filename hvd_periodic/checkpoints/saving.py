@@ -49,10 +49,14 @@ class Saving:
 
     def outcome(self) -> Exception | None:
         """Wait, and return what went wrong, once."""
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         error, self._error = self._error, None
         return error
+
+    def join(self) -> None:
+        """Wait, whatever comes of it."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -64,6 +68,12 @@ class Saving:
 
 _last: Saving | None = None
 """One is under way in a process at a time: memory holds one copy of the state, and ranks meet in one place."""
+
+
+def join_last() -> None:
+    """Wait for a save that is under way, whatever comes of it, before files are looked for."""
+    if _last is not None:
+        _last.join()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import torch
 
 from hvd_periodic.checkpoints import Everyone, Saving, Source, decode, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content
-from hvd_periodic.checkpoints.saving import Moment
+from hvd_periodic.checkpoints.saving import Moment, join_last
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
-from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
+from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
+from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 logger = logging.getLogger("hvd_periodic")
@@ -123,6 +124,7 @@ def load(
     _check(model, optimizer)
     synchronizer, everyone = _levels(optimizer)[0], _everyone(optimizer)
     values = {name: value for name, value in more.items() if not _has_state(value)}
+    join_last()
     try:
         source = find_file(Path(path), everyone.rank, everyone.among, everyone.is_root, step)
         if source is None:
@@ -203,12 +205,15 @@ def _put_back(
         raise ValueError(
             f"{source.file} has no state of `{missing[0]}`. It has those of: {', '.join(saved['states']) or 'none'}"
         )
-    optimizer.load_state_dict(saved["optimizer"])
+    levels, state = _levels(optimizer), saved["optimizer"]
+    if source.among_others:
+        _cut_anew(levels, state)
+    optimizer.load_state_dict(state)
     model.load_state_dict(_named_as_in(model, saved["model"], saved["versions"]))
     for name, value in stateful.items():
         value.load_state_dict(saved["states"][name])
     if source.among_others:
-        _start_from_center(_levels(optimizer), saved["optimizer"])
+        _start_from_center(levels, state)
 
 
 def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[str, Any]) -> Any:
@@ -219,6 +224,15 @@ def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[s
     tensors: Any = OrderedDict((names.get(name, name), value) for name, value in saved.items())
     tensors._metadata = OrderedDict((of_modules.get(name, name), version) for name, version in versions.items())
     return tensors
+
+
+def _cut_anew(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
+    """Let what is kept of the optimizers of centers, of every level, be that of as many ranks as there are."""
+    own = saved.get(STATE_KEY, saved)
+    for level in levels:
+        if level.course.worker is None:
+            own["center_optimizer"] = resharded(own["center_optimizer"], level)
+        own = own.get(INSIDE_KEY)
 
 
 def _start_from_center(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
@@ -233,8 +247,9 @@ def _start_from_center(levels: Sequence[Synchronizer], saved: dict[str, Any]) ->
 def _say(source: Source, everyone: Everyone) -> None:
     """Say in the log what training goes on from."""
     step, folder = source.saved.step, source.saved.folder
-    if source.among_others and everyone.is_root:
-        logger.warning("%s is of other ranks than there are now: all start from its center, at step %d", folder, step)
+    if source.among_others:
+        if everyone.is_root:
+            logger.warning("%s is of other ranks than these: all start from its center, at step %d", folder, step)
     elif not source.own:
         logger.warning("Rank %d goes on from %s, the file of the root, at step %d", everyone.rank, source.file, step)
     elif everyone.is_root:
