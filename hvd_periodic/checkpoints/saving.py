@@ -83,10 +83,12 @@ class Moment:
     Attributes:
         step: local steps of this rank.
         run: which training.
+        steps_agree: all ranks have to be at the same step.
     """
 
     step: int
     run: str
+    steps_agree: bool = True
 
 
 def save_set(
@@ -137,7 +139,10 @@ def save_set(
         return max((saved.number for saved in there), default=0), moment
 
     told = everyone.attempt("place", look)
-    moment = told[everyone.root][1]
+    moment, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank) in told.items()}
+    if moment.steps_agree and len(set(steps.values())) > 1:
+        at = "; ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
+        raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
     saved = SavedSet.of(path, 1 + max(number for number, _ in told.values()), moment.step)
     content: list[Content] = []
     _encode(everyone, content, state(), leaves, background)

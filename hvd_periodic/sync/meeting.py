@@ -23,6 +23,8 @@ from hvd_periodic.sync.planning import agreed_clock
 
 logger = logging.getLogger("hvd_periodic")
 
+_EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
+
 Check = Callable[[], str | None]
 """Returns why this rank cannot go on, or None."""
 
@@ -103,7 +105,7 @@ class Meeting:
             learning_rate=own.learning_rate,
             step_seconds=own.step_seconds,
             loss=own.notes.loss,
-            optimizer_state=self._state_fingerprint() if problem is None and purpose != Purpose.START else 0,
+            optimizer_state=self._state_fingerprint() if problem is None and purpose in _EXCHANGING else 0,
             foreseen=(self._planner.foreseen(own, purpose) or 0) if problem is None else 0,
         )
 
@@ -119,7 +121,7 @@ class Meeting:
         try:
             found = self._membership.communicator.changed() or self.failure
             found = found or next(filter(None, (check() for check in self.checks)), None)
-            return found or (None if purpose == Purpose.START else self._state_problem())
+            return found or (self._state_problem() if purpose in _EXCHANGING else None)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

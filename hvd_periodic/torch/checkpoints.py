@@ -15,6 +15,7 @@ import torch
 from hvd_periodic.checkpoints import Everyone, Saving, Source, decode, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content
 from hvd_periodic.checkpoints.saving import Moment, join_last
+from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
@@ -69,7 +70,7 @@ def save(
 
     def check() -> Moment:
         synchronizer.view.refuse_inside("save")
-        return Moment(synchronizer.local_steps, synchronizer.checkpoint.run)
+        return Moment(synchronizer.local_steps, synchronizer.checkpoint.run, synchronizer.course.steps_agree)
 
     def state() -> dict[str, Any]:
         saved: dict[str, Any] = {"optimizer": optimizer.state_dict()}
@@ -81,6 +82,7 @@ def save(
         saved["more"] = {name: value for name, value in more.items() if not _has_state(value)}
         return saved
 
+    synchronizer.meeting.meet(Purpose.SAVE)  # Others may wait for this rank at an exchange.
     return save_set(Path(path), _everyone(optimizer), check, state, Tensors(), keep=keep, background=background)
 
 

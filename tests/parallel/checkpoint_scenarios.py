@@ -5,8 +5,10 @@ mpirun -np 2 python -m tests.parallel.checkpoint_scenarios FOLDER SHARED
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
+from hvd_periodic.checkpoints import files
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.scenarios import bits
 
@@ -251,7 +254,7 @@ def disks_of_their_own() -> Any:
 def around_the_beginning() -> Any:
     """Nothing is there; a save before training; a save of what was loaded; one inside of ``center()``."""
     path, results = folder("beginning"), {}
-    for name in ("easgd", "agn sharded", "distributed"):
+    for name in ("easgd", "average", "agn sharded", "distributed"):
         here = path / name
         model, optimizer, _ = made(name)
         results[name] = [hvdp.load(here, model, optimizer, epoch=0)]
@@ -275,6 +278,109 @@ def around_the_beginning() -> Any:
 
         results[name].append(attempt(inside))
         optimizer.finalize()
+    return results
+
+
+class Held:
+    """Holds writers back until they are let go; or lets one fail."""
+
+    def __init__(self, failing: bool = False) -> None:
+        self.go, self.failing = threading.Event(), failing
+
+    def __enter__(self) -> Held:
+        self._write = files._Digesting.write
+
+        def write(stream: Any, data: Any) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                self.go.wait(100)
+                if self.failing:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            return self._write(stream, data)
+
+        files._Digesting.write = write  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+        files._Digesting.write = self._write  # type: ignore[method-assign]
+
+
+class Watching:
+    """Notes which sets are complete when it is asked for its state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.seen.append(len(list(self.path.glob("*/manifest.json"))))
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@scenario
+def in_the_background() -> Any:
+    """While writers are held back, ranks exchange; then what was saved is what was there at first.
+
+    Exchanges and sets meanwhile; sets that a save finds which waits for the one before; both ends.
+    """
+    path = folder("background")
+    model, optimizer, _ = made("easgd")
+    train(model, optimizer, 0, SAVED)
+    rounds = optimizer.synchronizer.rounds
+    with Held() as held:
+        saving = hvdp.save(path, model, optimizer, background=True)
+        train(model, optimizer, SAVED, END)
+        meanwhile = [optimizer.synchronizer.rounds - rounds, len(list(path.glob("*/manifest.json")))]
+        held.go.set()
+        watching = Watching(path)
+        second = hvdp.save(path, model, optimizer, background=True, watching=watching)
+        ends = [everything(model, optimizer)]
+    saving.wait()
+    second.wait()
+    optimizer.finalize()
+    model, optimizer, _ = made("easgd")
+    hvdp.load(path, model, optimizer, step=SAVED)
+    train(model, optimizer, SAVED, END)
+    ends.append(everything(model, optimizer))
+    optimizer.finalize()
+    return [meanwhile, watching.seen, ends]
+
+
+@scenario
+def failing_in_the_background() -> Any:
+    """The thread of the last rank cannot write: the errors of waiting, and of the next save; then one that works."""
+    path, results = folder("failing"), []
+    model, optimizer, _ = made("easgd")
+    for waits in (True, False):
+        with Held(failing=hvd.rank() == hvd.size() - 1) as held:
+            held.go.set()
+            saving = hvdp.save(path, model, optimizer, background=True)
+            if waits:
+                results.append(attempt(saving.wait))
+            else:
+                results.append(attempt(lambda: hvdp.save(path, model, optimizer)))
+    results.append(attempt(lambda: hvdp.save(path, model, optimizer, background=True).wait()))
+    optimizer.finalize()
+    hvd.barrier()
+    return [*results, sorted(file.name for file in path.glob("*/*"))]
+
+
+@scenario
+def in_different_places() -> Any:
+    """The last rank is a step behind when it saves; or exchanges, while the others save."""
+    results = []
+    for steps in (4, 6):
+        model, optimizer, _ = made("easgd")
+        train(model, optimizer, 0, 4)
+        last = hvd.rank() == hvd.size() - 1
+
+        def save(last: bool = last, steps: int = steps, model: Any = model, optimizer: Any = optimizer) -> None:
+            train(model, optimizer, 4, steps if last else 5)
+            hvdp.save(folder("places"), model, optimizer)
+
+        results.append(attempt(save))
     return results
 
 

@@ -128,6 +128,34 @@ def test_ranks_may_have_disks_of_their_own(ranks: Reports) -> None:
         assert report["older"] == [2, ""]
 
 
+def test_ranks_that_do_not_save_together_find_out(ranks: Reports) -> None:
+    for behind, elsewhere in column(ranks, "in_different_places"):
+        assert (
+            behind
+            == "RuntimeError: All ranks save at the same local step. Received: step 5 on rank 0; step 4 on rank 1"
+        )
+        assert "save() of optimizer" in elsewhere
+        assert "exchange of optimizer" in elsewhere
+        assert elsewhere.endswith("All ranks save together, at the same local step")
+
+
+def test_a_thread_writes_a_copy_while_ranks_exchange(ranks: Reports) -> None:
+    for meanwhile, seen, (uninterrupted, resumed) in column(ranks, "in_the_background"):
+        assert meanwhile == [2, 0]
+        assert seen == [1]  # The second save has waited for the first before it asked for states.
+        assert resumed == uninterrupted
+
+
+def test_what_a_thread_cannot_write_is_an_error_on_all_ranks(ranks: Reports) -> None:
+    for waited, saved, worked, left in column(ranks, "failing_in_the_background"):
+        assert "RuntimeError: A checkpoint that was written in the background failed: " in waited
+        assert "The checkpoint before this one, written in the background, failed: " in saved
+        for error in (waited, saved):
+            assert "No space left on device" in error
+        assert worked == ""
+        assert left == ["manifest.json", "rank-0.npz", "rank-1.npz"]
+
+
 def test_around_the_beginning(ranks: Reports) -> None:
     for report in column(ranks, "around_the_beginning"):
         for name, (nothing, same, steps, inside) in report.items():
