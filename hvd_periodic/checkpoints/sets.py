@@ -199,8 +199,8 @@ def find_file(path: Path, rank: int, among: str, is_root: bool, step: int | None
     except ValueError as error:
         others = _steps([other for other in complete if other != saved])
         raise ValueError(
-            f"{error}. To go on from another checkpoint remove the folder {saved.folder} or pass step=...: there are "
-            f"{others}"
+            f"{error}. To go on from another checkpoint remove the folder {saved.folder} or pass at_step=...: "
+            f"there are {others}"
         ) from error
 
 

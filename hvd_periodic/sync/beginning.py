@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -83,7 +83,7 @@ class Beginning(Generic[V]):
         setting.ledger.time(setting.ledger.local_steps)
         self.begun = True
 
-    def start_from_center(self, state: dict[str, Any] | None = None) -> None:
+    def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
 
         Args:

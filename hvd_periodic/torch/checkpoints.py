@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_periodic.checkpoints import Everyone, Saving, Source, decode, find_file, save_set
-from hvd_periodic.checkpoints.files import read_content
-from hvd_periodic.checkpoints.saving import Moment, join_last
+from hvd_periodic.checkpoints import Everyone, Saving, save_set
+from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
+from hvd_periodic.checkpoints.saving import Moment
 from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.resharding import resharded
+from hvd_periodic.torch.saved import translated
 from hvd_periodic.torch.synchronizer import Synchronizer
-
-logger = logging.getLogger("hvd_periodic")
 
 Trained = PeriodicOptimizer | Synchronizer
 
@@ -78,8 +77,8 @@ def save(
         saved["model"] = {original_name(name): value for name, value in tensors.items()}
         metadata = getattr(tensors, "_metadata", {})
         saved["versions"] = {original_name(f"{name}.")[:-1]: dict(version) for name, version in metadata.items()}
-        saved["states"] = {name: value.state_dict() for name, value in more.items() if _has_state(value)}
-        saved["more"] = {name: value for name, value in more.items() if not _has_state(value)}
+        saved[STATES] = {name: value.state_dict() for name, value in more.items() if _has_state(value)}
+        saved[MORE] = {name: value for name, value in more.items() if not _has_state(value)}
         return saved
 
     synchronizer.meeting.meet(Purpose.SAVE)  # Others may wait for this rank at an exchange.
@@ -88,7 +87,7 @@ def save(
 
 @neutrally
 def load(
-    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Trained, *, step: int | None = None, **more: Any
+    path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Trained, *, at_step: int | None = None, **more: Any
 ) -> dict[str, Any]:
     """Go on from the newest checkpoint in a folder, if there is one; call it after construction, before the first step.
 
@@ -100,7 +99,7 @@ def load(
     - The files are of other ranks, or of another number: all start from the center, with the counters, the state of the
       center's optimizer, and the state of the root's local optimizer; this is said in the log.
     - Ranks have found different checkpoints, as after a crash while each was writing to a disk of its own: an error on
-      all, which names the steps. Pass the ``step`` that all have.
+      all, which names the steps. Pass an ``at_step`` that all have.
     - A file is missing, truncated, altered, or of another checkpoint: an error that names it, at once on the ranks that
       have found it, and at the first step on all.
 
@@ -108,7 +107,7 @@ def load(
         path: the folder that :func:`save` was given.
         model: as it was saved.
         optimizer: as it was saved; its state is loaded.
-        step: local steps of another checkpoint than the newest.
+        at_step: local steps of another checkpoint than the newest.
         more: what has ``load_state_dict()`` is given its state back; of plain values, those that are returned where
             nothing was saved.
 
@@ -117,28 +116,33 @@ def load(
 
     Raises:
         ValueError: a damaged file; or one of another model, algorithm or optimizer.
-        FileNotFoundError: there is no checkpoint of this ``step``.
+        FileNotFoundError: there is no checkpoint of this step.
 
     Example::
 
         first = hvdp.load("checkpoints", model, optimizer, scheduler=scheduler, epoch=-1)["epoch"] + 1
     """
     _check(model, optimizer)
-    synchronizer, everyone = _levels(optimizer)[0], _everyone(optimizer)
-    values = {name: value for name, value in more.items() if not _has_state(value)}
-    join_last()
-    try:
-        source = find_file(Path(path), everyone.rank, everyone.among, everyone.is_root, step)
-        if source is None:
-            return values
-        saved = decode(read_content(source.file), Tensors())
-        _put_back(saved, source, model, optimizer, {name: v for name, v in more.items() if _has_state(v)})
-    except Exception as error:
-        synchronizer.checkpoint.failure = str(error)  # The other ranks hear of it, should this one go on.
-        raise
-    _say(source, everyone)
-    returned: dict[str, Any] = values | saved["more"]
-    return returned
+    levels = _levels(optimizer)
+    stateful = {name: value for name, value in more.items() if _has_state(value)}
+
+    def put_back(saved: dict[str, Any], among_others: bool) -> None:
+        state = saved["optimizer"]
+        if among_others:
+            _cut_anew(levels, state)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(_named_as_in(model, saved["model"], saved["versions"]))
+        for name, value in stateful.items():
+            value.load_state_dict(saved[STATES][name])
+        if among_others:
+            own = translated(state.get(STATE_KEY, state), levels[0].tensor_groups, levels[0].replica.named)
+            start_from_saved_center(levels, own)
+
+    def failed(why: str) -> None:
+        levels[0].checkpoint.failure = why
+
+    found = resume(Path(path), _everyone(optimizer), at_step, Tensors(), stateful.keys(), put_back, failed)
+    return {name: value for name, value in more.items() if name not in stateful} | found
 
 
 class Tensors:
@@ -198,26 +202,6 @@ def _has_state(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _put_back(
-    saved: dict[str, Any], source: Source, model: torch.nn.Module, optimizer: Trained, stateful: dict[str, Any]
-) -> None:
-    """Load everything."""
-    missing = sorted(stateful.keys() - saved["states"].keys())
-    if missing:
-        raise ValueError(
-            f"{source.file} has no state of `{missing[0]}`. It has those of: {', '.join(saved['states']) or 'none'}"
-        )
-    levels, state = _levels(optimizer), saved["optimizer"]
-    if source.among_others:
-        _cut_anew(levels, state)
-    optimizer.load_state_dict(state)
-    model.load_state_dict(_named_as_in(model, saved["model"], saved["versions"]))
-    for name, value in stateful.items():
-        value.load_state_dict(saved["states"][name])
-    if source.among_others:
-        _start_from_center(levels, state)
-
-
 def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[str, Any]) -> Any:
     """Return a state dict with the names that tensors have now, where ``torch.compile`` may have put others into it."""
     now: Any = model.state_dict()
@@ -235,24 +219,3 @@ def _cut_anew(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
         if level.course.worker is None:
             own["center_optimizer"] = resharded(own["center_optimizer"], level)
         own = own.get(INSIDE_KEY)
-
-
-def _start_from_center(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
-    """Let the replica start from the center that was loaded, and every level with it."""
-    outermost = levels[0]
-    outermost.start_from_saved_center(saved.get(STATE_KEY, saved))
-    for level in levels[1:]:
-        level.course.discard()
-        level.tensor_groups.reset()
-
-
-def _say(source: Source, everyone: Everyone) -> None:
-    """Say in the log what training goes on from."""
-    step, folder = source.saved.step, source.saved.folder
-    if source.among_others:
-        if everyone.is_root:
-            logger.warning("%s is of other ranks than these: all start from its center, at step %d", folder, step)
-    elif not source.own:
-        logger.warning("Rank %d goes on from %s, the file of the root, at step %d", everyone.rank, source.file, step)
-    elif everyone.is_root:
-        logger.info("All ranks go on from %s, at step %d", folder, step)

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import cache
 from typing import Any, Unpack
 
@@ -191,22 +190,6 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Let the replica start from the center, as where a rank joins others that have trained; local."""
         self.beginning.start_from_center()
         self.load_state_dict(self.state_dict())
-
-    @neutrally
-    def start_from_saved_center(self, state: dict[str, Any]) -> None:
-        """Let the replica start from the center of a state that was saved among other ranks; local.
-
-        The worker's vectors, and what is under way or was not sent, were of replicas that are no more.
-        """
-        state = translated(state, self.tensor_groups, self.replica.named)
-        self.beginning.start_from_center(state)
-        vectors = {
-            group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
-            | {key: self.replica.save(store) for key, store in group.worker.items()}
-            for group in self.tensor_groups
-        }
-        now = {"counters": asdict(self.ledger.counters), "notes": asdict(self.ledger.notes), "under_way": None}
-        self.load_state_dict(state | {"vectors": vectors} | now)
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)

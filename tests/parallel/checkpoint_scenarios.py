@@ -227,7 +227,7 @@ def damage() -> Any:
     hvd.barrier()
     for step in (None, 2):
         model, optimizer, _ = made("easgd")
-        results.append(attempt(lambda: hvdp.load(path, model, optimizer, step=step)))  # noqa: B023
+        results.append(attempt(lambda: hvdp.load(path, model, optimizer, at_step=step)))  # noqa: B023
         results.append(attempt(lambda: train(model, optimizer, 0, 1)))  # noqa: B023
     return results
 
@@ -246,7 +246,7 @@ def disks_of_their_own() -> Any:
     model, optimizer, _ = made("easgd")
     between = [hvdp.load(path, model, optimizer)["epoch"], attempt(lambda: train(model, optimizer, SAVED, SAVED + 1))]
     model, optimizer, _ = made("easgd")
-    older = [hvdp.load(path, model, optimizer, step=2)["epoch"], attempt(lambda: train(model, optimizer, 2, 3))]
+    older = [hvdp.load(path, model, optimizer, at_step=2)["epoch"], attempt(lambda: train(model, optimizer, 2, 3))]
     return {"exact": exact, "seen": seen, "between": between, "older": older}
 
 
@@ -341,7 +341,7 @@ def in_the_background() -> Any:
     second.wait()
     optimizer.finalize()
     model, optimizer, _ = made("easgd")
-    hvdp.load(path, model, optimizer, step=SAVED)
+    hvdp.load(path, model, optimizer, at_step=SAVED)
     train(model, optimizer, SAVED, END)
     ends.append(everything(model, optimizer))
     optimizer.finalize()
@@ -392,10 +392,10 @@ def a_loop_of_its_own() -> Any:
         model = network()
         local = adam(model)
         synchronizer = hvdp.Synchronizer(model, hvdp.AGN(), 3, optimizer=local)
-        first = hvdp.load(folder("loop"), model, synchronizer, local=local, step_=0)["step_"] if resumed else 0
+        first = hvdp.load(folder("loop"), model, synchronizer, local=local, step=0)["step"] if resumed else 0
         for step in range(first, END):
             if step == SAVED and not resumed:
-                hvdp.save(folder("loop"), model, synchronizer, local=local, step_=step)
+                hvdp.save(folder("loop"), model, synchronizer, local=local, step=step)
             inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
             local.zero_grad()
             model(inputs).square().mean().backward()

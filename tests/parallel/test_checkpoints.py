@@ -115,7 +115,7 @@ def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
         assert (named in loading) == (rank == 1)
         assert "RuntimeError: Training cannot begin from a checkpoint that was not loaded on rank 1: " in step
         assert named in step
-        assert "pass step=...: there are steps 2" in step
+        assert "pass at_step=...: there are steps 2" in step
         assert [older, older_step] == ["", ""]
 
 

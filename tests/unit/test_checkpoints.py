@@ -241,7 +241,7 @@ def test_damaged_sets_are_refused_by_name(tmp_path: Path, number: int) -> None:
     damage()
     seen = outcomes(2, lambda communicator: found(tmp_path, communicator))
     assert message in str(seen[1])
-    assert "or pass step=...: there are steps 1" in str(seen[1])
+    assert "or pass at_step=...: there are steps 1" in str(seen[1])
     assert isinstance(seen[1], ValueError)
     if "rank-1.npz is damaged, or" not in message:  # Every rank that sees it says so.
         assert message in str(seen[0])
