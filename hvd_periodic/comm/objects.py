@@ -35,4 +35,5 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
         gathered = np.asarray(allgather(data[start : start + piece], f"{name}.data"))
         for mine, part in zip(held, np.split(gathered, np.cumsum([len(one) for one in held])[:-1]), strict=True):
             mine[:] = part
-    return [pickle.loads(one.data) for one in whole]
+    del data, stream
+    return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Of large objects, no more copies than it takes.

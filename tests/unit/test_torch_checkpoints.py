@@ -130,7 +130,7 @@ class Versioned(torch.nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_modules_are_told_their_versions_and_have_the_names_of_the_original(tmp_path: Path, compiled: bool) -> None:
     model, optimizer = made(torch.nn.Sequential(Versioned(2, 1)))
