@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,13 +66,18 @@ def read_content(path: Path) -> Content:
     Raises:
         ValueError: another kind of file, or one with a pickle inside, which is not loaded; names it.
     """
+    with naming(path), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+        return Content(json.loads(arrays.pop(TREE).tobytes()), arrays)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn what a file of another kind may raise into a ValueError that names it."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-        tree = json.loads(arrays.pop(TREE).tobytes())
-    except (ValueError, KeyError, AttributeError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        yield
+    except (ValueError, LookupError, AttributeError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no checkpoint of hvd_periodic: {error}") from error
-    return Content(tree, arrays)
 
 
 def digest_of(path: Path) -> tuple[int, str]:

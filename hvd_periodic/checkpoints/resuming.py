@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_periodic.checkpoints.everyone import Everyone
-from hvd_periodic.checkpoints.files import read_content
+from hvd_periodic.checkpoints.files import naming, read_content
 from hvd_periodic.checkpoints.saving import join_last
 from hvd_periodic.checkpoints.sets import Source, find_file
 from hvd_periodic.checkpoints.tree import Leaves, decode
@@ -48,7 +48,9 @@ def resume(
         source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
         if source is None:
             return {}
-        saved = decode(read_content(source.file), leaves)
+        content = read_content(source.file)
+        with naming(source.file):
+            saved = decode(content, leaves)
         missing = sorted(set(stateful) - saved[STATES].keys())
         if missing:
             there = ", ".join(saved[STATES]) or "none"

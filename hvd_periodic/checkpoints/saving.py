@@ -77,7 +77,7 @@ def join_last() -> None:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Occasion:
     """When a set is saved.
 
     Attributes:
@@ -94,7 +94,7 @@ class Moment:
 def save_set(
     path: Path,
     everyone: Everyone,
-    check: Callable[[], Moment],
+    check: Callable[[], Occasion],
     state: Callable[[], Any],
     leaves: Leaves | None = None,
     *,
@@ -112,7 +112,7 @@ def save_set(
         path: folder of the sets.
         everyone: the ranks.
         check: says when this is; raises where this rank cannot be saved now.
-        state: returns what is to be saved; may communicate.
+        state: returns what is to be saved; communicates, if at all, before anything in it can fail.
         leaves: knows the tensors of a framework.
         keep: complete sets that are left, this one included. Default: all.
         background: let a thread write a copy while training goes on.
@@ -125,35 +125,30 @@ def save_set(
     failed = None if _last is None else _last.outcome()
     _last = None
 
-    def look() -> tuple[int, Moment]:
+    def look() -> tuple[int, Occasion]:
         if failed is not None:
             raise RuntimeError(f"The checkpoint before this one, written in the background, failed: {failed}")
         if keep is not None:
             require_int(keep, "`keep`", minimum=1)
         if background and not everyone.from_any_thread:
             raise ValueError("`background=True` needs Horovod, whose collectives may come from several threads")
-        moment = check()
+        occasion = check()
         path.mkdir(parents=True, exist_ok=True)
         there = sets_in(path)
         remove_unfinished(there)
-        return max((saved.number for saved in there), default=0), moment
+        return max((saved.number for saved in there), default=0), occasion
 
     told = everyone.attempt("place", look)
-    moment, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank) in told.items()}
-    if moment.steps_agree and len(set(steps.values())) > 1:
+    occasion, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank) in told.items()}
+    if occasion.steps_agree and len(set(steps.values())) > 1:
         at = "; ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
         raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
-    saved = SavedSet.of(path, 1 + max(number for number, _ in told.values()), moment.step)
+    saved = SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step)
     content: list[Content] = []
-    _encode(everyone, content, state(), leaves, background)
-    saving = Saving(lambda: _write(saved, everyone, moment.run, content.pop(), keep), background)
+    everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
+    saving = Saving(lambda: _write(saved, everyone, occasion.run, content.pop(), keep), background)
     _last = saving if background else None
     return saving
-
-
-def _encode(everyone: Everyone, content: list[Content], tree: Any, leaves: Leaves | None, copy: bool) -> None:
-    """Append what is to be written, or raise on all ranks."""
-    everyone.attempt("content", lambda: content.append(encode(tree, leaves, copy=copy)))
 
 
 def _write(saved: SavedSet, everyone: Everyone, run: str, content: Content, keep: int | None) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvd_periodic.checkpoints import Everyone, Saving, save_set
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.checkpoints.saving import Moment
+from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -61,9 +61,9 @@ def save(
     _check(model, optimizer)
     levels = _levels(optimizer)
 
-    def check() -> Moment:
+    def check() -> Occasion:
         levels[0].view.refuse_inside("save")
-        return Moment(levels[0].local_steps, levels[0].checkpoint.run, levels[0].course.steps_agree)
+        return Occasion(levels[0].local_steps, levels[0].checkpoint.run, levels[0].course.steps_agree)
 
     def state() -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ import torch
 
 from hvd_periodic.checkpoints import Everyone, Saving, save_set
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.checkpoints.saving import Moment
+from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.torch.model import original_name
@@ -67,9 +67,9 @@ def save(
     _check(model, optimizer)
     synchronizer = _levels(optimizer)[0]
 
-    def check() -> Moment:
+    def check() -> Occasion:
         synchronizer.view.refuse_inside("save")
-        return Moment(synchronizer.local_steps, synchronizer.checkpoint.run, synchronizer.course.steps_agree)
+        return Occasion(synchronizer.local_steps, synchronizer.checkpoint.run, synchronizer.course.steps_agree)
 
     def state() -> dict[str, Any]:
         saved: dict[str, Any] = {"optimizer": optimizer.state_dict()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import run_scenarios
+from tests.parallel.launch import run_scenarios, start
 from tests.parallel.program import column
 from tests.parallel.tiers import thorough
 
@@ -46,6 +46,20 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def ranks(jobs: list[Reports]) -> Reports:
     """What the ranks of the first job report."""
     return jobs[0]
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_set_before(tmp_path: Path) -> None:
+    """Rank 1 before its file has its name, then rank 0 before the manifest has; of two saves each, with ``keep=1``."""
+    for rank, name in ((1, "rank-1.npz"), (0, "manifest.json")):
+        command = ["-m", "tests.parallel.checkpoint_crash_program", str(tmp_path), str(rank), name]
+        with pytest.raises(AssertionError, match=r"^Exit "):
+            start("mpirun", 2, command, 60, "torch")
+        complete = [file.parent.name for file in tmp_path.glob("*/manifest.json")]
+        assert complete == (["000001-step4"] if rank == 1 else ["000003-step8"])
+        assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 2
+    start("mpirun", 2, ["-m", "tests.parallel.checkpoint_crash_program", str(tmp_path)], 60, "torch")
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["from 8"] * 2
+    assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] == ["000006-step16"]
 
 
 def test_training_goes_on_to_the_bit(jobs: list[Reports]) -> None:

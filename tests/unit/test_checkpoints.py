@@ -12,6 +12,7 @@ import signal
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_periodic import Communicator, LocalCommunicator
-from hvd_periodic.checkpoints import Content, Everyone, decode, encode, files, find_file, save_set
+from hvd_periodic.checkpoints import Arrays, Content, Everyone, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
-from hvd_periodic.checkpoints.saving import Moment
+from hvd_periodic.checkpoints.resuming import resume
+from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.checkpoints.sets import sets_in
 from hvd_periodic.comm.together import Together
 from tests.helpers import errors, outcomes, run_ranks
@@ -130,6 +132,34 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
             read_content(file)
 
 
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"array": ["v", ""]}, "it lacks the array 'v'"),
+        ({"array": ["w", "torch.float32"]}, "it holds a torch.float32"),
+        ({"set": [1]}, "a value of an unknown kind, 'set'"),
+        ({}, "an object of 0 keys"),
+        ({"dict": [[[], 1]]}, "unhashable type: 'list'"),
+        ({"tuple": 3}, "not iterable"),
+        ({"int": "forty"}, "invalid literal"),
+    ],
+)
+def test_trees_that_nobody_wrote_are_refused_by_name(tmp_path: Path, tree: Any, message: str) -> None:
+    """With digests that are right: somebody has made the files by hand."""
+    everyone = everyone_of(LocalCommunicator())
+    save(tmp_path, LocalCommunicator(), 1)
+    (saved,) = sets_in(tmp_path)
+    file = saved.folder / "rank-0.npz"
+    size, digest = write_content(file, Content(tree, {"w": np.zeros(1)}))
+    manifest = saved.manifest()
+    entries = {0: replace(manifest.files[0], size=size, sha256=digest)}
+    saved.write_manifest(replace(manifest, files=entries))
+    failures: list[str] = []
+    with pytest.raises(ValueError, match=rf"rank-0\.npz is no checkpoint of hvd_periodic: .*{message}") as raised:
+        resume(tmp_path, everyone, None, Arrays(), [], lambda *_: None, failures.append)
+    assert failures == [str(raised.value)]
+
+
 def everyone_of(communicator: Communicator) -> Everyone:
     return Everyone([Together(communicator)], 0)
 
@@ -138,7 +168,7 @@ def save(path: Path, communicator: Communicator, step: int, **options: Any) -> A
     """Save the step and the rank of every rank."""
     everyone = everyone_of(communicator)
     state = {"step": step, "rank": communicator.rank, "w": np.full(1000, step + communicator.rank)}
-    return save_set(path, everyone, lambda: Moment(step, "run"), lambda: state, **options)
+    return save_set(path, everyone, lambda: Occasion(step, "run"), lambda: state, **options)
 
 
 def found(path: Path, communicator: Communicator, step: int | None = None) -> Any:
@@ -344,7 +374,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path, monkeypatch
     def work(communicator: Communicator) -> None:
         everyone = everyone_of(communicator)
         state = [len] if communicator.rank == 1 else [1]
-        save_set(tmp_path, everyone, lambda: Moment(2, ""), lambda: state)
+        save_set(tmp_path, everyone, lambda: Occasion(2, ""), lambda: state)
 
     first, second = errors(2, work)
     assert first[0] is RuntimeError
