@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
+from hvd_periodic.comm.objects import gather_objects
 
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
@@ -54,6 +54,7 @@ class HorovodCommunicator(Communicator):
 
     sums = frozenset({"f2"})
     encloses = 512 * 2**10
+    from_any_thread = True
     _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
@@ -147,10 +148,7 @@ class HorovodCommunicator(Communicator):
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""
-        data = np.frombuffer(bytearray(pickle.dumps(value)), dtype=np.uint8)
-        sizes = self._allgather(np.array([data.size], dtype=np.int64), f"{name}.sizes")
-        parts = np.split(self._allgather(data, f"{name}.data"), np.cumsum(sizes)[:-1])
-        return [pickle.loads(part.tobytes()) for part in parts]
+        return gather_objects(value, self._allgather, name)
 
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank within the process set of a global Horovod rank; of None, the lowest."""

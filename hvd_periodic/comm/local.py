@@ -20,6 +20,7 @@ class LocalCommunicator(Communicator):
     rank = 0
     size = 1
     processes = False
+    from_any_thread = True
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Return the buffer itself."""

@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     START = 1
     EXCHANGE = 2
     LEAVE = 3
+    SAVE = 4
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
         advice = (
             "All ranks construct an optimizer together; elastic Horovod, which restarts some of them, is not supported"
         )
+    elif Purpose.SAVE in purposes:
+        advice = "All ranks save together, at the same local step"
     elif Purpose.START in purposes and len(purposes) > 1:
         advice = "A state that is loaded after training has begun has to be loaded on every rank"
     else:
@@ -183,6 +186,11 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
 def _place(record: Record) -> str:
     if record.purpose == Purpose.CONSTRUCT:
         return "construction of an optimizer"
-    what = {Purpose.START: "first step", Purpose.EXCHANGE: "exchange", Purpose.LEAVE: "finalize()"}
+    what = {
+        Purpose.START: "first step",
+        Purpose.EXCHANGE: "exchange",
+        Purpose.LEAVE: "finalize()",
+        Purpose.SAVE: "save()",
+    }
     where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
     return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

@@ -11,6 +11,7 @@ from hvd_periodic.comm.base import Communicator, awaited
 from hvd_periodic.comm.hall import Hall
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
+from hvd_periodic.comm.objects import gather_objects
 from hvd_periodic.comm.window import on_one_host, open_window
 from hvd_periodic.vectors.layout import chunk
 
@@ -97,8 +98,12 @@ class MPICommunicator(Communicator):
         return wait
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
-        """Gather pickled objects."""
-        return list(self._comm.allgather(value))
+        """Gather pickled objects; mpi4py's own function of this name stops at 2³¹ bytes."""
+        return gather_objects(value, self.allgather, name)
+
+    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Gather an array."""
+        return np.asarray(self.allgather(values, name))
 
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host."""

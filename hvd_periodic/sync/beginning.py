@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.meeting import Purpose, Record
@@ -83,12 +83,21 @@ class Beginning(Generic[V]):
         setting.ledger.time(setting.ledger.local_steps)
         self.begun = True
 
-    def start_from_center(self) -> None:
-        """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own."""
-        ledger = self._setting.ledger
+    def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
+        """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
+
+        Args:
+            state: in which the center is, where no rank has the whole of it.
+        """
+        ledger, replica = self._setting.ledger, self._setting.exchanged.replica
+        self._course.discard()
         for group in self._course.tensor_groups:
+            center = group.center
+            if state is not None:
+                center = replica.new_temporary_store(group.values.layout)
+                replica.load(center, state["vectors"][group.name]["center"])
             for bucket in group.values.layout.buckets:
-                group.start_from(bucket, group.center.read(bucket))
+                group.start_from(bucket, center.read(bucket))
             group.outbox.forget()
         ledger.counters = replace(ledger.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
         ledger.notes = replace(ledger.notes, loss_sum=0.0, losses=0)
@@ -129,6 +138,7 @@ class Beginning(Generic[V]):
             groups.digest(self._course.loaded_centers(checkpoint.state)) if loaded else "",
             groups.replica_digest(),
             moment,
+            checkpoint.failure,
         )
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:

@@ -27,6 +27,7 @@ class Checkpoint(Generic[V]):
         run: names this training among others, in saved states.
         loaded: a state was loaded, and training has not begun from it.
         state: the one that was loaded, where the center is not on every rank; until training begins.
+        failure: why the last one that was to be loaded was not; empty where nothing went wrong.
     """
 
     def __init__(self, course: Course[V]) -> None:
@@ -34,6 +35,7 @@ class Checkpoint(Generic[V]):
         self.run = ""
         self.loaded = False
         self.state: dict[str, Any] | None = None
+        self.failure = ""
 
     def has_loaded(self) -> bool:
         """Return whether training has to begin from what was loaded."""
@@ -123,7 +125,7 @@ class Checkpoint(Generic[V]):
             vectors.load(state["vectors"][group])
         course.has_loaded(state)
         self.state = None if course.placement.everywhere else state
-        self.loaded = True
+        self.loaded, self.failure = True, ""
         self.run = state.get("run", "")
         ledger.get_ready()
         ledger.counters = Counters(**state["counters"])

@@ -24,6 +24,8 @@ from hvd_periodic.sync.weights import Weight, relative_weights
 
 logger = logging.getLogger("hvd_periodic")
 
+_EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
+
 Check = Callable[[], str | None]
 """Returns why this rank cannot go on, or None."""
 
@@ -93,7 +95,7 @@ class Meeting:
 
     def weigh(self, own: Standpoint, purpose: Purpose) -> None:
         """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""
-        if purpose in (Purpose.EXCHANGE, Purpose.LEAVE):
+        if purpose in _EXCHANGING:
             idle = purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange
             self.weight.measure(idle)
 
@@ -116,7 +118,7 @@ class Meeting:
             learning_rate=own.learning_rate,
             step_seconds=own.step_seconds,
             loss=own.notes.loss,
-            optimizer_state=self._state_fingerprint() if problem is None and purpose != Purpose.START else 0,
+            optimizer_state=self._state_fingerprint() if problem is None and purpose in _EXCHANGING else 0,
             weight=self.weight.value,
             left_out=int(left_out),
             foreseen=(self._planner.foreseen(own, purpose) or 0) if problem is None else 0,
@@ -134,7 +136,7 @@ class Meeting:
         try:
             found = self._membership.communicator.changed() or self.failure or self.weight.problem
             found = found or next(filter(None, (check() for check in self.checks)), None)
-            return found or (None if purpose == Purpose.START else self._state_problem())
+            return found or (self._state_problem() if purpose in _EXCHANGING else None)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

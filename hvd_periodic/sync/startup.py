@@ -38,6 +38,7 @@ class Standing:
         center: digest of the center that was loaded; empty where this rank does not know all of it.
         replica: digest of the parameters.
         moment: when this rank has come.
+        failure: why what was to be loaded here was not; empty where nothing went wrong.
     """
 
     loaded: bool
@@ -47,6 +48,7 @@ class Standing:
     center: str
     replica: str
     moment: Moment = Moment.BEFORE_UPDATE
+    failure: str = ""
 
 
 def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False, asynchronous: bool = False) -> Start:
@@ -59,7 +61,7 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
         asynchronous: ranks exchange at steps of their own.
 
     Raises:
-        RuntimeError: the ranks have loaded states that do not belong together; names them.
+        RuntimeError: the ranks have loaded states that do not belong together, or one has failed to; names them.
 
     Example:
         >>> new = Standing(False, 0, (0, 10), "", "", "")
@@ -67,6 +69,9 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
         >>> decide({0: old, 1: new}, root=0)
         <Start.FROM_ROOT: 'what the root has loaded'>
     """
+    failures = [f"rank {rank}: {standing.failure}" for rank, standing in standings.items() if standing.failure]
+    if failures:
+        raise RuntimeError(f"Training cannot begin from a checkpoint that was not loaded on {'; '.join(failures)}")
     loaded = {rank: standing for rank, standing in standings.items() if standing.loaded}
     if not loaded:
         known = any(standing.moment is Moment.BEFORE_UPDATE for standing in standings.values())

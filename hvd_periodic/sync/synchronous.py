@@ -244,8 +244,10 @@ class Synchronous(Course[V]):
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
         """Return the centers that were loaded, whole; none where this rank has shares only."""
         stores: list[Store[Any]] = []
-        replica = self.setting.exchanged.replica
-        for group in self.tensor_groups.held_alike:
+        replica, groups = self.setting.exchanged.replica, self.tensor_groups.held_alike
+        for group in (
+            groups[:1] if self.setting.phase.equal else groups
+        ):  # Statistics differ as long as gradients do not.
             if group.center.layout is group.values.layout:
                 stores.append(group.center)
             elif state is not None:

@@ -23,6 +23,7 @@ if keras.backend.backend() != "tensorflow":
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.tensorflow import callbacks
+from hvd_periodic.tensorflow.checkpoints import load, save
 from hvd_periodic.tensorflow.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.tensorflow.groups import node_groups, rank_groups
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
@@ -52,6 +53,8 @@ __all__ = [
     "SlowMo",
     "Synchronizer",
     "callbacks",
+    "load",
     "node_groups",
     "rank_groups",
+    "save",
 ]

@@ -20,6 +20,8 @@ from typing import Any
 import keras
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.checkpoints import Saving
+from hvd_periodic.tensorflow.checkpoints import save
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 
 
@@ -147,6 +149,75 @@ class SaveBestCenter(keras.callbacks.ModelCheckpoint):
         together = optimizer.synchronizer.course.reads_together
         with optimizer.center() if optimizer.is_root or together else nullcontext():
             yield optimizer.is_root
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Save a checkpoint now and then, see :func:`hvd_periodic.tensorflow.save`. All ranks have to use it.
+
+    With it goes ``epoch``, the number of epochs that are done: what :func:`hvd_periodic.tensorflow.load` returns of it
+    is the ``initial_epoch`` of the job that goes on.
+
+    Args:
+        path: folder of this training and no other.
+        every: ``"epoch"``: at the end of every epoch; or local steps from one save to the next, 1 or more: at the end
+            of the first batch after so many. All ranks have to come to it after the same number of batches.
+        keep: checkpoints that are left. Default: all.
+        background: let a thread write while training goes on; the end of training waits for it.
+        more: what else is saved, by name.
+
+    Raises:
+        TypeError: the model's optimizer is not a periodic one.
+        TypeError, ValueError: ``every`` is something else.
+        RuntimeError: a file could not be written; on all ranks.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        every: int | str = "epoch",
+        keep: int | None = None,
+        background: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(every, str) and every != "epoch":
+            raise ValueError(f"`Checkpoint(every=...)` must be 'epoch' or local steps. Received: {every!r}")
+        self._every = None if every == "epoch" else require_int(every, "`Checkpoint(every=...)`", minimum=1)
+        self._path, self._more = path, more
+        self._keep, self._background = keep, background
+        self._epoch, self._last_steps = 0, 0
+        self._saving: Saving | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Count local steps from here."""
+        optimizer = _optimizer_of(self)
+        self._last_steps = optimizer.synchronizer.local_steps if optimizer.built else 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note which epoch it is."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, if so many local steps were taken."""
+        if self._every is not None and _optimizer_of(self).synchronizer.local_steps - self._last_steps >= self._every:
+            self._save()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, if that is when."""
+        self._epoch = epoch + 1
+        if self._every is None:
+            self._save()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Wait for what is under way."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def _save(self) -> None:
+        optimizer = _optimizer_of(self)
+        self._last_steps = optimizer.synchronizer.local_steps
+        options: dict[str, Any] = {"keep": self._keep, "background": self._background, **self._more}
+        self._saving = save(self._path, self.model, optimizer, epoch=self._epoch, **options)
 
 
 class ReportExchanges(keras.callbacks.Callback):

@@ -16,6 +16,7 @@ from types import ModuleType
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.torch.center import center_state_dict
+from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
@@ -45,8 +46,10 @@ __all__ = [
     "SlowMo",
     "Synchronizer",
     "center_state_dict",
+    "load",
     "node_groups",
     "rank_groups",
+    "save",
 ]
 
 

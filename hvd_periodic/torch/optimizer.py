@@ -22,7 +22,7 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
 
-STATE_KEY, _INSIDE_KEY = "hvd_periodic", "inside"
+STATE_KEY, INSIDE_KEY = "hvd_periodic", "inside"
 """Under which a state dict holds the state of exchanges; and under which that holds the same of an optimizer inside."""
 
 
@@ -270,7 +270,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
         inner, own = self.inner.state_dict(), self.synchronizer.state_dict()
         if STATE_KEY in inner:
-            own[_INSIDE_KEY] = inner[STATE_KEY]
+            own[INSIDE_KEY] = inner[STATE_KEY]
         return {**inner, STATE_KEY: own}
 
     @neutrally
@@ -290,8 +290,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             )
         inner, own = dict(state_dict), dict(state_dict[STATE_KEY])
         del inner[STATE_KEY]
-        if _INSIDE_KEY in own:
-            inner[STATE_KEY] = own.pop(_INSIDE_KEY)
+        if INSIDE_KEY in own:
+            inner[STATE_KEY] = own.pop(INSIDE_KEY)
         self.synchronizer.check_state_dict(own)
         self.inner.load_state_dict(inner)
         self.synchronizer.load_state_dict(own)

@@ -42,6 +42,15 @@ class TorchOuterOptimizer:
         """Return one of these for each fragment."""
         return Divided(self, fragments)
 
+    def grouping(self) -> list[list[int]]:
+        """Return the parameters, by number, of every parameter group that has some of them."""
+        template = self.source if isinstance(self.source, torch.optim.Optimizer) else self._local
+        if template is None:
+            return [list(range(len(self._parameters)))]
+        numbers = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        groups = [[numbers[id(p)] for p in group["params"] if id(p) in numbers] for group in template.param_groups]
+        return [group for group in groups if group]
+
     @property
     def name(self) -> str:
         """The class of the optimizer, once there is one."""

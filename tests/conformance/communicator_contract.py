@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic import Communicator
+from hvd_periodic.comm import objects
 from hvd_periodic.vectors.layout import chunk
 
 LAUNCHERS = {
@@ -53,6 +54,7 @@ def check_communicator(communicator: Communicator, tensor: Tensor = np.asarray) 
         check_alltoall,
         check_sums_in_half,
         check_objects,
+        check_objects_in_pieces,
     ):
         check(communicator, tensor)
 
@@ -201,10 +203,25 @@ def check_sums_in_half(communicator: Communicator, tensor: Tensor) -> None:
 
 def check_objects(communicator: Communicator, tensor: Tensor) -> None:
     """Objects of any type and of another length on every rank."""
-    objects: list[object] = [None, "", {"rank": [1.5, "é"]}, b"\0" * 1000, (1, {2}), np.arange(3).tolist()]
+    given: list[object] = [None, "", {"rank": [1.5, "é"]}, b"\0" * 1000, (1, {2}), np.arange(3).tolist()]
     rank, size = communicator.rank, communicator.size
-    found = communicator.allgather_object(objects[rank % len(objects)], "contract.objects")
-    assert found == [objects[other % len(objects)] for other in range(size)]
+    found = communicator.allgather_object(given[rank % len(given)], "contract.objects")
+    assert found == [given[other % len(given)] for other in range(size)]
     found = communicator.allgather_object("x" * (1000 * rank), "contract.strings")
     assert [len(text) for text in found] == [1000 * other for other in range(size)]
     assert communicator.allgather_object(None, "contract.nothing") == [None] * size
+
+
+def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
+    """Where collectives take a few bytes at once, objects arrive all the same; sizes differ, some ranks end earlier."""
+    limit, objects.AT_ONCE = objects.AT_ONCE, 50
+    try:
+        for count in (0, 1, 300):
+            mine = ("é" * (count * communicator.rank), communicator.rank, np.arange(count))
+            found = communicator.allgather_object(mine, f"contract.pieces.{count}")
+            assert [text for text, _, _ in found] == ["é" * (count * rank) for rank in range(communicator.size)]
+            for rank, (_, number, array) in enumerate(found):
+                assert number == rank
+                assert_same(array, np.arange(count))
+    finally:
+        objects.AT_ONCE = limit

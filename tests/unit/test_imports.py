@@ -24,7 +24,7 @@ LEVELS = [
     {"vectors"},
     {"outer"},
     {"algorithms", "schedules", "comm"},
-    {"local_state", "replica", "wires"},
+    {"checkpoints", "local_state", "replica", "wires"},
     {"centers", "cost_model", "options"},
     {"asynchronous"},
     {"sync"},

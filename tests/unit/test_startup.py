@@ -64,6 +64,12 @@ def test_states_that_do_not_belong_together(second: Standing, message: str) -> N
         decide({0: OLD, 1: second}, 0)
 
 
+def test_a_rank_that_has_failed_to_load_is_an_error() -> None:
+    for others in (OLD, NEW):
+        with pytest.raises(RuntimeError, match="was not loaded on rank 1: the file is damaged"):
+            decide({0: others, 1: replace(NEW, failure="the file is damaged")}, root=0)
+
+
 def test_a_root_without_state_or_with_a_share_of_it() -> None:
     with pytest.raises(RuntimeError, match="Rank 1 has loaded a state, and the root, rank 0, has none"):
         decide({0: NEW, 1: OLD}, 0)

@@ -1,0 +1,8 @@
+"""Files of a training: what they hold, how they are written and found again; of no framework."""
+
+from hvd_periodic.checkpoints.everyone import Everyone
+from hvd_periodic.checkpoints.saving import Saving, save_set
+from hvd_periodic.checkpoints.sets import Source, find_file
+from hvd_periodic.checkpoints.tree import Arrays, Content, Leaves, decode, encode
+
+__all__ = ["Arrays", "Content", "Everyone", "Leaves", "Saving", "Source", "decode", "encode", "find_file", "save_set"]

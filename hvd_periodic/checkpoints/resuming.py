@@ -1,0 +1,75 @@
+"""Going on from a checkpoint: each rank by itself, from what it sees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from hvd_periodic.checkpoints.everyone import Everyone
+from hvd_periodic.checkpoints.files import naming, read_content
+from hvd_periodic.checkpoints.saving import join_last
+from hvd_periodic.checkpoints.sets import Source, find_file
+from hvd_periodic.checkpoints.tree import Leaves, decode
+
+logger = logging.getLogger("hvd_periodic")
+
+STATES, MORE = "states", "more"
+"""Under which a file holds, by name, states of objects that were saved besides, and plain values."""
+
+
+def resume(
+    path: Path,
+    everyone: Everyone,
+    step: int | None,
+    leaves: Leaves,
+    stateful: Collection[str],
+    put_back: Callable[[dict[str, Any], bool], None],
+    failed: Callable[[str], None],
+) -> dict[str, Any]:
+    """Load what this rank goes on from; return the plain values in it, nothing where there is no file for it.
+
+    Args:
+        path: folder of the sets.
+        everyone: the ranks, of which none is asked.
+        step: local steps of the set. Default: the newest.
+        leaves: knows the tensors of a framework.
+        stateful: names of what will want its state back.
+        put_back: takes what the file holds, and whether it was saved among other ranks.
+        failed: told of an error before it is raised, for the other ranks, should this one go on.
+
+    Raises:
+        ValueError: a damaged file, or of something else; as ``put_back``.
+        FileNotFoundError: there is no set of this ``step``.
+    """
+    join_last()
+    try:
+        source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
+        if source is None:
+            return {}
+        content = read_content(source.file)
+        with naming(source.file):
+            saved = decode(content, leaves)
+        missing = sorted(set(stateful) - saved[STATES].keys())
+        if missing:
+            there = ", ".join(saved[STATES]) or "none"
+            raise ValueError(f"{source.file} has no state of `{missing[0]}`. It has those of: {there}")
+        put_back(saved, source.among_others)
+    except Exception as error:
+        failed(str(error))
+        raise
+    _say(source, everyone)
+    plain: dict[str, Any] = saved[MORE]
+    return plain
+
+
+def _say(source: Source, everyone: Everyone) -> None:
+    """Say in the log what training goes on from."""
+    step, folder = source.saved.step, source.saved.folder
+    if not source.among_others and not source.own:
+        logger.warning("Rank %d goes on from %s, the file of the root, at step %d", everyone.rank, source.file, step)
+    elif everyone.is_root and source.among_others:
+        logger.warning("%s is of other ranks than these: all start from its center, at step %d", folder, step)
+    elif everyone.is_root:
+        logger.info("All ranks go on from %s, at step %d", folder, step)

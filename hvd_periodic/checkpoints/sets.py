@@ -1,0 +1,240 @@
+"""Sets of files: one of every rank, and a manifest, which makes them a set.
+
+    path/
+      000007-step1200/
+        rank-0.npz
+        rank-1.npz
+        manifest.json       written last: without it there is no set
+      000008-step1400/
+        ...
+
+The first number counts the saves of a folder, so that the newest is the one that was saved last, also where training
+has gone back to an earlier step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_periodic.checkpoints.files import digest_of, write_whole
+
+logger = logging.getLogger("hvd_periodic")
+
+_NAME = re.compile(r"(\d{6,})-step(\d+)")
+_MANIFEST = "manifest.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a manifest says of the file of one rank.
+
+    Attributes:
+        file: its name.
+        size: in bytes.
+        sha256: of all of them.
+        among: tells among which ranks this one has trained, see ``Everyone.among``.
+    """
+
+    file: str
+    size: int
+    sha256: str
+    among: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What makes files a set.
+
+    Attributes:
+        step: local steps of the root.
+        run: of which training.
+        root: the global rank that all started from.
+        files: by global rank.
+    """
+
+    step: int
+    run: str
+    root: int
+    files: Mapping[int, Entry]
+
+
+@dataclass(frozen=True, order=True)
+class SavedSet:
+    """The folder of a set.
+
+    Attributes:
+        number: of the save.
+        step: local steps of the root.
+        folder: where its files are.
+    """
+
+    number: int
+    step: int
+    folder: Path
+
+    @classmethod
+    def of(cls, path: Path, number: int, step: int) -> SavedSet:
+        """Return the set that a save with this number makes."""
+        return cls(number, step, path / f"{number:06}-step{step}")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has a manifest."""
+        return (self.folder / _MANIFEST).exists()
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Make the files a set."""
+        said = asdict(manifest)
+        text = json.dumps({"version": _VERSION, "manifest": said, "sha256": _digest(said)}, indent=1)
+        write_whole(self.folder / _MANIFEST, lambda stream: stream.write(text.encode()))
+
+    def manifest(self) -> Manifest:
+        """Return what makes it a set.
+
+        Raises:
+            ValueError: it was altered, or another version has written it; names it.
+        """
+        file = self.folder / _MANIFEST
+        try:
+            text = json.loads(file.read_bytes())
+            version, said = text["version"], text["manifest"]
+            if version == _VERSION and _digest(said) == text["sha256"]:
+                files = {int(rank): Entry(**entry) for rank, entry in said["files"].items()}
+                return Manifest(said["step"], said["run"], said["root"], files)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        if version != _VERSION:
+            raise ValueError(f"{file} is of version {version!r}, and this is a hvd_periodic that knows {_VERSION}")
+        raise ValueError(f"{file} is damaged: it was altered after it was written")
+
+    def remove(self) -> None:
+        """Remove it, the manifest first; another rank may be doing the same."""
+        with suppress(FileNotFoundError):
+            (self.folder / _MANIFEST).unlink(missing_ok=True)
+            for file in self.folder.iterdir():
+                file.unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+def sets_in(path: Path) -> list[SavedSet]:
+    """Return the sets in a folder, the oldest first, complete or not; none where there is no folder."""
+    if not path.is_dir():
+        return []
+    found = ((_NAME.fullmatch(folder.name), folder) for folder in path.iterdir())
+    return sorted(SavedSet(int(match[1]), int(match[2]), folder) for match, folder in found if match)
+
+
+def remove_old(path: Path, newest: SavedSet, keep: int | None) -> None:
+    """Remove all complete sets but the last ``keep``, the newest one included; None: keep all."""
+    older = [saved for saved in sets_in(path) if saved.number < newest.number and saved.complete]
+    _remove(older if keep is not None else [], keep=(keep or 1) - 1)
+
+
+def remove_unfinished(found: Sequence[SavedSet]) -> None:
+    """Remove what crashes have left: sets without a manifest."""
+    _remove([saved for saved in found if not saved.complete])
+
+
+def _remove(found: Sequence[SavedSet], keep: int = 0) -> None:
+    """Remove sets but for the last ones; what cannot be removed does not end training."""
+    for saved in found[: max(len(found) - keep, 0)]:
+        try:
+            saved.remove()
+        except OSError as error:
+            logger.warning("The old checkpoint %s cannot be removed: %s", saved.folder, error)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The file that a rank goes on from.
+
+    Attributes:
+        saved: the set that it belongs to.
+        file: its path.
+        own: this rank has written it, among the same ranks as now.
+        among_others: the ranks were others, so that all start from the center.
+    """
+
+    saved: SavedSet
+    file: Path
+    own: bool
+    among_others: bool
+
+
+def find_file(path: Path, rank: int, among: str, is_root: bool, step: int | None = None) -> Source | None:
+    """Return from which file a rank goes on, given what it sees; nothing is communicated.
+
+    That is its own, of the newest set; where it does not see that, or the ranks are others now, the root's. None where
+    it sees no set, or of a set of other ranks not the root's file: then it takes over what the root has found.
+
+    Args:
+        path: folder of the sets.
+        rank: of the job.
+        among: of ``Everyone``.
+        is_root: all start from this rank.
+        step: local steps of the set to go on from. Default: the newest.
+
+    Raises:
+        FileNotFoundError: there is no set of that step.
+        ValueError: a file is missing, truncated, altered, or of another set; names it, and what can be done.
+    """
+    complete = [saved for saved in sets_in(path) if saved.complete]
+    chosen = [saved for saved in complete if step in (None, saved.step)]
+    if not chosen:
+        if step is not None:
+            raise FileNotFoundError(f"{path} has no checkpoint of step {step}. It has {_steps(complete)}")
+        return None
+    saved = chosen[-1]
+    try:
+        return _source(saved, rank, among, is_root)
+    except ValueError as error:
+        others = _steps([other for other in complete if other != saved])
+        raise ValueError(
+            f"{error}. To go on from another checkpoint remove the folder {saved.folder} or pass at_step=...: "
+            f"there are {others}"
+        ) from error
+
+
+def _source(saved: SavedSet, rank: int, among: str, is_root: bool) -> Source | None:
+    manifest = saved.manifest()
+    present = {owner: saved.folder / entry.file for owner, entry in manifest.files.items()}
+    present = {owner: file for owner, file in present.items() if file.exists()}
+    for owner, file in present.items():  # Cheap, so that all ranks that see a truncated file say so.
+        if file.stat().st_size != manifest.files[owner].size:
+            raise ValueError(
+                f"{file} is damaged: it has {file.stat().st_size} bytes, and had {manifest.files[owner].size} when it "
+                "was written"
+            )
+    own = manifest.files.get(rank)
+    among_others = own is None or own.among != among
+    giver = rank if not among_others and rank in present else manifest.root
+    if giver not in present:
+        if among_others and not is_root:
+            logger.warning(
+                "Rank %d sees no file of the root in %s, and waits for what the root has", rank, saved.folder
+            )
+            return None
+        missing = manifest.files[rank if not among_others else manifest.root].file
+        raise ValueError(f"{saved.folder / missing} is missing")
+    file, entry = present[giver], manifest.files[giver]
+    if digest_of(file) != (entry.size, entry.sha256):
+        raise ValueError(f"{file} is damaged, or of another checkpoint: its SHA-256 is not that in the manifest")
+    return Source(saved, file, own=giver == rank and not among_others, among_others=among_others)
+
+
+def _steps(found: list[SavedSet]) -> str:
+    return f"steps {', '.join(str(saved.step) for saved in found)}" if found else "none"
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what a manifest says; in JSON, keys are strings."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(said)), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,177 @@
+"""Nested values as JSON and named arrays, and back: exactly, and without pickle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+    "OrderedDict": OrderedDict,
+    "defaultdict": lambda pairs: defaultdict(None, pairs),
+}
+"""Mappings that come back as what they were; of a defaultdict, what it makes of a missing key does not."""
+
+_KINDS = "?biufcSUmM"
+"""Kinds of numpy's dtypes that files hold."""
+
+_SCALAR = "scalar"
+"""Tells a numpy scalar from an array without dimensions."""
+
+TREE = "tree"
+"""No array has this name: in files it is that of the JSON."""
+
+_LARGEST = 2**63
+"""Integers from here on are written in hexadecimal: Python limits the digits of decimal ones."""
+
+
+class Leaves(Protocol):
+    """What a framework has in the place of arrays."""
+
+    def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
+        """Return a tensor as an array that numpy can write, and a name of what it was; None of anything else.
+
+        Args:
+            value: that may be a tensor.
+            copy: the array must not share memory with it.
+        """
+
+    def from_array(self, array: np.ndarray, kind: str) -> Any:
+        """Return what :meth:`to_array` was given."""
+
+
+class Arrays:
+    """Numpy's own arrays and scalars alone."""
+
+    def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
+        """Return None."""
+        return None
+
+    def from_array(self, array: np.ndarray, kind: str) -> Any:
+        """Raise a ValueError: a framework has written it."""
+        raise ValueError(f"it holds a {kind}")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds.
+
+    Attributes:
+        tree: values that JSON can tell; every array is ``{"array": [name, kind]}``.
+        arrays: by name, which is the path that leads to it.
+    """
+
+    tree: Any
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Content:
+    """Return nested values as JSON and arrays.
+
+    In JSON, ``null``, booleans, numbers, strings and lists stand for themselves, but for floats that are not finite and
+    very large integers. Any other value is an object with one key, which says what it is::
+
+        {"dict": [[key, value], ...]}     also "Counter", "OrderedDict", "defaultdict"
+        {"tuple": [value, ...]}           {"float": "nan"}           {"int": "0x8000000000000000"}
+        {"array": [name, kind]}           kind: empty for numpy, otherwise as the framework says
+
+    Args:
+        tree: dicts, lists, tuples, None, bools, ints, floats, strings, arrays and tensors.
+        leaves: knows the tensors of a framework.
+        copy: let no array share memory with a value.
+
+    Raises:
+        TypeError: a value of another kind; names its path.
+
+    Example:
+        >>> content = encode({"epoch": 3, 7: (1.5, float("inf")), "w": np.zeros(2)})
+        >>> content.tree
+        {'dict': [['epoch', 3], [7, {'tuple': [1.5, {'float': 'inf'}]}], ['w', {'array': ['w', '']}]]}
+        >>> decode(content)
+        {'epoch': 3, 7: (1.5, inf), 'w': array([0., 0.])}
+    """
+    content = Content(None)
+    return Content(_Encoder(leaves or Arrays(), copy, content.arrays).encode(tree, ()), content.arrays)
+
+
+def decode(content: Content, leaves: Leaves | None = None) -> Any:
+    """Return what :func:`encode` was given.
+
+    Raises:
+        ValueError: no such content.
+    """
+    return _decode(content.tree, content.arrays, leaves or Arrays())
+
+
+class _Encoder:
+    def __init__(self, leaves: Leaves, copy: bool, arrays: dict[str, np.ndarray]) -> None:
+        self._leaves, self._copy, self._arrays = leaves, copy, arrays
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """Return a value as JSON."""
+        if value is None or type(value) in (bool, str):
+            return value
+        if type(value) is int:
+            return value if abs(value) < _LARGEST else {"int": hex(value)}
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if type(value) is list:
+            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        if type(value) is tuple:
+            return {"tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
+        if type(value).__name__ in _MAPPINGS and isinstance(value, dict):
+            pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
+            return {type(value).__name__: pairs}
+        return self._encode_array(value, path)
+
+    def _encode_array(self, value: Any, path: tuple[Any, ...]) -> Any:
+        found = self._leaves.to_array(value, self._copy)
+        if found is None and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _KINDS:
+            found = np.array(value, copy=self._copy or None), _SCALAR if isinstance(value, np.generic) else ""
+        if found is None:
+            where = f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}" if path else "the value"
+            of = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""
+            raise TypeError(
+                f"A checkpoint holds dicts, lists, tuples, numbers, strings, None, arrays and tensors, and {where} is "
+                f"of type {type(value).__name__}{of}: {value!r:.80}. Save what it is made of"
+            )
+        array, kind = found
+        name = self._name("/".join(map(str, path)))
+        self._arrays[name] = array
+        return {"array": [name, kind]}
+
+    def _name(self, wanted: str) -> str:
+        """Return a name that no other array has: keys may differ and read the same."""
+        names = (wanted if i == 1 else f"{wanted}#{i}" for i in itertools.count(1))
+        return next(name for name in names if name not in self._arrays and name != TREE)
+
+
+def _decode(node: Any, arrays: Mapping[str, np.ndarray], leaves: Leaves) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, arrays, leaves) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node) != 1:
+        raise ValueError(f"it has an object of {len(node)} keys, where one says what it is")
+    ((what, value),) = node.items()
+    if what in _MAPPINGS:
+        return _MAPPINGS[what]([(_decode(key, arrays, leaves), _decode(item, arrays, leaves)) for key, item in value])
+    if what == "tuple":
+        return tuple(_decode(item, arrays, leaves) for item in value)
+    if what in ("float", "int"):
+        return float(value) if what == "float" else int(value, 16)
+    if what != "array":
+        raise ValueError(f"it has a value of an unknown kind, {what!r}: a later version may have written it")
+    name, kind = value
+    if name not in arrays:
+        raise ValueError(f"it lacks the array {name!r}")
+    if kind in ("", _SCALAR):
+        return arrays[name][()] if kind else arrays[name]
+    return leaves.from_array(arrays[name], kind)

@@ -1,0 +1,39 @@
+"""Objects of any size, over collectives that stop at 2³¹ elements."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+AT_ONCE = 2**30
+"""Bytes of all ranks that one collective gathers, at most."""
+
+
+def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndarray], name: str) -> list[Any]:
+    """Return the picklable values of all ranks, in rank order; they travel in as many pieces as it takes.
+
+    Args:
+        value: of this rank.
+        allgather: returns the arrays of all ranks, one after another, whose sizes may differ.
+        name: prefix of the names of collectives.
+    """
+    stream = io.BytesIO()
+    pickle.dump(value, stream)
+    data = np.frombuffer(stream.getbuffer(), dtype=np.uint8)
+    sizes = np.asarray(allgather(np.array([data.size], dtype=np.int64), f"{name}.sizes"))
+    piece = max(AT_ONCE // len(sizes), 1)
+    if sizes.max() <= piece:
+        parts = np.split(np.asarray(allgather(data, f"{name}.data")), np.cumsum(sizes)[:-1])
+        return [pickle.loads(part.data) for part in parts]
+    whole = [np.empty(size, np.uint8) for size in sizes]
+    for start in range(0, int(sizes.max()), piece):
+        held = [one[start : start + piece] for one in whole]
+        gathered = np.asarray(allgather(data[start : start + piece], f"{name}.data"))
+        for mine, part in zip(held, np.split(gathered, np.cumsum([len(one) for one in held])[:-1]), strict=True):
+            mine[:] = part
+    del data, stream
+    return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Of large objects, no more copies than it takes.

@@ -1,0 +1,230 @@
+"""Checkpoints of a Keras job: a file of every rank, from which any number of ranks goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.checkpoints import Everyone, Saving, save_set
+from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
+from hvd_periodic.checkpoints.saving import Occasion
+from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.sync.other_ranks import start_from_saved_center
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+
+Trained = PeriodicOptimizer | VariableSynchronizer
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: keras.Model,
+    optimizer: Trained,
+    *,
+    keep: int | None = None,
+    background: bool = False,
+    **more: Any,
+) -> Saving:
+    """Save what training needs to go on exactly; all ranks together, each a file of its own.
+
+    As :func:`hvd_periodic.torch.save`, with the same files, for a Keras model: its variables, the states of its random
+    generators included; those of the local optimizer; and the state of the exchanges. Eagerly, between steps.
+
+    Args:
+        path: folder of this training and no other.
+        model: that is trained, and built.
+        optimizer: of this package, and built; or a synchronizer: pass the optimizer of a loop of your own among
+            ``more``.
+        keep: checkpoints that are left, this one included; older ones are removed when it is complete. Default: all.
+        background: let a thread write, from a copy, while training goes on. A save that comes before the last one is
+            over waits for it. Python does not end before it is over.
+        more: what else is saved, by name: Keras optimizers, models and layers, and plain values: numbers, strings,
+            dicts, lists, tuples, arrays, tensors.
+
+    Returns:
+        What :meth:`~hvd_periodic.checkpoints.Saving.wait` can be asked of; it is over already without ``background``.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.
+        RuntimeError, OSError: a file could not be written, now or in the background by the last save; on all ranks.
+
+    Example::
+
+        hvdp.save("checkpoints", model, optimizer, keep=3, epoch=epoch)
+    """
+    _check(model, optimizer)
+    levels = _levels(optimizer)
+
+    def check() -> Occasion:
+        levels[0].view.refuse_inside("save")
+        return Occasion(levels[0].local_steps, levels[0].checkpoint.run, levels[0].course.steps_agree)
+
+    def state() -> dict[str, Any]:
+        return {
+            "exchanges": [level.state_dict() for level in levels],
+            "local": [_values(variable) for variable in _local_variables(optimizer)],
+            "model": [_values(variable) for variable in _variables(model)],
+            STATES: {name: list(map(_values, _variables(v))) for name, v in more.items() if _has_variables(v)},
+            MORE: {name: value for name, value in more.items() if not _has_variables(value)},
+        }
+
+    levels[0].meeting.meet(Purpose.SAVE)  # Others may wait for this rank at an exchange.
+    return save_set(Path(path), _everyone(levels), check, state, Tensors(), keep=keep, background=background)
+
+
+def load(
+    path: str | os.PathLike[str], model: keras.Model, optimizer: Trained, *, at_step: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Go on from the newest checkpoint in a folder, if there is one; call it after construction, before the first step.
+
+    As :func:`hvd_periodic.torch.load`: on all ranks or on the root alone, nothing is communicated, and the first step
+    finds out who has what. The state of a center optimizer that is divided (``center="sharded"``) takes as many ranks
+    as have saved it.
+
+    Args:
+        path: the folder that :func:`save` was given.
+        model: as it was saved, and built.
+        optimizer: as it was saved, and built; its state is loaded.
+        at_step: local steps of another checkpoint than the newest.
+        more: Keras optimizers, models and layers are given their variables back; of plain values, those that are
+            returned where nothing was saved.
+
+    Returns:
+        The plain values that were saved, by name; the ones given where there is no checkpoint, or none for this rank.
+
+    Raises:
+        ValueError: a damaged file; or one of another model, algorithm or optimizer.
+        FileNotFoundError: there is no checkpoint of this step.
+
+    Example::
+
+        first = hvdp.load("checkpoints", model, optimizer, epoch=0)["epoch"]
+        model.fit(data, initial_epoch=first, callbacks=[hvdp.callbacks.Checkpoint("checkpoints", keep=3)])
+    """
+    _check(model, optimizer)
+    levels = _levels(optimizer)
+    stateful = {name: value for name, value in more.items() if _has_variables(value)}
+
+    def put_back(saved: dict[str, Any], among_others: bool) -> None:
+        assigned = [
+            *_pairs("local optimizer", _local_variables(optimizer), saved["local"]),
+            *_pairs("model", _variables(model), saved["model"]),
+        ]
+        for name, value in stateful.items():
+            assigned += _pairs(f"`{name}`", _variables(value), saved[STATES][name])
+        states = [_renamed(state, level) for level, state in zip(levels, saved["exchanges"], strict=True)]
+        for level, state in zip(levels, states, strict=True):
+            level.load_state_dict(state)
+        for variable, value in assigned:
+            variable.assign(value)
+        if among_others:
+            start_from_saved_center(levels, states[0])
+
+    def failed(why: str) -> None:
+        levels[0].checkpoint.failure = why
+
+    found = resume(Path(path), _everyone(levels), at_step, Tensors(), stateful.keys(), put_back, failed)
+    return {name: value for name, value in more.items() if name not in stateful} | found
+
+
+class Tensors:
+    """TensorFlow's tensors as arrays: dtypes that numpy lacks as unsigned integers of the same bits."""
+
+    def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
+        """Return a tensor as an array, always a copy, or an array of a dtype of TensorFlow's; None of anything else."""
+        if tf.is_tensor(value) and not isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+            array = np.asarray(value)
+            kind = f"tensor {array.dtype.name}"
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind == "V" and value.dtype.names is None:
+            array, kind = np.asarray(value), value.dtype.name
+        else:
+            return None
+        if array.dtype.kind == "V":
+            array = array.view(f"u{array.dtype.itemsize}")
+        return np.array(array, copy=copy or None), kind
+
+    def from_array(self, array: np.ndarray, kind: str) -> Any:
+        """Return the tensor, or the array."""
+        dtype = tf.as_dtype(kind.removeprefix("tensor ")).as_numpy_dtype
+        array = array if array.dtype == dtype else array.view(dtype)
+        return tf.constant(array) if kind.startswith("tensor ") else array
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: {type(model).__name__}")
+    if not isinstance(optimizer, (PeriodicOptimizer, VariableSynchronizer)):
+        raise TypeError(
+            "`optimizer` must be an optimizer or synchronizer of hvd_periodic.tensorflow. Received: "
+            f"{type(optimizer).__name__}"
+        )
+
+
+def _levels(optimizer: Trained) -> list[VariableSynchronizer]:
+    """Return the synchronizers of optimizers that are in one another, the outermost first."""
+    levels, level = [], optimizer
+    while isinstance(level, PeriodicOptimizer):
+        levels.append(level.synchronizer)
+        level = level.inner_optimizer
+    return [*levels, level] if isinstance(level, VariableSynchronizer) else levels
+
+
+def _everyone(levels: Sequence[VariableSynchronizer]) -> Everyone:
+    memberships = [level.membership for level in levels]
+    return Everyone([membership.together for membership in reversed(memberships)], memberships[0].global_root)
+
+
+def _local_variables(optimizer: Any) -> list[Any]:
+    """Return the variables of the optimizer that takes the local steps; none of a synchronizer."""
+    while isinstance(optimizer, PeriodicOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return [] if isinstance(optimizer, VariableSynchronizer) else _variables(optimizer)
+
+
+def _variables(owner: Any) -> list[Any]:
+    """Return the variables of an optimizer, model or layer; metrics, which Keras resets, are none of a model."""
+    metrics = {id(variable) for variable in getattr(owner, "metrics_variables", [])}
+    return [variable for variable in owner.variables if id(variable) not in metrics]
+
+
+def _has_variables(value: Any) -> bool:
+    return isinstance(value, (keras.optimizers.Optimizer, keras.layers.Layer))
+
+
+def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, Any]:
+    """Return a state with the names that tensors have now: Keras numbers layers, also those of models made before."""
+    vectors = dict(state["vectors"])
+    for group in level.tensor_groups:
+        sums, saved = group.outbox.unsent_sums, vectors.get(group.name, {})
+        vectors[group.name] = {}
+        for key, tensors in saved.items():
+            layout = sums.layout if sums is not None and key == group.outbox.saved_sums else group.values.layout
+            names = [spec.name for spec in layout.specs]
+            alike = len(names) == len(tensors)
+            vectors[group.name][key] = dict(zip(names if alike else tensors, tensors.values(), strict=True))
+    return state | {"vectors": vectors}
+
+
+def _values(variable: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _pairs(what: str, variables: Sequence[Any], values: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:
+    """Return variables with their values.
+
+    Raises:
+        ValueError: they are of another model or optimizer.
+    """
+    here, there = [tuple(variable.shape) for variable in variables], [value.shape for value in values]
+    if here != there:
+        number = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+        first = "" if number is None else f"; the first that differs, {variables[number].path}, has {here[number]} here"
+        first += "" if number is None else f" and {there[number]} there"
+        raise ValueError(f"The {what} was saved with {len(there)} variables, and has {len(here)}{first}")
+    return list(zip(variables, values, strict=True))

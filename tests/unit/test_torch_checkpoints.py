@@ -1,0 +1,153 @@
+"""What files hold of PyTorch's tensors and objects; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("horovod.torch")
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.checkpoints import decode, encode  # noqa: E402
+from hvd_periodic.checkpoints.files import read_content, write_content  # noqa: E402
+from hvd_periodic.torch.checkpoints import Tensors  # noqa: E402
+
+
+def made(model: Any = None, **options: Any) -> tuple[Any, Any]:
+    model = torch.nn.Linear(2, 1) if model is None else model
+    local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, hvdp.PeriodicOptimizer(local, model, hvdp.EASGD, 2, process_set=LocalCommunicator(), **options)
+
+
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), float(step))).sum().backward()
+        optimizer.step()
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)], ids=str)
+def test_tensors_of_any_type_come_back(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
+    tensor = (torch.arange(6).reshape(2, 3) - 2).to(torch.float32)[: shape[0] if shape else 1].to(dtype)
+    tensor = tensor.reshape(-1)[0] if shape == () else tensor
+    write_content(tmp_path / "file.npz", encode({"x": tensor}, Tensors()))
+    found = decode(read_content(tmp_path / "file.npz"), Tensors())["x"]
+    assert (found.dtype, found.shape) == (dtype, tensor.shape)
+    assert bytes(found.reshape(-1).view(torch.uint8)) == bytes(tensor.reshape(-1).view(torch.uint8))
+
+
+def test_tensors_of_any_strides_come_back() -> None:
+    tensors = [torch.arange(6.0).reshape(2, 3).T, torch.ones(1).expand(4), torch.tensor([1 + 2j]).conj()]
+    for tensor, found in zip(tensors, decode(encode(tensors, Tensors()), Tensors()), strict=True):
+        assert torch.equal(found, tensor)
+
+
+def test_a_copy_shares_no_memory() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    kept, seen = (encode([parameter], Tensors(), copy=copy) for copy in (True, False))
+    with torch.no_grad():
+        parameter.fill_(1.0)
+    assert [content.arrays["0"].tolist() for content in (kept, seen)] == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.zeros(1, device="meta")], ids=["sparse", "meta"])
+def test_tensors_without_memory_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"w\[0\] is of type Tensor"):
+        encode({"w": [value]}, Tensors())
+
+
+def test_objects_with_a_state_and_plain_values(tmp_path: Path) -> None:
+    """Schedulers, scalers and random generators; a value that was not saved is as it was given."""
+    model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 5], 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    train(model, optimizer, 3)
+    scheduler.step()
+    random = torch.get_rng_state()
+    nested = {"seed": 2**100, "rates": (0.1, float("inf")), 3: [None, True]}
+    saving = hvdp.save(tmp_path, model, optimizer, scheduler=scheduler, scaler=scaler, random=random, nested=nested)
+    saving.wait()
+    other, resumed = made()
+    again = torch.optim.lr_scheduler.MultiStepLR(resumed, [1, 5], 0.5)
+    fresh = torch.amp.GradScaler("cpu")
+    found = hvdp.load(tmp_path, other, resumed, scheduler=again, scaler=fresh, epoch=7, nested=None)
+    assert found.keys() == {"random", "nested", "epoch"}
+    assert torch.equal(found["random"], random)
+    assert (found["nested"], found["epoch"]) == (nested, 7)
+    assert fresh.get_scale() == 8.0
+    assert again.state_dict() == scheduler.state_dict()
+    assert resumed.param_groups[0]["lr"] == 0.05
+    for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+        assert torch.equal(resumed.state[parameter]["momentum_buffer"], optimizer.state[expected]["momentum_buffer"])
+    with pytest.raises(ValueError, match=r"rank-0\.npz has no state of `sampler`\. It has those of: scheduler, scaler"):
+        hvdp.load(tmp_path, other, resumed, sampler=scheduler)
+    with pytest.raises(RuntimeError, match=r"Training cannot begin from a checkpoint that was not loaded on rank 0: "):
+        train(other, resumed, 1)
+    hvdp.load(tmp_path, other, resumed)
+    train(other, resumed, 1)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with pytest.raises(TypeError, match=r"more\['transform'\]\[0\] is of type builtin_function_or_method"):
+        hvdp.save(tmp_path, model, optimizer, transform=[len])
+    with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module\. Received: dict"):
+        hvdp.save(tmp_path, {}, optimizer)  # type: ignore[arg-type]
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"`optimizer` must be an optimizer or synchronizer .* Received: SGD"):
+        hvdp.load(tmp_path, model, plain)  # type: ignore[arg-type]
+    assert hvdp.load(tmp_path, model, optimizer, epoch=3) == {"epoch": 3}
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer = made()
+    hvdp.save(tmp_path, model, optimizer)
+    other, others = made(torch.nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="of another model: 'weight' is of shape"):
+        hvdp.load(tmp_path, other, others)
+
+
+class Versioned(torch.nn.Linear):
+    """A module whose state has a version, which is told when it is loaded."""
+
+    _version = 3
+    seen: Any = None
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_modules_are_told_their_versions_and_have_the_names_of_the_original(tmp_path: Path, compiled: bool) -> None:
+    model, optimizer = made(torch.nn.Sequential(Versioned(2, 1)))
+    saved = torch.compile(model) if compiled else model
+    hvdp.save(tmp_path, saved, optimizer)
+    other, resumed = made(torch.nn.Sequential(Versioned(2, 1)))
+    hvdp.load(tmp_path, other if compiled else torch.compile(other), resumed)
+    assert other[0].seen == 3
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_save_of_a_single_process_in_the_background(tmp_path: Path) -> None:
+    model, optimizer = made()
+    saving = hvdp.save(tmp_path, model, optimizer, background=True, weight=model.weight)
+    before = model.weight.detach().clone()
+    train(model, optimizer, 2)
+    saving.wait()
+    other, resumed = made()
+    assert torch.equal(hvdp.load(tmp_path, other, resumed)["weight"], before)
+    assert torch.equal(other.weight, before)
