@@ -15,11 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.attendance import attendance_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
+from hvd_periodic.comm.roster import sign
+from hvd_periodic.comm.watcher import watcher
 
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
@@ -81,6 +84,7 @@ class HorovodCommunicator(Communicator):
         self.meeting_name = f"hvd_periodic.{process_set.process_set_id}.meeting"
         self.rank = self.ranks.index(self._hvd.rank())
         self.size = len(self.ranks)
+        self.attendance = attendance_of(self.meeting_name, self._hvd.rank(), self.ranks)
         self._place = (self._hvd.rank(), self._hvd.size())
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
 
@@ -97,6 +101,18 @@ class HorovodCommunicator(Communicator):
     def global_ranks(self) -> list[int]:
         """The ranks of the process set."""
         return self.ranks
+
+    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+        """Return where the watcher of this process is reached."""
+        if self.size == 1:
+            return None, None
+        try:
+            found = watcher(one_host=self._hvd.local_size() == self._hvd.size())
+        except ValueError as error:
+            return None, error
+        if not self.attendance.peers and not self.elastic:
+            sign(self.attendance.name, self.attendance.rank)
+        return None if found is None else found.introduction(self.attendance), None
 
     def changed(self) -> str | None:
         """Return how Horovod's ranks differ from those of construction, as they do when elastic Horovod has reset."""
@@ -115,31 +131,42 @@ class HorovodCommunicator(Communicator):
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start an allreduce in place."""
         operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
-        handle = self._hvd.allreduce_async_(buffer, name=name, op=operation, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return self._begun(self._hvd.allreduce_async_(buffer, name=name, op=operation, process_set=self.process_set))
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast in place; Horovod names the root by its global rank."""
-        return self._hvd.broadcast_(buffer, root_rank=self.ranks[root], name=name, process_set=self.process_set)
+        return self._begun(
+            self._hvd.broadcast_async_(buffer, root_rank=self.ranks[root], name=name, process_set=self.process_set)
+        )()
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start a reduce-scatter."""
-        handle = self._hvd.reducescatter_async(buffer, name=name, op=self._hvd.Sum, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return self._begun(
+            self._hvd.reducescatter_async(buffer, name=name, op=self._hvd.Sum, process_set=self.process_set)
+        )
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather, in a new tensor."""
-        return self._hvd.allgather(buffer, name=name, process_set=self.process_set)
+        return self.begin_allgather(buffer, name, out)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start to gather, in a new tensor."""
-        handle = self._hvd.allgather_async(buffer, name=name, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return self._begun(self._hvd.allgather_async(buffer, name=name, process_set=self.process_set))
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to exchange parts, in a new tensor."""
-        handle = self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)[0]  # and how many from each rank
+        finish = self._begun(self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set))
+        return lambda: finish()[0]  # and how many from each rank
+
+    def _begun(self, handle: Any) -> Callable[[], Any]:
+        """Return what waits for a collective of this handle, asleep, and returns its result."""
+        number = self.attendance.come()
+
+        def finish() -> Any:
+            self.attendance.wait_for(number, lambda: self._hvd.poll(handle))
+            return self._hvd.synchronize(handle)
+
+        return finish
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""

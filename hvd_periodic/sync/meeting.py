@@ -82,6 +82,7 @@ class Meeting:
             problem = problem or f"{type(error).__name__}: {error}"
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
+        self._membership.communicator.attendance.follow(self._membership.number, self._ledger)
         return meet(self._membership.communicator, self.record(own, purpose, problem), failure, enclosed)
 
     def record(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:

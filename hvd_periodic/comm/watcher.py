@@ -1,0 +1,327 @@
+"""Names ranks that do not come: one thread per process answers where this one is, and asks where the others are."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from hvd_periodic.comm.attendance import Attendance, Wait, attendances
+from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
+from hvd_periodic.comm.roster import absent
+
+logger = logging.getLogger("hvd_periodic")
+
+VARIABLE = "HVD_PERIODIC_WARN_SECONDS"
+"""Environment variable: seconds of waiting after which ranks that do not come are named; 0: never."""
+
+_DEFAULT_SECONDS = 60.0
+_PATIENCE = 3.0
+"""Seconds in which a rank that is alive answers."""
+
+_AGAIN = 0.5
+"""Seconds after which it is asked again: datagrams get lost, and ranks come meanwhile."""
+
+_NAMED = 8
+"""Ranks that are described one by one."""
+
+
+def warn_seconds() -> float:
+    """Return the seconds that the environment asks for; 0: never.
+
+    Raises:
+        ValueError: they are not a number of at least 0.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    try:
+        seconds = float(text) if text else _DEFAULT_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(
+            f"The environment variable {VARIABLE} must be a number of seconds, or 0 for no warnings. Received: {text!r}"
+        )
+    return seconds
+
+
+@dataclass
+class Inquiry:
+    """Asks who has come to a collective.
+
+    Attributes:
+        attendance: among which ranks.
+        wait: for which collective.
+        number: tells answers from those of inquiries before.
+        final: the wait has been too long.
+        began: when the first question was sent.
+        sent: when the last was.
+        answers: by rank.
+    """
+
+    attendance: Attendance
+    wait: Wait
+    number: int
+    final: bool
+    began: float
+    sent: float = -math.inf
+    answers: dict[int, Note] = field(default_factory=dict)
+
+    def others(self) -> list[int]:
+        """Return all ranks but this one."""
+        return [rank for rank in self.attendance.ranks if rank != self.attendance.rank]
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come, as far as is known."""
+        has_come = self.attendance.has_come
+        come = {rank for rank, note in self.answers.items() if has_come(rank, note.begun, self.wait.number)}
+        return [rank for rank in self.others() if rank not in come]
+
+
+class Watcher:
+    """Of one process.
+
+    Args:
+        warns_after: seconds; 0: never.
+        one_host: all ranks are on this one.
+        of_process: returns the attendances that are watched.
+
+    Raises:
+        OSError: this host lets no datagrams be received.
+    """
+
+    def __init__(
+        self, warns_after: float, one_host: bool, of_process: Callable[[], Sequence[Attendance]] = attendances
+    ) -> None:
+        self._warns_after, self._one_host, self._attendances = warns_after, one_host, of_process
+        hosts = own_hosts(one_host)
+        if not hosts:
+            raise OSError("this host has no IPv4 address")
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((hosts[0] if len(hosts) == 1 else "", 0))
+        port = self._socket.getsockname()[1]
+        self.own = Peer(secrets.token_bytes(16), tuple((host, port) for host in hosts))
+        self._next: dict[str, tuple[Wait, float]] = {}
+        self._inquiries: dict[str, Inquiry] = {}
+        self._asked = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="hvd_periodic watcher", daemon=True)
+        self._thread.start()
+
+    def introduction(self, attendance: Attendance) -> np.ndarray:
+        """Return what other ranks have to know to reach this process and to count with it, in integers."""
+        return as_integers(replace(self.own, begun=attendance.begun))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._socket.settimeout(self._pause())
+            try:
+                data, source = self._socket.recvfrom(SIZE + 1)
+            except TimeoutError:
+                pass
+            except OSError:  # What was sent to a process that has ended comes back as an error.
+                pass
+            else:
+                self._receive(data, source)
+            self._look(time.monotonic())
+
+    def _pause(self) -> float:
+        """Return for how long nothing can be due."""
+        if self._inquiries:
+            return 0.05
+        limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._attendances())) if limit]
+        return min([1.0, *(limit / 4 for limit in limits)])
+
+    def _receive(self, data: bytes, source: tuple[str, int]) -> None:
+        note = unpacked(data)
+        if note is None or not secrets.compare_digest(note.token, self.own.token):
+            return
+        attendance = next((a for a in self._attendances() if number_of(a.name) == note.ranks), None)
+        peer = None if attendance is None else attendance.peers.get(note.rank)
+        if attendance is None or peer is None:
+            return
+        if note.kind == Kind.ASK:
+            self._socket.sendto(packed(self._answer(note, attendance, peer)), source)
+        elif note.kind == Kind.ANSWER:
+            inquiry = self._inquiries.get(attendance.name)
+            if inquiry is not None and inquiry.number == note.wait:
+                inquiry.answers[note.rank] = note
+
+    def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
+        """Return where this process is."""
+        waiting = [(a, wait) for a in self._attendances() if (wait := a.wait) is not None and not _is_over(wait)]
+        steps, seconds, text = attendance.local_steps(), 0.0, position()
+        if waiting:
+            other, wait = waiting[0]
+            seconds, text = time.monotonic() - wait.since, other.place()
+        return Note(
+            Kind.ANSWER,
+            peer.token,
+            question.ranks,
+            attendance.rank,
+            question.wait,
+            attendance.begun,
+            -1 if steps is None else steps,
+            seconds,
+            text,
+        )
+
+    def _look(self, now: float) -> None:
+        """Ask where a wait has been long, and report what was answered."""
+        for attendance in self._attendances():
+            wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
+            if inquiry is not None and inquiry.wait is not wait:
+                del self._inquiries[attendance.name]
+            elif inquiry is not None:
+                self._follow_up(inquiry, now)
+            elif wait is not None:
+                self._begin_inquiry(attendance, wait, now)
+
+    def _begin_inquiry(self, attendance: Attendance, wait: Wait, now: float) -> None:
+        known, due = self._next.get(attendance.name, (None, 0.0))
+        if known is not wait:
+            due = self._warns_after or math.inf
+        final = attendance.timeout is not None and now - wait.since >= attendance.timeout
+        if (final or now - wait.since >= due) and not _is_over(wait):
+            self._asked += 1
+            self._inquiries[attendance.name] = Inquiry(attendance, wait, self._asked, final, now)
+            self._follow_up(self._inquiries[attendance.name], now)
+
+    def _follow_up(self, inquiry: Inquiry, now: float) -> None:
+        attendance = inquiry.attendance
+        reachable = [rank for rank in inquiry.others() if rank in attendance.peers]
+        if all(rank in inquiry.answers for rank in reachable) or now - inquiry.began >= _PATIENCE:
+            del self._inquiries[attendance.name]
+            if attendance.wait is inquiry.wait and not _is_over(inquiry.wait):
+                self._next[attendance.name] = inquiry.wait, 2 * (now - inquiry.wait.since)
+                logger.warning("%s", report(inquiry, time.monotonic(), self._one_host))
+        elif now - inquiry.sent >= _AGAIN:
+            inquiry.sent = now
+            for rank in inquiry.missing():
+                self._ask(inquiry, rank)
+
+    def _ask(self, inquiry: Inquiry, rank: int) -> None:
+        peer, attendance = inquiry.attendance.peers.get(rank), inquiry.attendance
+        if peer is not None:
+            self.send(Note(Kind.ASK, peer.token, number_of(attendance.name), attendance.rank, inquiry.number), peer)
+
+    def send(self, note: Note, peer: Peer) -> None:
+        """Send a note to another process, in every way that it may be reached."""
+        for address in peer.addresses:
+            try:
+                self._socket.sendto(packed(note), address)
+            except OSError:  # No way there: the rank will not have answered, and is named for that.
+                continue
+
+
+def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
+    """Return who has not come, in words.
+
+    Args:
+        inquiry: with the answers.
+        now: in seconds of the monotonic clock.
+        one_host: all ranks are on this one.
+    """
+    attendance = inquiry.attendance
+    waited = f"Rank {attendance.rank} has waited {seconds_of(now - inquiry.wait.since)} in {attendance.place()}"
+    if not attendance.peers:
+        missing = absent(attendance.name, attendance.ranks, attendance.rank, one_host)
+        if missing is None:
+            return f"{waited}. Who has not come is not known: these ranks have not met before. {_ELSEWHERE}"
+    else:
+        missing = inquiry.missing()
+    if not missing:
+        return f"{waited}. All ranks have come: data are on their way, or the network has stopped"
+    named = "; ".join(describe(inquiry, rank) for rank in missing[:_NAMED])
+    more = f"; and {len(missing) - _NAMED} others do not" if len(missing) > _NAMED else ""
+    return f"{waited}: {named}{more}"
+
+
+_ELSEWHERE = "Horovod's own warning of a stall, on rank 0, names them"
+
+
+def describe(inquiry: Inquiry, rank: int) -> str:
+    """Return where a rank is that has not come."""
+    attendance, answer = inquiry.attendance, inquiry.answers.get(rank)
+    if answer is not None:
+        step = f" at local step {answer.local_steps}," if answer.local_steps >= 0 else ""
+        if answer.seconds > 0:
+            return f"rank {rank} does not come: it is{step} waiting for {seconds_of(answer.seconds)} in {answer.text}"
+        return f"rank {rank} does not come: it is{step} in {answer.text}"
+    seen = attendance.last_seen(rank)
+    last = "it was not met before" if seen is None else f"it was met last at local step {seen}"
+    if not attendance.peers:
+        return f"rank {rank} does not come"
+    if rank not in attendance.peers:
+        return f"rank {rank} may not have come, and cannot be asked; {last}"
+    return f"rank {rank} does not answer; {last}"
+
+
+def seconds_of(seconds: float) -> str:
+    """Return a duration in words.
+
+    Example:
+        >>> seconds_of(0.25), seconds_of(90.4)
+        ('0.2 s', '90 s')
+    """
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def position() -> str:
+    """Return where the main thread of this process is, in the user's own code where there is some."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _PACKAGE)
+    first = frame
+    while frame is not None and frame.f_code.co_filename.startswith((*libraries, "<frozen")):
+        frame = frame.f_back
+    found = frame or first
+    if found is None:
+        return "no code of Python"
+    return f"{found.f_code.co_name}(), {found.f_code.co_filename}:{found.f_lineno}"
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def _is_over(wait: Wait) -> bool:
+    return wait.over is not None and wait.over()
+
+
+_watcher: Watcher | None = None
+_lock = threading.Lock()
+
+
+def watcher(one_host: bool) -> Watcher | None:
+    """Return the watcher of this process, started when it is needed first; None where this host allows none.
+
+    Args:
+        one_host: all ranks of the job are on this one.
+
+    Raises:
+        ValueError: the environment asks for something that is not a number of seconds.
+    """
+    global _watcher
+    seconds = warn_seconds()
+    with _lock:
+        if _watcher is None:
+            try:
+                _watcher = Watcher(seconds, one_host)
+            except OSError as error:
+                logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
+        return _watcher
