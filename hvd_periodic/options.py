@@ -38,6 +38,8 @@ class ExchangeOptions(TypedDict, total=False):
         audit_every: exchanges after which ranks compare what they hold of the center alike, to the bit: a digest of
             each travels, and where they differ, training ends on all ranks with the names of ranks and tensor. 0:
             never, but at the end. Synchronously.
+        timeout_seconds: for which a rank waits for others in one place, at most: then training ends with an error that
+            names those that have not come. None: for ever. Of several optimizers of the same ranks the longest counts.
     """
 
     center: Annotated[str, "replicated"]
@@ -46,6 +48,7 @@ class ExchangeOptions(TypedDict, total=False):
     compression: Annotated[Any, Compression.none]
     fragments: Annotated[int, 1]
     audit_every: Annotated[int, 0]
+    timeout_seconds: Annotated[float | None, None]
 
 
 class Options(ExchangeOptions, total=False):
@@ -84,10 +87,10 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         >>> Setup(3).options
         {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), ...}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'audit_every']
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'audit_every', 'timeout_seconds']
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., audit_every
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., timeout_seconds
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -10,7 +10,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from hvd_periodic.comm.presence import Peer, from_integers
+from hvd_periodic.arguments import require_real
+from hvd_periodic.comm.presence import Note, Peer, from_integers
 
 T = TypeVar("T")
 
@@ -77,8 +78,10 @@ class Attendance:
         last: what this rank told when it met the others last.
         seen: what all told then, in the order of ``ranks``.
         peers: where they are reached, by rank; those that can be.
+        gone: notes of those that have ended, by rank.
         task: what this rank does among them, where that is no meeting.
         timeout: seconds after which waiting is an error; None: never.
+        open: ranks may still join, for which others wait without a limit.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int]) -> None:
@@ -88,8 +91,10 @@ class Attendance:
         self.last: Told | None = None
         self.seen: Sequence[Told] = ()
         self.peers: dict[int, Peer] = {}
+        self.gone: dict[int, Note] = {}
         self.task = ""
         self.timeout: float | None = None
+        self.open = False
         self._counts: dict[int, weakref.ref[Counts]] = {}
 
     def come(self) -> int:
@@ -101,6 +106,12 @@ class Attendance:
         """Take note of where all ranks are reached, and from where they count."""
         found = zip(self.ranks, map(from_integers, introductions), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
+        self.gone, self.open = {}, False
+
+    def gone_before(self, number: int) -> Note | None:
+        """Return the note of a rank that has ended, and had not come to a collective; None if there is none."""
+        ended = list(self.gone.items())
+        return next((note for rank, note in ended if not self.has_come(rank, note.begun, number)), None)
 
     def has_come(self, rank: int, begun: int, number: int) -> bool:
         """Return whether a rank that has begun so many collectives has come to one that this rank numbers so."""
@@ -146,6 +157,20 @@ class Attendance:
         finally:
             self.wait = around
 
+    def limit(self, seconds: float | None) -> None:
+        """Let waiting for so long be an error, or for as long as another optimizer allows.
+
+        Raises:
+            TypeError, ValueError: not None, and no number above 0.
+        """
+        if seconds is not None:
+            seconds = require_real(seconds, "`timeout_seconds`, unless it is None,", positive=True)
+            self.timeout = seconds if self.timeout is None else max(self.timeout, seconds)
+
+    def is_too_long(self, seconds: float) -> bool:
+        """Return whether to wait for so long is an error."""
+        return self.timeout is not None and not self.open and seconds >= self.timeout
+
     @contextmanager
     def at(self, task: str) -> Iterator[None]:
         """Say what this rank does among these ranks inside a ``with`` block."""
@@ -186,6 +211,10 @@ class Unattended(Attendance):
 
     def follow(self, optimizer: int, counts: Counts) -> None:
         """Remember nothing."""
+
+    def limit(self, seconds: float | None) -> None:
+        """Check it, and remember nothing."""
+        Attendance("", 0, [0]).limit(seconds)
 
 
 _known: dict[str, Attendance] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,15 +47,20 @@ class Communicator(ABC):
     attendance: Attendance = Unattended()
     """Which collectives this rank has come to; one that nobody looks at, where ranks are no processes."""
 
-    def unique_name(self) -> str:
+    def unique_name(self, timeout_seconds: object = None) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
 
         The ranks agree on it: some may have constructed more optimizers than others.
+
+        Args:
+            timeout_seconds: for which they wait here for each other, if it makes sense; the optimizer checks it.
 
         Raises:
             RuntimeError: some ranks have come for something else than to construct an optimizer; on all of them.
             ValueError: the environment says something else than seconds; on all of them.
         """
+        with suppress(TypeError, ValueError):
+            self.attendance.limit(timeout_seconds)  # type: ignore[arg-type]
         introduction, failure = self.introduction()
         record = Record(Purpose.CONSTRUCT, self.constructed, problem=int(failure is not None))
         records, introductions = meet(self, record, failure, introduction)

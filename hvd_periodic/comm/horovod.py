@@ -87,6 +87,7 @@ class HorovodCommunicator(Communicator):
         self.attendance = attendance_of(self.meeting_name, self._hvd.rank(), self.ranks)
         self._place = (self._hvd.rank(), self._hvd.size())
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        self.attendance.open = self.elastic and not self.attendance.peers
 
     @property
     def constructed(self) -> int:

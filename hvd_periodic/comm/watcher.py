@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_periodic.comm.attendance import Attendance, Wait, attendances
+from hvd_periodic.comm.departure import watch_end
 from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
 from hvd_periodic.comm.roster import absent
 
@@ -32,6 +33,17 @@ _PATIENCE = 3.0
 
 _AGAIN = 0.5
 """Seconds after which it is asked again: datagrams get lost, and ranks come meanwhile."""
+
+_GRACE = 5.0
+"""Seconds in which Horovod ends a collective of which a rank has ended."""
+
+_SOON = 1.0
+"""Seconds in which the reason of its end comes from a rank, after Horovod has noticed that."""
+
+_ADVICE = (
+    "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
+    "timeout_seconds if it may take so long"
+)
 
 _NAMED = 8
 """Ranks that are described one by one."""
@@ -113,6 +125,9 @@ class Watcher:
         self.own = Peer(secrets.token_bytes(16), tuple((host, port) for host in hosts))
         self._next: dict[str, tuple[Wait, float]] = {}
         self._inquiries: dict[str, Inquiry] = {}
+        self._ending: dict[int, float] = {}
+        self.told = threading.Event()
+        """Another process has said that it ends."""
         self._asked = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hvd_periodic watcher", daemon=True)
@@ -162,6 +177,9 @@ class Watcher:
             inquiry = self._inquiries.get(attendance.name)
             if inquiry is not None and inquiry.number == note.wait:
                 inquiry.answers[note.rank] = note
+        elif note.kind == Kind.END:
+            attendance.gone.setdefault(note.rank, note)
+            self.told.set()
 
     def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
         """Return where this process is."""
@@ -186,7 +204,10 @@ class Watcher:
         """Ask where a wait has been long, and report what was answered."""
         for attendance in self._attendances():
             wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
-            if inquiry is not None and inquiry.wait is not wait:
+            gone = None if wait is None or not attendance.gone else attendance.gone_before(wait.number)
+            if wait is not None and gone is not None and not _is_over(wait):
+                self._end_with(attendance, wait, gone, now)
+            elif inquiry is not None and inquiry.wait is not wait:
                 del self._inquiries[attendance.name]
             elif inquiry is not None:
                 self._follow_up(inquiry, now)
@@ -197,7 +218,7 @@ class Watcher:
         known, due = self._next.get(attendance.name, (None, 0.0))
         if known is not wait:
             due = self._warns_after or math.inf
-        final = attendance.timeout is not None and now - wait.since >= attendance.timeout
+        final = attendance.is_too_long(now - wait.since)
         if (final or now - wait.since >= due) and not _is_over(wait):
             self._asked += 1
             self._inquiries[attendance.name] = Inquiry(attendance, wait, self._asked, final, now)
@@ -205,12 +226,18 @@ class Watcher:
 
     def _follow_up(self, inquiry: Inquiry, now: float) -> None:
         attendance = inquiry.attendance
+        inquiry.final = attendance.is_too_long(now - inquiry.wait.since)
         reachable = [rank for rank in inquiry.others() if rank in attendance.peers]
         if all(rank in inquiry.answers for rank in reachable) or now - inquiry.began >= _PATIENCE:
             del self._inquiries[attendance.name]
             if attendance.wait is inquiry.wait and not _is_over(inquiry.wait):
                 self._next[attendance.name] = inquiry.wait, 2 * (now - inquiry.wait.since)
-                logger.warning("%s", report(inquiry, time.monotonic(), self._one_host))
+                text = report(inquiry, time.monotonic(), self._one_host)
+                if inquiry.final:
+                    error = TimeoutError(f"{text}. It is longer than timeout_seconds={attendance.timeout:g}. {_ADVICE}")
+                    self._raise(inquiry.wait, error)
+                else:
+                    logger.warning("%s", text)
         elif now - inquiry.sent >= _AGAIN:
             inquiry.sent = now
             for rank in inquiry.missing():
@@ -220,6 +247,46 @@ class Watcher:
         peer, attendance = inquiry.attendance.peers.get(rank), inquiry.attendance
         if peer is not None:
             self.send(Note(Kind.ASK, peer.token, number_of(attendance.name), attendance.rank, inquiry.number), peer)
+
+    def _end_with(self, attendance: Attendance, wait: Wait, gone: Note, now: float) -> None:
+        """Let this rank end, too: the one that has will never come."""
+        since = self._ending.setdefault(id(wait), now)
+        if wait.raises or now - since >= _GRACE:
+            self._raise(
+                wait,
+                RuntimeError(
+                    f"Rank {attendance.rank} waits in {attendance.place()}, and rank {gone.rank}"
+                    f"{_at(gone.local_steps)} has ended: {gone.text}"
+                ),
+            )
+
+    def _raise(self, wait: Wait, error: Exception) -> None:
+        """Raise an error where this rank waits, or end the process if that is inside of a library."""
+        if wait.raises:
+            wait.error = error
+            return
+        line = f"{type(error).__name__}: {error}"
+        print(line, file=sys.stderr, flush=True)
+        self.tell_end(line)
+        os._exit(1)
+
+    def first_error(self, error: BaseException) -> str | None:
+        """Return why another rank has ended before an error of this one, if one has."""
+        if "Horovod" in f"{type(error).__name__}: {error}":
+            self.told.wait(_SOON)
+        notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
+        return f"rank {notes[0].rank}{_at(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
+
+    def tell_end(self, text: str) -> None:
+        """Tell all processes that were met that this one ends, and why."""
+        for attendance in self._attendances():
+            steps = attendance.local_steps()
+            for rank, peer in list(attendance.peers.items()):
+                if rank == attendance.rank:
+                    continue
+                numbers = {"begun": attendance.begun, "local_steps": -1 if steps is None else steps}
+                name = number_of(attendance.name)
+                self.send(Note(Kind.END, peer.token, name, attendance.rank, text=text, **numbers), peer)
 
     def send(self, note: Note, peer: Peer) -> None:
         """Send a note to another process, in every way that it may be reached."""
@@ -259,11 +326,12 @@ _ELSEWHERE = "Horovod's own warning of a stall, on rank 0, names them"
 def describe(inquiry: Inquiry, rank: int) -> str:
     """Return where a rank is that has not come."""
     attendance, answer = inquiry.attendance, inquiry.answers.get(rank)
+    gone = attendance.gone.get(rank)
+    if gone is not None:
+        return f"rank {rank} has ended: {gone.text}"
     if answer is not None:
-        step = f" at local step {answer.local_steps}," if answer.local_steps >= 0 else ""
-        if answer.seconds > 0:
-            return f"rank {rank} does not come: it is{step} waiting for {seconds_of(answer.seconds)} in {answer.text}"
-        return f"rank {rank} does not come: it is{step} in {answer.text}"
+        what = f"waits for {seconds_of(answer.seconds)} in" if answer.seconds > 0 else "is in"
+        return f"rank {rank}{_at(answer.local_steps)} does not come: it {what} {answer.text}"
     seen = attendance.last_seen(rank)
     last = "it was not met before" if seen is None else f"it was met last at local step {seen}"
     if not attendance.peers:
@@ -271,6 +339,10 @@ def describe(inquiry: Inquiry, rank: int) -> str:
     if rank not in attendance.peers:
         return f"rank {rank} may not have come, and cannot be asked; {last}"
     return f"rank {rank} does not answer; {last}"
+
+
+def _at(local_steps: int) -> str:
+    return f" at local step {local_steps}" if local_steps >= 0 else ""
 
 
 def seconds_of(seconds: float) -> str:
@@ -322,6 +394,7 @@ def watcher(one_host: bool) -> Watcher | None:
         if _watcher is None:
             try:
                 _watcher = Watcher(seconds, one_host)
+                watch_end(_watcher.tell_end, _watcher.first_error)
             except OSError as error:
                 logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
         return _watcher

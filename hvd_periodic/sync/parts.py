@@ -59,6 +59,7 @@ class Parts(Generic[V]):
         compression: how the messages of the parameters travel.
         fragments: in how many parts, one after another within a period.
         audit_every: exchanges after which ranks compare their centers; 0: never.
+        timeout_seconds: for which a rank waits for others in one place; None: for ever.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -90,6 +91,7 @@ class Parts(Generic[V]):
         compression: Any = Compression.none,
         fragments: int = 1,
         audit_every: int = 0,
+        timeout_seconds: float | None = None,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
@@ -107,6 +109,7 @@ class Parts(Generic[V]):
         hyperparameters = self.exchanged.hyperparameters
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
+        communicator.attendance.limit(timeout_seconds)
         audits = forms.audits(bool(asynchronous), audit_every)
         setting = Setting(self.exchanged, *known, state, cut, overlap, wire, audits)
         self.course = course(setting, placement_of(center), use_locking)
