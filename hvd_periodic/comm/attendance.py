@@ -51,13 +51,16 @@ class Wait:
         since: when the wait began, in seconds of the monotonic clock.
         over: says that it is over, where whoever has begun it cannot say so.
         raises: the one who waits looks at ``error`` now and then.
+        limited: to wait for very long is an error.
         error: to be raised there.
     """
 
-    __slots__ = ("error", "number", "over", "raises", "since")
+    __slots__ = ("error", "limited", "number", "over", "raises", "since")
 
-    def __init__(self, number: int, raises: bool = False, over: Callable[[], bool] | None = None) -> None:
-        self.number, self.raises, self.over = number, raises, over
+    def __init__(
+        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, limited: bool = True
+    ) -> None:
+        self.number, self.raises, self.over, self.limited = number, raises, over, limited
         self.since = time.monotonic()
         self.error: Exception | None = None
 
@@ -81,7 +84,7 @@ class Attendance:
         gone: notes of those that have ended, by rank.
         task: what this rank does among them, where that is no meeting.
         timeout: seconds after which waiting is an error; None: never.
-        open: ranks may still join, for which others wait without a limit.
+        elastic: ranks may go and come: those that go are not told of, and until ranks have met nobody waits too long.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int]) -> None:
@@ -94,7 +97,7 @@ class Attendance:
         self.gone: dict[int, Note] = {}
         self.task = ""
         self.timeout: float | None = None
-        self.open = False
+        self.elastic = False
         self._counts: dict[int, weakref.ref[Counts]] = {}
 
     def come(self) -> int:
@@ -102,11 +105,11 @@ class Attendance:
         self.begun += 1
         return self.begun
 
-    def met(self, introductions: Sequence[np.ndarray]) -> None:
+    def met(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Take note of where all ranks are reached, and from where they count."""
         found = zip(self.ranks, map(from_integers, introductions), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
-        self.gone, self.open = {}, False
+        self.gone = {}
 
     def gone_before(self, number: int) -> Note | None:
         """Return the note of a rank that has ended, and had not come to a collective; None if there is none."""
@@ -167,9 +170,10 @@ class Attendance:
             seconds = require_real(seconds, "`timeout_seconds`, unless it is None,", positive=True)
             self.timeout = seconds if self.timeout is None else max(self.timeout, seconds)
 
-    def is_too_long(self, seconds: float) -> bool:
+    def is_too_long(self, wait: Wait, seconds: float) -> bool:
         """Return whether to wait for so long is an error."""
-        return self.timeout is not None and not self.open and seconds >= self.timeout
+        joining = self.elastic and not self.peers
+        return self.timeout is not None and wait.limited and not joining and seconds >= self.timeout
 
     @contextmanager
     def at(self, task: str) -> Iterator[None]:
@@ -206,7 +210,7 @@ class Unattended(Attendance):
     def __init__(self) -> None:
         super().__init__("", 0, [0])
 
-    def met(self, introductions: Sequence[np.ndarray]) -> None:
+    def met(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Remember nothing: all such ranks share this object."""
 
     def follow(self, optimizer: int, counts: Counts) -> None:
@@ -226,6 +230,11 @@ def attendance_of(name: str, rank: int, ranks: Sequence[int]) -> Attendance:
     if known is None or (known.rank, known.ranks) != (rank, list(ranks)):
         known = _known[name] = Attendance(name, rank, ranks)
     return known
+
+
+def forget_all() -> None:
+    """Forget all ranks, where they have changed: their communicators are made anew."""
+    _known.clear()
 
 
 def attendances() -> list[Attendance]:

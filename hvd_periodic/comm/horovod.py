@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.comm.attendance import attendance_of
+from hvd_periodic.comm.attendance import Wait, attendance_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
@@ -23,6 +23,8 @@ from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 from hvd_periodic.comm.roster import sign
 from hvd_periodic.comm.watcher import watcher
+
+T = TypeVar("T")
 
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
@@ -32,6 +34,9 @@ _LAUNCHERS = {
 }
 """Where launchers tell each process how many there are."""
 
+
+_EVERYONE = "hvd_periodic.0.meeting"
+"""Under which all ranks of the job meet."""
 
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 """Where Open MPI is told to leave its core to others while it waits."""
@@ -87,7 +92,7 @@ class HorovodCommunicator(Communicator):
         self.attendance = attendance_of(self.meeting_name, self._hvd.rank(), self.ranks)
         self._place = (self._hvd.rank(), self._hvd.size())
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        self.attendance.open = self.elastic and not self.attendance.peers
+        self.attendance.elastic = self.elastic
 
     @property
     def constructed(self) -> int:
@@ -198,19 +203,35 @@ class HorovodCommunicator(Communicator):
 
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host, as the MPI knows that Horovod runs on."""
-        return self.size == 1 or self._mpi.shares_memory()
+        return self.size == 1 or self._during(self._mpi.shares_memory)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a shared window."""
-        return LocalMemory(nbytes) if self.size == 1 else self._mpi.shared_memory(nbytes)
+        if self.size == 1:
+            return LocalMemory(nbytes)
+        mpi = self._mpi
+        return self._during(lambda: mpi.shared_memory(nbytes))
 
     def messages(self) -> Messages:
         """Return those of MPI."""
-        return self._mpi.messages()
+        return self._during(self._mpi.messages)
 
     def assembly(self, number: int) -> Callable[[], int | None]:
         """Start to wait for all ranks, outside of Horovod, which would report a stall."""
-        return (lambda: number) if self.size == 1 else self._mpi.assembly(number)
+        if self.size == 1:
+            return lambda: number
+        look, attendance = self._mpi.assembly(number), self.attendance
+        attendance.wait = wait = Wait(attendance.come(), raises=True, limited=False)
+
+        def watched() -> int | None:
+            if wait.error is not None:
+                raise wait.error
+            found = look()
+            if found is not None:
+                attendance.leave()
+            return found
+
+        return watched
 
     @property
     def namespace(self) -> Hashable:
@@ -236,7 +257,10 @@ class HorovodCommunicator(Communicator):
         if divides_the_job(self.process_set):
             everyone = copy.copy(self)
             everyone.process_set = self._hvd.global_process_set
-            everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
+            everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
+            everyone.attendance.limit(self.attendance.timeout)
+            with everyone.attendance.at("finalize(), for the other groups"):
+                everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
 
     def depart(self) -> None:
         """Wait for all ranks of the job.
@@ -249,6 +273,11 @@ class HorovodCommunicator(Communicator):
         if self.alive():
             with suppress(HorovodInternalError):
                 self._hvd.allgather(self._tensor(np.zeros(1, np.int64)), name="hvd_periodic.depart")
+
+    def _during(self, call: Callable[[], T]) -> T:
+        """Return what a collective returns that makes a way to an asynchronous center."""
+        with self.attendance.at("the start of asynchronous exchange"):
+            return self.attendance.during(call)
 
     @cached_property
     def _mpi(self) -> MPICommunicator:

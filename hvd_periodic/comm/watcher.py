@@ -204,7 +204,11 @@ class Watcher:
         """Ask where a wait has been long, and report what was answered."""
         for attendance in self._attendances():
             wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
-            gone = None if wait is None or not attendance.gone else attendance.gone_before(wait.number)
+            gone = (
+                None
+                if wait is None or not attendance.gone or attendance.elastic
+                else attendance.gone_before(wait.number)
+            )
             if wait is not None and gone is not None and not _is_over(wait):
                 self._end_with(attendance, wait, gone, now)
             elif inquiry is not None and inquiry.wait is not wait:
@@ -218,7 +222,7 @@ class Watcher:
         known, due = self._next.get(attendance.name, (None, 0.0))
         if known is not wait:
             due = self._warns_after or math.inf
-        final = attendance.is_too_long(now - wait.since)
+        final = attendance.is_too_long(wait, now - wait.since)
         if (final or now - wait.since >= due) and not _is_over(wait):
             self._asked += 1
             self._inquiries[attendance.name] = Inquiry(attendance, wait, self._asked, final, now)
@@ -226,7 +230,7 @@ class Watcher:
 
     def _follow_up(self, inquiry: Inquiry, now: float) -> None:
         attendance = inquiry.attendance
-        inquiry.final = attendance.is_too_long(now - inquiry.wait.since)
+        inquiry.final = attendance.is_too_long(inquiry.wait, now - inquiry.wait.since)
         reachable = [rank for rank in inquiry.others() if rank in attendance.peers]
         if all(rank in inquiry.answers for rank in reachable) or now - inquiry.began >= _PATIENCE:
             del self._inquiries[attendance.name]
