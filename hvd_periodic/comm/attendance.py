@@ -112,8 +112,11 @@ class Attendance:
         self.gone = {}
 
     def gone_before(self, number: int) -> Note | None:
-        """Return the note of a rank that has ended, and had not come to a collective; None if there is none."""
-        ended = list(self.gone.items())
+        """Return the note of a rank that has ended, and had not come to a collective; None if there is none.
+
+        Where ranks may go, it is Horovod that tells the others, who recover from that.
+        """
+        ended = [] if self.elastic else list(self.gone.items())
         return next((note for rank, note in ended if not self.has_come(rank, note.begun, number)), None)
 
     def has_come(self, rank: int, begun: int, number: int) -> bool:

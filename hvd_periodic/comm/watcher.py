@@ -204,11 +204,7 @@ class Watcher:
         """Ask where a wait has been long, and report what was answered."""
         for attendance in self._attendances():
             wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
-            gone = (
-                None
-                if wait is None or not attendance.gone or attendance.elastic
-                else attendance.gone_before(wait.number)
-            )
+            gone = None if wait is None else attendance.gone_before(wait.number)
             if wait is not None and gone is not None and not _is_over(wait):
                 self._end_with(attendance, wait, gone, now)
             elif inquiry is not None and inquiry.wait is not wait:
