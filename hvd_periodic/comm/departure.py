@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 _HANGS = 10.0
-"""Seconds after which a process that has failed ends, also where a library waits for others at its end."""
+"""Seconds after which a process that has waited too long ends, also where a library waits for others then."""
 
 
 def watch_end(tell: Callable[[str], None], first_error: Callable[[BaseException], str | None]) -> None:
@@ -23,28 +23,33 @@ def watch_end(tell: Callable[[str], None], first_error: Callable[[BaseException]
         tell: sends a reason to all others.
         first_error: returns why another rank has ended before an error, if one has.
     """
-    before = sys.excepthook
+    before, process = sys.excepthook, os.getpid()
     failed: list[str] = []
 
     def failing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        if hasattr(sys, "ps1"):  # An interactive session goes on.
+        if hasattr(sys, "ps1") or os.getpid() != process:  # An interactive session goes on; a child is no rank.
             return
         first = first_error(error)
         if first is not None and first not in str(error):
             print(f"Before that: {first}", file=sys.stderr, flush=True)
         failed.append(first or reason(kind, error, trace))
         tell(failed[-1])
+        if isinstance(error, TimeoutError) and "timeout_seconds=" in str(error):
+            atexit.register(_end_soon)  # Horovod waits for all ranks at its end, and one of them does not come.
 
     def leaving() -> None:
-        tell(failed[-1] if failed else "its program is over, or has called sys.exit()")
-        if failed:
-            end = threading.Timer(_HANGS, os._exit, [1])
-            end.daemon = True
-            end.start()
+        if os.getpid() == process:
+            tell(failed[-1] if failed else "its program is over, or has called sys.exit()")
 
     sys.excepthook = failing
     atexit.register(leaving)
+
+
+def _end_soon() -> None:
+    end = threading.Timer(_HANGS, os._exit, [1])
+    end.daemon = True
+    end.start()
 
 
 def reason(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
