@@ -8,19 +8,17 @@ import os
 import secrets
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
 from hvd_periodic.comm.attendance import Attendance, Wait, attendances
 from hvd_periodic.comm.departure import watch_end
+from hvd_periodic.comm.inquiry import TICK, Inquiry, at_step, position, report
 from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
-from hvd_periodic.comm.roster import absent
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -28,12 +26,6 @@ VARIABLE = "HVD_PERIODIC_WARN_SECONDS"
 """Environment variable: seconds of waiting after which ranks that do not come are named; 0: never."""
 
 _DEFAULT_SECONDS = 60.0
-_PATIENCE = 3.0
-"""Seconds in which a rank that is alive answers."""
-
-_AGAIN = 0.5
-"""Seconds after which it is asked again: datagrams get lost, and ranks come meanwhile."""
-
 _GRACE = 5.0
 """Seconds in which Horovod ends a collective of which a rank has ended."""
 
@@ -44,9 +36,6 @@ _ADVICE = (
     "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
     "timeout_seconds if it may take so long"
 )
-
-_NAMED = 8
-"""Ranks that are described one by one."""
 
 
 def warn_seconds() -> float:
@@ -65,39 +54,6 @@ def warn_seconds() -> float:
             f"The environment variable {VARIABLE} must be a number of seconds, or 0 for no warnings. Received: {text!r}"
         )
     return seconds
-
-
-@dataclass
-class Inquiry:
-    """Asks who has come to a collective.
-
-    Attributes:
-        attendance: among which ranks.
-        wait: for which collective.
-        number: tells answers from those of inquiries before.
-        final: the wait has been too long.
-        began: when the first question was sent.
-        sent: when the last was.
-        answers: by rank.
-    """
-
-    attendance: Attendance
-    wait: Wait
-    number: int
-    final: bool
-    began: float
-    sent: float = -math.inf
-    answers: dict[int, Note] = field(default_factory=dict)
-
-    def others(self) -> list[int]:
-        """Return all ranks but this one."""
-        return [rank for rank in self.attendance.ranks if rank != self.attendance.rank]
-
-    def missing(self) -> list[int]:
-        """Return the ranks that have not come, as far as is known."""
-        has_come = self.attendance.has_come
-        come = {rank for rank, note in self.answers.items() if has_come(rank, note.begun, self.wait.number)}
-        return [rank for rank in self.others() if rank not in come]
 
 
 class Watcher:
@@ -144,6 +100,7 @@ class Watcher:
         self._socket.close()
 
     def _run(self) -> None:
+        looks_at = 0.0
         while not self._closed:
             self._socket.settimeout(self._pause())
             try:
@@ -154,12 +111,15 @@ class Watcher:
                 pass
             else:
                 self._receive(data, source)
-            self._look(time.monotonic())
+            now = time.monotonic()
+            if now >= looks_at:
+                self._look(now)
+                looks_at = now + TICK if self._inquiries else now
 
     def _pause(self) -> float:
         """Return for how long nothing can be due."""
         if self._inquiries:
-            return 0.05
+            return TICK
         limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._attendances())) if limit]
         return min([1.0, *(limit / 4 for limit in limits)])
 
@@ -227,8 +187,7 @@ class Watcher:
     def _follow_up(self, inquiry: Inquiry, now: float) -> None:
         attendance = inquiry.attendance
         inquiry.final = attendance.is_too_long(inquiry.wait, now - inquiry.wait.since)
-        reachable = [rank for rank in inquiry.others() if rank in attendance.peers]
-        if all(rank in inquiry.answers for rank in reachable) or now - inquiry.began >= _PATIENCE:
+        if inquiry.is_over(now):
             del self._inquiries[attendance.name]
             if attendance.wait is inquiry.wait and not _is_over(inquiry.wait):
                 self._next[attendance.name] = inquiry.wait, 2 * (now - inquiry.wait.since)
@@ -238,9 +197,9 @@ class Watcher:
                     self._raise(inquiry.wait, error)
                 else:
                     logger.warning("%s", text)
-        elif now - inquiry.sent >= _AGAIN:
-            inquiry.sent = now
-            for rank in inquiry.missing():
+        else:
+            for rank in inquiry.to_be_asked(now):
+                inquiry.asked[rank] = now
                 self._ask(inquiry, rank)
 
     def _ask(self, inquiry: Inquiry, rank: int) -> None:
@@ -256,7 +215,7 @@ class Watcher:
                 wait,
                 RuntimeError(
                     f"Rank {attendance.rank} waits in {attendance.place()}, and rank {gone.rank}"
-                    f"{_at(gone.local_steps)} has ended: {gone.text}"
+                    f"{at_step(gone.local_steps)} has ended: {gone.text}"
                 ),
             )
 
@@ -275,7 +234,7 @@ class Watcher:
         if "Horovod" in f"{type(error).__name__}: {error}":
             self.told.wait(_SOON)
         notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
-        return f"rank {notes[0].rank}{_at(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
+        return f"rank {notes[0].rank}{at_step(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
 
     def tell_end(self, text: str) -> None:
         """Tell all processes that were met that this one ends, and why."""
@@ -295,80 +254,6 @@ class Watcher:
                 self._socket.sendto(packed(note), address)
             except OSError:  # No way there: the rank will not have answered, and is named for that.
                 continue
-
-
-def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
-    """Return who has not come, in words.
-
-    Args:
-        inquiry: with the answers.
-        now: in seconds of the monotonic clock.
-        one_host: all ranks are on this one.
-    """
-    attendance = inquiry.attendance
-    waited = f"Rank {attendance.rank} has waited {seconds_of(now - inquiry.wait.since)} in {attendance.place()}"
-    if not attendance.peers:
-        missing = absent(attendance.name, attendance.ranks, attendance.rank, one_host)
-        if missing is None:
-            return f"{waited}. Who has not come is not known: these ranks have not met before. {_ELSEWHERE}"
-    else:
-        missing = inquiry.missing()
-    if not missing:
-        return f"{waited}. All ranks have come: data are on their way, or the network has stopped"
-    named = "; ".join(describe(inquiry, rank) for rank in missing[:_NAMED])
-    more = f"; and {len(missing) - _NAMED} others do not" if len(missing) > _NAMED else ""
-    return f"{waited}: {named}{more}"
-
-
-_ELSEWHERE = "Horovod's own warning of a stall, on rank 0, names them"
-
-
-def describe(inquiry: Inquiry, rank: int) -> str:
-    """Return where a rank is that has not come."""
-    attendance, answer = inquiry.attendance, inquiry.answers.get(rank)
-    gone = attendance.gone.get(rank)
-    if gone is not None:
-        return f"rank {rank} has ended: {gone.text}"
-    if answer is not None:
-        what = f"waits for {seconds_of(answer.seconds)} in" if answer.seconds > 0 else "is in"
-        return f"rank {rank}{_at(answer.local_steps)} does not come: it {what} {answer.text}"
-    seen = attendance.last_seen(rank)
-    last = "it was not met before" if seen is None else f"it was met last at local step {seen}"
-    if not attendance.peers:
-        return f"rank {rank} does not come"
-    if rank not in attendance.peers:
-        return f"rank {rank} may not have come, and cannot be asked; {last}"
-    return f"rank {rank} does not answer; {last}"
-
-
-def _at(local_steps: int) -> str:
-    return f" at local step {local_steps}" if local_steps >= 0 else ""
-
-
-def seconds_of(seconds: float) -> str:
-    """Return a duration in words.
-
-    Example:
-        >>> seconds_of(0.25), seconds_of(90.4)
-        ('0.2 s', '90 s')
-    """
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def position() -> str:
-    """Return where the main thread of this process is, in the user's own code where there is some."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _PACKAGE)
-    first = frame
-    while frame is not None and frame.f_code.co_filename.startswith((*libraries, "<frozen")):
-        frame = frame.f_back
-    found = frame or first
-    if found is None:
-        return "no code of Python"
-    return f"{found.f_code.co_name}(), {found.f_code.co_filename}:{found.f_lineno}"
-
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def _is_over(wait: Wait) -> bool:
