@@ -34,11 +34,15 @@ class Warnings(logging.Handler):
         super().__init__()
         self.texts: list[str] = []
         self.signal: Path | None = None
+        self.of_others: list[Path] = []
+        self.while_all_waited: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note a warning."""
         self.texts.append(record.getMessage())
         if self.signal is not None and "rank 1" in self.texts[-1]:
+            if all(signal.exists() for signal in self.of_others):
+                self.while_all_waited.append(self.texts[-1])
             self.signal.touch()
 
 
@@ -50,6 +54,7 @@ def holding_up(function: Callable[[], Any], waiting: Sequence[int]) -> tuple[Any
     place = next(places)
     signals = {rank: folder / f"{place}.{rank}.warned" for rank in waiting}
     heard.texts, heard.signal = [], signals.get(hvd.rank())
+    heard.of_others = [signal for rank, signal in signals.items() if rank != hvd.rank()]
     while hvd.rank() == 1 and not all(signal.exists() for signal in signals.values()):
         time.sleep(0.01)
     result = function()
@@ -124,16 +129,6 @@ def some_ranks() -> Any:
 
 
 @scenario
-def ranks_that_come_at_once() -> Any:
-    """Nobody is named who comes."""
-    heard.texts = []
-    _, step = construct()
-    for _ in range(6):
-        step()
-    return [text for text in heard.texts if "does not" in text]
-
-
-@scenario
 def asynchronous() -> Any:
     """One rank is late with its start, where MPI makes the center, and then with its end."""
     if not (FRAMEWORK == "torch" and hvd.mpi_enabled()):
@@ -153,6 +148,12 @@ def asynchronous() -> Any:
         step()
     _, told["end"] = holding_up(optimizer.finalize, everybody_else())
     return told
+
+
+@scenario
+def named_while_all_waited() -> list[str]:
+    """What was said of rank 1 when all others were known to wait."""
+    return heard.while_all_waited
 
 
 if __name__ == "__main__":
