@@ -51,6 +51,8 @@ class ExchangeOptions(TypedDict, total=False):
         audit_every: exchanges after which ranks compare what they hold of the center alike, to the bit: a digest of
             each travels, and where they differ, training ends on all ranks with the names of ranks and tensor. 0:
             never, but at the end. Synchronously.
+        timeout_seconds: for which a rank waits for others in one place, at most: then training ends with an error that
+            names those that have not come. None: for ever. Of several optimizers of the same ranks the longest counts.
     """
 
     center: Annotated[str, "replicated"]
@@ -61,6 +63,7 @@ class ExchangeOptions(TypedDict, total=False):
     nonfinite: Annotated[str, "raise"]
     weight: Annotated[WeightLike, None]
     audit_every: Annotated[int, 0]
+    timeout_seconds: Annotated[float | None, None]
 
 
 class Options(ExchangeOptions, total=False):
@@ -102,7 +105,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', 'weight', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., audit_every
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., timeout_seconds
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

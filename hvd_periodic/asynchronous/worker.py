@@ -264,10 +264,11 @@ class Worker:
 
     def finish(self) -> None:
         """Wait for all workers to be done, and keep the final center; collective."""
-        self.communicator.assemble(self._number)
-        self._tell_lost()
-        self._final = [self.transport.read(index) for index in range(self._count)]
-        self.communicator.assemble(self._number)
+        with self.communicator.attendance.at("finalize() of asynchronous exchange"):
+            self.communicator.assemble(self._number)
+            self._tell_lost()
+            self._final = [self.transport.read(index) for index in range(self._count)]
+            self.communicator.assemble(self._number)
         self.transport.expect_nothing()
 
     def final(self, index: int) -> np.ndarray:
@@ -285,7 +286,8 @@ class Worker:
         _opened.remove(self)
         if not self.communicator.alive():
             return
-        self.communicator.assemble(self._number)
+        with self.communicator.attendance.at("the end of the process, after asynchronous exchange"):
+            self.communicator.assemble(self._number)
         if not self.communicator.lost():
             self.transport.close()
 

@@ -15,6 +15,7 @@ from hvd_periodic.checkpoints.everyone import Everyone
 from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
+from hvd_periodic.comm.attendance import aside
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -60,7 +61,8 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._work()
+            with aside():
+                self._work()
         except Exception as error:
             logger.error("A checkpoint that was written in the background failed: %s", error)
             self._error = error

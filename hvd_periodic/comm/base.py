@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.attendance import Attendance, Unattended
 from hvd_periodic.comm.meeting import Purpose, Record, meet
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import LONG, Messages
@@ -44,18 +46,33 @@ class Communicator(ABC):
     """Ranks may come and go: one that is constructed cannot count on the others to be constructed now."""
     meeting_name: str = "hvd_periodic.meeting"
     """Under which all optimizers of these ranks meet."""
+    attendance: Attendance = Unattended()
+    """Which collectives this rank has come to; one that nobody looks at, where ranks are no processes."""
 
-    def unique_name(self) -> str:
+    def unique_name(self, timeout_seconds: object = None) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
 
         The ranks agree on it: some may have constructed more optimizers than others.
 
+        Args:
+            timeout_seconds: for which they wait here for each other, if it makes sense; the optimizer checks it.
+
         Raises:
             RuntimeError: some ranks have come for something else than to construct an optimizer; on all of them.
+            ValueError: the environment says something else than seconds; on all of them.
         """
-        records, _ = meet(self, Record(Purpose.CONSTRUCT, self.constructed))
+        with suppress(TypeError, ValueError):
+            self.attendance.limit(timeout_seconds)  # type: ignore[arg-type]
+        introduction, failure = self.introduction()
+        record = Record(Purpose.CONSTRUCT, self.constructed, problem=int(failure is not None))
+        records, introductions = meet(self, record, failure, introduction)
+        self.attendance.met(introductions)
         self.constructed = 1 + max(record.optimizer for record in records)
         return f"{self.meeting_name.removesuffix('meeting')}{self.constructed}"
+
+    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+        """Return what the others have to know to ask this rank where it is; or why this rank cannot go on."""
+        return None, None
 
     @property
     def global_ranks(self) -> list[int]:

@@ -111,7 +111,11 @@ def make_groups(
     if not hvd.is_initialized():
         hvd.init(process_sets="dynamic")
     communicator = everyone()
-    hosts = communicator.allgather_object(socket.gethostname(), "hvd_periodic.hosts")
+    introduction, _ = communicator.introduction()
+    with communicator.attendance.at("node_groups()"):
+        told = communicator.allgather_object((socket.gethostname(), introduction), "hvd_periodic.hosts")
+    hosts = [host for host, _ in told]
+    communicator.attendance.met([() if found is None else found for _, found in told])
     failure, lists = None, []
     try:
         if groups is not None:
@@ -122,7 +126,8 @@ def make_groups(
             lists = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     except (TypeError, ValueError) as error:
         failure = error
-    of_ranks = communicator.allgather_object(lists, "hvd_periodic.groups")
+    with communicator.attendance.at("node_groups()"):
+        of_ranks = communicator.allgather_object(lists, "hvd_periodic.groups")
     if failure is not None:
         raise failure
     if any(other != lists for other in of_ranks):
@@ -131,7 +136,8 @@ def make_groups(
     rank = hvd.rank()
     sets = {tuple(members): _register(hvd, framework, members) for members in [*lists, *across(lists)]}
     # Horovod tells ranks of a new set at different times; one that ends now would shut it down before others know.
-    communicator.allgather_object(None, "hvd_periodic.registered")
+    with communicator.attendance.at("node_groups()"):
+        communicator.allgather_object(None, "hvd_periodic.registered")
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
     if rank == 0:
         logger.info("Groups of ranks: %s", lists)

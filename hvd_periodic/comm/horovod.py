@@ -9,17 +9,22 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.attendance import Wait, attendance_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 from hvd_periodic.comm.objects import gather_objects
+from hvd_periodic.comm.roster import sign
+from hvd_periodic.comm.watcher import watcher
+
+T = TypeVar("T")
 
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
@@ -29,6 +34,9 @@ _LAUNCHERS = {
 }
 """Where launchers tell each process how many there are."""
 
+
+_EVERYONE = "hvd_periodic.0.meeting"
+"""Under which all ranks of the job meet."""
 
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 """Where Open MPI is told to leave its core to others while it waits."""
@@ -82,8 +90,10 @@ class HorovodCommunicator(Communicator):
         self.meeting_name = f"hvd_periodic.{process_set.process_set_id}.meeting"
         self.rank = self.ranks.index(self._hvd.rank())
         self.size = len(self.ranks)
+        self.attendance = attendance_of(self.meeting_name, self._hvd.rank(), self.ranks)
         self._place = (self._hvd.rank(), self._hvd.size())
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        self.attendance.elastic = self.elastic
 
     @property
     def constructed(self) -> int:
@@ -98,6 +108,18 @@ class HorovodCommunicator(Communicator):
     def global_ranks(self) -> list[int]:
         """The ranks of the process set."""
         return self.ranks
+
+    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+        """Return where the watcher of this process is reached."""
+        if self.size == 1:
+            return None, None
+        try:
+            found = watcher(one_host=self._hvd.local_size() == self._hvd.size())
+        except ValueError as error:
+            return None, error
+        if not self.attendance.peers and not self.elastic:
+            sign(self.attendance.name, self.attendance.rank)
+        return None if found is None else found.introduction(self.attendance), None
 
     def changed(self) -> str | None:
         """Return how Horovod's ranks differ from those of construction, as they do when elastic Horovod has reset."""
@@ -116,31 +138,42 @@ class HorovodCommunicator(Communicator):
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start an allreduce in place."""
         operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
-        handle = self._hvd.allreduce_async_(buffer, name=name, op=operation, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return self._begun(self._hvd.allreduce_async_(buffer, name=name, op=operation, process_set=self.process_set))
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast in place; Horovod names the root by its global rank."""
-        return self._hvd.broadcast_(buffer, root_rank=self.ranks[root], name=name, process_set=self.process_set)
+        return self._begun(
+            self._hvd.broadcast_async_(buffer, root_rank=self.ranks[root], name=name, process_set=self.process_set)
+        )()
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start a reduce-scatter."""
-        handle = self._hvd.reducescatter_async(buffer, name=name, op=self._hvd.Sum, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return self._begun(
+            self._hvd.reducescatter_async(buffer, name=name, op=self._hvd.Sum, process_set=self.process_set)
+        )
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather, in a new tensor."""
-        return self._hvd.allgather(buffer, name=name, process_set=self.process_set)
+        return self.begin_allgather(buffer, name, out)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start to gather, in a new tensor."""
-        handle = self._hvd.allgather_async(buffer, name=name, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)
+        return self._begun(self._hvd.allgather_async(buffer, name=name, process_set=self.process_set))
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to exchange parts, in a new tensor."""
-        handle = self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set)
-        return lambda: self._hvd.synchronize(handle)[0]  # and how many from each rank
+        finish = self._begun(self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set))
+        return lambda: finish()[0]  # and how many from each rank
+
+    def _begun(self, handle: Any) -> Callable[[], Any]:
+        """Return what waits for a collective of this handle, asleep, and returns its result."""
+        number = self.attendance.come()
+
+        def finish() -> Any:
+            self.attendance.wait_for(number, lambda: self._hvd.poll(handle))
+            return self._hvd.synchronize(handle)
+
+        return finish
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
@@ -168,19 +201,35 @@ class HorovodCommunicator(Communicator):
 
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host, as the MPI knows that Horovod runs on."""
-        return self.size == 1 or self._mpi.shares_memory()
+        return self.size == 1 or self._during(self._mpi.shares_memory)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a window of shared memory."""
-        return LocalMemory(nbytes) if self.size == 1 else self._mpi.shared_memory(nbytes)
+        if self.size == 1:
+            return LocalMemory(nbytes)
+        mpi = self._mpi
+        return self._during(lambda: mpi.shared_memory(nbytes))
 
     def messages(self) -> Messages:
         """Return those of MPI."""
-        return self._mpi.messages()
+        return self._during(self._mpi.messages)
 
     def assembly(self, number: int) -> Callable[[], int | None]:
         """Start to wait for all ranks, outside of Horovod, which would report a stall."""
-        return (lambda: number) if self.size == 1 else self._mpi.assembly(number)
+        if self.size == 1:
+            return lambda: number
+        look, attendance = self._mpi.assembly(number), self.attendance
+        attendance.wait = wait = Wait(attendance.come(), raises=True, limited=False)
+
+        def watched() -> int | None:
+            if wait.error is not None:
+                raise wait.error
+            found = look()
+            if found is not None:
+                attendance.leave()
+            return found
+
+        return watched
 
     @property
     def namespace(self) -> Hashable:
@@ -210,7 +259,10 @@ class HorovodCommunicator(Communicator):
         if divides_the_job(self.process_set):
             everyone = copy.copy(self)
             everyone.process_set = self._hvd.global_process_set
-            everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
+            everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
+            everyone.attendance.limit(self.attendance.timeout)
+            with everyone.attendance.at("finalize(), for the other groups"):
+                everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
 
     def depart(self) -> None:
         """Wait for all ranks of the job.
@@ -223,6 +275,11 @@ class HorovodCommunicator(Communicator):
         if self.alive():
             with suppress(HorovodInternalError):
                 self._hvd.allgather(self._tensor(np.zeros(1, np.int64)), name="hvd_periodic.depart")
+
+    def _during(self, call: Callable[[], T]) -> T:
+        """Return what a collective returns that makes a way to an asynchronous center."""
+        with self.attendance.at("the start of asynchronous exchange"):
+            return self.attendance.during(call)
 
     @cached_property
     def _mpi(self) -> MPICommunicator:

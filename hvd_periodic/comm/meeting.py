@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from hvd_periodic.comm.agreement import Ranks, join, raise_on_all
+from hvd_periodic.comm.attendance import Attendance
 from hvd_periodic.comm.packing import pack, unpack
 
 
@@ -21,6 +22,7 @@ class MeetingRanks(Ranks, Protocol):
     """Ranks that can meet: a communicator."""
 
     meeting_name: str
+    attendance: Attendance
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of all ranks, one rank after another."""
@@ -83,6 +85,11 @@ class Record:
         """Whether the rank exchanges and goes on, as opposed to one that has run out of data."""
         return self.purpose == Purpose.EXCHANGE
 
+    @property
+    def place(self) -> str:
+        """What the rank has come for, in words."""
+        return _place(self)
+
 
 def integers(record: Record) -> list[int]:
     """Return a record as it travels.
@@ -137,6 +144,7 @@ def meet(
         RuntimeError: another rank cannot go on, or ranks have come for different things; on all of them.
     """
     enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
+    communicator.attendance.last = record
     own = np.concatenate([np.array(integers(replace(record, enclosed=enclosed.size)), np.int64), enclosed])
     records, enclosures = opened(communicator.gather_integers(own, communicator.meeting_name))
     check(communicator, records, failure)
@@ -145,6 +153,7 @@ def meet(
 
 def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:
     """Raise on all ranks where one cannot go on, or where they have come for different things; as :func:`meet`."""
+    communicator.attendance.seen = records
     crossed = cross_purposes(records)
     if crossed or any(record.problem for record in records):
         raise_on_all(communicator, communicator.meeting_name, failure)

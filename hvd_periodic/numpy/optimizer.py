@@ -61,7 +61,7 @@ class PeriodicOptimizer:
         **options: Unpack[NumpyOptions],
     ) -> None:
         comm = communicator_of(options)
-        name = comm.unique_name()
+        name = comm.unique_name(options["timeout_seconds"])
 
         def build() -> ReplicaSynchronizer[Array]:
             replica = NumpyReplica(named_parameters)

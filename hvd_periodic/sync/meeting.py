@@ -90,8 +90,9 @@ class Meeting:
         self.weigh(own, purpose)
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
-        record = self.record(own, purpose, problem, left_out)
-        return meet(self._membership.communicator, record, failure, enclosed)
+        record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
+        communicator.attendance.follow(self._membership.number, self._ledger)
+        return meet(communicator, record, failure, enclosed)
 
     def weigh(self, own: Standpoint, purpose: Purpose) -> None:
         """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""

@@ -64,6 +64,7 @@ class Parts(Generic[V]):
         nonfinite: what becomes of a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         weight: how much this rank counts in means over ranks; None: all alike.
         audit_every: exchanges after which ranks compare their centers; 0: never.
+        timeout_seconds: for which a rank waits for others in one place; None: for ever.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -97,6 +98,7 @@ class Parts(Generic[V]):
         nonfinite: str = RAISE,
         weight: WeightLike = None,
         audit_every: int = 0,
+        timeout_seconds: float | None = None,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
@@ -116,6 +118,7 @@ class Parts(Generic[V]):
         counts.check(self.algorithm, bool(asynchronous))
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state, counts)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
+        communicator.attendance.limit(timeout_seconds)
         audits = forms.audits(bool(asynchronous), audit_every)
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
         if local is not None:

@@ -41,15 +41,17 @@ class View(Generic[V]):
     def center(self, begin: Callable[[], object]) -> Iterator[None]:
         """Hold the center in the model inside the block, the local values again after it, come what may."""
         self.refuse_inside("center")
-        self.get_ready(begin)
         membership = self._course.setting.membership
+        with membership.communicator.attendance.at("center()"):
+            self.get_ready(begin)
         shown = list(self._course.tensor_groups) if self._is_known() else []
         held = [[group.values.read(bucket) for bucket in group.values.layout.buckets] for group in shown]
         self.inside = True
         try:
-            for group in shown:
-                for bucket in group.values.layout.buckets:
-                    group.values.write(bucket, group.fetch(membership.communicator, bucket, membership.name))
+            with membership.communicator.attendance.at("center()"):
+                for group in shown:
+                    for bucket in group.values.layout.buckets:
+                        group.values.write(bucket, group.fetch(membership.communicator, bucket, membership.name))
             yield
         finally:
             for group, vectors in zip(shown, held, strict=True):
@@ -59,15 +61,17 @@ class View(Generic[V]):
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        self.get_ready(begin)
-        return float(self._course.tensor_groups.distance())
+        with self._course.setting.membership.communicator.attendance.at("distance()"):
+            self.get_ready(begin)
+            return float(self._course.tensor_groups.distance())
 
     def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what a checkpoint holds; collective, where the center is not on every rank."""
-        if not self._beginning.begun:
-            return self._checkpoint.save_before_training(begin)
-        self.follow_equal_replicas()
-        return self._checkpoint.save()
+        with self._course.setting.membership.communicator.attendance.at("state_dict()"):
+            if not self._beginning.begun:
+                return self._checkpoint.save_before_training(begin)
+            self.follow_equal_replicas()
+            return self._checkpoint.save()
 
     def get_ready(self, begin: Callable[[], object]) -> None:
         """Get ready to read the center: where all ranks have to, they ``begin`` training first."""

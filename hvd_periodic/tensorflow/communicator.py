@@ -91,9 +91,13 @@ class TensorFlowCommunicator(HorovodCommunicator):
             with tf.init_scope():
                 called = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
                 self._compiled[key] = called.get_concrete_function(spec)
-        return self._compiled[key](buffer)
+        compiled = self._compiled[key]
+        return self.attendance.during(lambda: compiled(buffer)) if tf.executing_eagerly() else compiled(buffer)
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        return self.attendance.during(lambda: self._gathered(array, name))
+
+    def _gathered(self, array: np.ndarray, name: str) -> np.ndarray:
         with tf.init_scope():
             if tf.executing_eagerly():
                 return np.asarray(self._hvd.allgather(tf.constant(array), name=name, process_set=self.process_set))

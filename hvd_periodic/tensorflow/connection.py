@@ -29,6 +29,7 @@ class Connection:
 
     Args:
         process_set: the ranks that exchange, as the user has given them; :class:`NotYetConnected` for a loaded one.
+        timeout_seconds: for which they wait for each other.
 
     Attributes:
         loaded: whether the optimizer was loaded.
@@ -37,11 +38,12 @@ class Connection:
         average: how an ``hvd.DistributedOptimizer`` inside averages gradients, if there is one.
     """
 
-    def __init__(self, process_set: Any) -> None:
+    def __init__(self, process_set: Any, timeout_seconds: float | None = None) -> None:
         self.loaded = isinstance(process_set, NotYetConnected)
         self.communicator = communicator_of(process_set)
-        self.name = self.communicator.unique_name()
+        self.name = self.communicator.unique_name(timeout_seconds)
         self.average: GradientAverage | None = None
+        self._timeout_seconds = timeout_seconds
         self._process_set: Any = None if self.loaded else process_set
         self._saved: Mapping[str, list[int] | None] = dict.fromkeys(RANKS)
 
@@ -80,7 +82,7 @@ class Connection:
     def connect(self) -> None:
         """Meet the ranks of a loaded optimizer, under the next unique name."""
         self.communicator = self.ranks()
-        self.name = self.communicator.unique_name()
+        self.name = self.communicator.unique_name(self._timeout_seconds)
 
     def ranks(self) -> Communicator:
         """Return the ranks that exchange, also before a loaded optimizer is connected; nothing is communicated."""

@@ -73,7 +73,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if self.begun or in_session():
             return False
         with tf.init_scope():
-            self._refuse_share_of_another()
+            with self.membership.communicator.attendance.at(f"first step of optimizer {self.membership.number}"):
+                self._refuse_share_of_another()
             self.checkpoint.adopt()
             return super().begin(moment)
 
@@ -105,7 +106,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             ValueError: another rank's share of the center was loaded; on all ranks.
             RuntimeError: blocks are nested.
         """
-        self._refuse_share_of_another()
+        with self.membership.communicator.attendance.at("center()"):
+            self._refuse_share_of_another()
         with super().center():
             yield
 

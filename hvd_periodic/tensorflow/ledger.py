@@ -205,13 +205,20 @@ class VariableLedger(Ledger):
         for owner, variable in self.note_variables.items():
             variable.assign(tf.reshape(tf.stack([noted[name] for name in self._names(owner)]), variable.shape))
 
-    def timed(self, started: tf.Tensor) -> None:
-        """Count in a graph the seconds of an exchange that is over, and measure steps from now on."""
+    def timed(self, started: tf.Tensor, then: Callable[[], None] | None = None) -> None:
+        """Count in a graph the seconds of an exchange that is over, and measure steps from now on.
+
+        Args:
+            started: when it began, by the same clock.
+            then: called at the end.
+        """
         with tf.control_dependencies(list(tf.compat.v1.get_default_graph().get_operations())):
             self.add(exchange_seconds=seconds() - started)
 
             def begin(steps: tf.Tensor) -> tf.Tensor:
                 self.time(int(steps))
+                if then is not None:
+                    then()
                 return steps
 
             with tf.device("CPU:0"):

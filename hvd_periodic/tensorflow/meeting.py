@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -45,11 +47,24 @@ class GraphMeeting:
         def announce(mine: list[int]) -> list[int]:
             own = self.standpoint(mine)
             meeting.weigh(own, purpose)
-            return integers(meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None))
+            record = meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None)
+            membership.communicator.attendance.last = record
+            self.enter()
+            return integers(record)
 
         announced = on_host(announce, [self.before])
         with tf.device("CPU:0"):
             return membership.communicator.allgather(announced, _meeting_name(membership))
+
+    def enter(self) -> None:
+        """Note that this rank waits in the graph; in sessions, where several optimizers have no order, nothing."""
+        communicator = self._setting.membership.communicator
+        if not (in_session() and communicator.constructed > 1):
+            communicator.attendance.enter(_no_graph_runs)
+
+    def leave(self) -> None:
+        """Note that this rank waits no longer."""
+        self._setting.membership.communicator.attendance.leave()
 
     def standpoint(self, before: list[int]) -> Standpoint:
         """Return in Python what this rank knew by itself."""
@@ -61,6 +76,7 @@ class GraphMeeting:
         Raises:
             RuntimeError, ValueError: on all ranks, where one cannot go on, or where they have come for other things.
         """
+        self.leave()
         problem = self.problem(before, purpose)
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
@@ -82,6 +98,14 @@ class GraphMeeting:
         if self._finite is None or index < 0:
             return None
         return self._finite.text(index, self.standpoint(before).counters.local_steps)
+
+
+def _no_graph_runs() -> bool:
+    """Return whether no thread of this process is inside of TensorFlow, as after an error in a graph."""
+    return not any(_INSIDE in frame.f_code.co_filename for frame in sys._current_frames().values())
+
+
+_INSIDE = f"tensorflow{os.sep}python{os.sep}"
 
 
 def _first_not_finite(finite: Finite[Any] | None) -> tf.Tensor:

@@ -73,7 +73,7 @@ class PeriodicOptimizer(ForwardedSettings):
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(learning_rate=0.0, name=options["name"])
-        connection = Connection(options["process_set"])
+        connection = Connection(options["process_set"], options["timeout_seconds"])
         arguments = (optimizer, model, algorithm, period, outer_optimizer, bool(asynchronous), options)
         with spelled(self._spelling):
             plan = build_on_all(connection.communicator, connection.name, lambda: Plan.of(connection, *arguments))

@@ -41,8 +41,9 @@ class VariableView(View[Any]):
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        self.follow_equal_replicas()
-        return float(self._course.tensor_groups.distance())
+        with self._course.setting.membership.communicator.attendance.at("distance()"):
+            self.follow_equal_replicas()
+            return float(self._course.tensor_groups.distance())
 
     def checks(self) -> list[tf.Operation]:
         """Return what fails in a compiled step inside the block."""

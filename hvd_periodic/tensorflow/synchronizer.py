@@ -81,7 +81,7 @@ class Synchronizer(VariableSynchronizer):
         **options: Unpack[TensorFlowOptions],
     ) -> None:
         communicator = communicator_of(options["process_set"])
-        name = communicator.unique_name()
+        name = communicator.unique_name(options["timeout_seconds"])
         self.variables: list[tf.Variable] = []
 
         def build() -> None:

@@ -75,7 +75,8 @@ class GraphSynchronous(Synchronous[Any]):
         setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
         hyperparameters = setting.exchanged.hyperparameters
         with tf.control_dependencies(_take_turn()):
-            concluded, decided = self._decided(GraphMeeting(setting, self.finite))
+            meeting = GraphMeeting(setting, self.finite)
+            concluded, decided = self._decided(meeting)
         plan = _Decided(**{field.name: decided.pop(field.name) for field in fields(_Decided)})
         checks = [concluded, *self._started_alike(concluded)]
         if isinstance(hyperparameters, FollowsRate):
@@ -89,7 +90,7 @@ class GraphSynchronous(Synchronous[Any]):
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         self._audit()
         ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided, plan.somebody)
-        ledger.timed(started)
+        ledger.timed(started, meeting.leave)
         return tf.constant(True)
 
     @property
@@ -173,6 +174,7 @@ class GraphSynchronous(Synchronous[Any]):
         numbers = asdict(decided) | ledger_of(setting).noted(self._noted(own, due, plan))
         for fragment in self.turns.fragments:
             numbers |= zip(_names_of(fragment), turns.get(fragment.index, (0, 0)), strict=True)
+        meeting.enter()
         return numbers
 
     def _started_alike(self, concluded: tf.Tensor) -> list[tf.Tensor]:

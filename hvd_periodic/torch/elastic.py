@@ -12,6 +12,7 @@ import torch
 from horovod.common.elastic import ObjectState
 
 from hvd_periodic.comm.agreement import join
+from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import communicator_of
 
@@ -114,6 +115,7 @@ class State(ObjectState):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Take notice of new ranks, and put back what was committed last; communicates nothing."""
+        forget_all()
         self._rejoin(self._generation + 1)
         if self._commits:
             newest = self._commits[max(self._commits)]
@@ -129,12 +131,16 @@ class State(ObjectState):  # type: ignore[misc]
             ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
         """
         loaded = any(periodic.synchronizer.checkpoint.has_loaded() for periodic in self._periodic().values())
-        mine = self._generation, set(self._commits), loaded
-        told = communicator_of(None).allgather_object(mine, "hvd_periodic.commits")
-        self._rejoin(1 + max(generation for generation, _, _ in told))
-        holders = {rank: numbers for rank, (_, numbers, _) in enumerate(told) if numbers}
+        communicator = communicator_of(None)
+        introduction, _ = communicator.introduction()
+        mine = self._generation, set(self._commits), loaded, introduction
+        with communicator.attendance.at("State.sync()"):
+            told = communicator.allgather_object(mine, "hvd_periodic.commits")
+        communicator.attendance.met([() if found is None else found for *_, found in told])
+        self._rejoin(1 + max(generation for generation, *_ in told))
+        holders = {rank: numbers for rank, (_, numbers, *_) in enumerate(told) if numbers}
         if not holders:
-            self._begin(loaded=any(loaded for _, _, loaded in told))
+            self._begin(loaded=any(loaded for _, _, loaded, _ in told))
             self._keep(0)
             return
         common = set.intersection(*holders.values())

@@ -92,7 +92,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     ) -> None:
         communicator = communicator_of(options["process_set"])
         self._alone = communicator.elastic
-        name = f"{communicator.meeting_name}.alone" if self._alone else communicator.unique_name()
+        limit = options["timeout_seconds"]
+        name = f"{communicator.meeting_name}.alone" if self._alone else communicator.unique_name(limit)
 
         def build() -> None:
             _check_optimizer(optimizer)
@@ -257,6 +258,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "nonfinite": self.course.setting.nonfinite,
             "weight": self.meeting.weight.given,
             "audit_every": self.course.setting.audit_every,
+            "timeout_seconds": membership.communicator.attendance.timeout,
         }
         return of_rank, moving, arguments
 

@@ -115,11 +115,22 @@ def start(
     Raises:
         AssertionError: the job failed or ran out of time; with its output. Nothing of it is left running.
     """
-    words = _words(launcher)
-    numbers = ["-np", str(ranks)] if words else []
-    code, output = _run([*words, *numbers, *python(framework), *command], timeout_seconds)
+    code, output = run(launcher, ranks, command, timeout_seconds, framework)
     assert code == 0, f"Exit {code}: {launcher} {ranks} {command}\n{output}"
     return output
+
+
+def run(
+    launcher: str, ranks: int, command: Sequence[str], timeout_seconds: float, framework: str | None = None
+) -> tuple[int, str]:
+    """Run a Python command on some ranks, as ``start``; return exit code and what it printed.
+
+    Raises:
+        AssertionError: the job ran out of time; with its output.
+    """
+    words = _words(launcher)
+    numbers = ["-np", str(ranks)] if words else []
+    return _run([*words, *numbers, *python(framework), *command], timeout_seconds)
 
 
 def run_elastic(

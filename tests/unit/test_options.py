@@ -26,7 +26,7 @@ from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
 SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
-SHARED += ["nonfinite", "weight", "audit_every", "root_rank", "process_set"]
+SHARED += ["nonfinite", "weight", "audit_every", "timeout_seconds", "root_rank", "process_set"]
 DEFAULTS = {
     "center": "replicated",
     "optimizer_state": "local",
@@ -36,6 +36,7 @@ DEFAULTS = {
     "nonfinite": "raise",
     "weight": None,
     "audit_every": 0,
+    "timeout_seconds": None,
 }
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],

@@ -1,0 +1,192 @@
+"""Datagrams by which processes ask each other where they are, apart from all collectives; and where they reach them.
+
+All are of one size, and hold numbers and a short text, which is only ever shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+_FORM = struct.Struct("<4sB16sqqqqqd400s")
+_MAGIC = b"hvdp"
+_ADDRESSES = 4
+"""IPv4 addresses of a host that others try, at most."""
+
+_INTERFACES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "NCCL_SOCKET_IFNAME")
+"""Where launchers are told which network to take: names of interfaces, or subnets."""
+
+SIZE = _FORM.size
+"""Bytes of a datagram."""
+
+
+class Kind(IntEnum):
+    """What a datagram is for."""
+
+    ASK = 0
+    ANSWER = 1
+    END = 2
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a datagram says.
+
+    Attributes:
+        kind: what it is for.
+        token: that of the receiver, which it has told the ranks it has met, and nobody else.
+        ranks: a number for the ranks among whom the sender waits.
+        rank: the sender.
+        wait: number of the inquiry, which an answer repeats.
+        begun: collectives of these ranks that the sender has come to.
+        local_steps: how far the sender has come; -1: not known.
+        seconds: for how long it has been waiting; 0: it is not.
+        text: where it is, or why it ends.
+    """
+
+    kind: int
+    token: bytes
+    ranks: int
+    rank: int
+    wait: int = 0
+    begun: int = 0
+    local_steps: int = -1
+    seconds: float = 0.0
+    text: str = ""
+
+
+def packed(note: Note) -> bytes:
+    """Return a note as it travels."""
+    text = note.text.encode()[:400]
+    numbers = note.ranks, note.rank, note.wait, note.begun, note.local_steps, note.seconds
+    return _FORM.pack(_MAGIC, note.kind, note.token, *numbers, text)
+
+
+def unpacked(data: bytes) -> Note | None:
+    r"""Return the note in a datagram; None where it is something else.
+
+    Example:
+        >>> unpacked(packed(Note(Kind.END, bytes(16), ranks=7, rank=2, text="Ende\x1b[2J"))).text
+        'Ende?[2J'
+        >>> unpacked(b"hello") is None
+        True
+    """
+    if len(data) != SIZE or not data.startswith(_MAGIC):
+        return None
+    _, kind, token, ranks, rank, wait, begun, local_steps, seconds, text = _FORM.unpack(data)
+    letters = text.rstrip(b"\0").decode(errors="replace")
+    shown = "".join(letter if letter.isprintable() else "?" for letter in letters)
+    return Note(kind, token, ranks, rank, wait, begun, local_steps, seconds, shown)
+
+
+def number_of(name: str) -> int:
+    """Return the number by which datagrams name some ranks."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where another process is reached.
+
+    Attributes:
+        token: by which it knows those that it has met.
+        addresses: pairs of host and port, of which one or several may work.
+        begun: collectives of the ranks that met which it had come to before.
+    """
+
+    token: bytes
+    addresses: tuple[tuple[str, int], ...]
+    begun: int = 0
+
+
+def as_integers(peer: Peer) -> np.ndarray:
+    """Return what the others have to know, for a meeting."""
+    hosts = [int(ipaddress.IPv4Address(host)) for host, _ in peer.addresses[:_ADDRESSES]]
+    hosts += [0] * (_ADDRESSES - len(hosts))
+    return np.array([*struct.unpack("<2q", peer.token), peer.begun, peer.addresses[0][1], *hosts], np.int64)
+
+
+def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
+    """Return what another has told; None where it has no way to be reached.
+
+    Example:
+        >>> from_integers(as_integers(Peer(b"0123456789abcdef", (("127.0.0.1", 80),), 3)))
+        Peer(token=b'0123456789abcdef', addresses=(('127.0.0.1', 80),), begun=3)
+    """
+    if len(integers) != 4 + _ADDRESSES:
+        return None
+    first, second, begun, port, *hosts = map(int, integers)
+    found = tuple((str(ipaddress.IPv4Address(host)), port) for host in hosts if host)
+    return Peer(struct.pack("<2q", first, second), found, begun)
+
+
+def own_hosts(one_host: bool) -> list[str]:
+    """Return the addresses of this host that other ranks may reach; the first ones are those the user has asked for.
+
+    Args:
+        one_host: all ranks are on this one.
+    """
+    if one_host:
+        return ["127.0.0.1"]
+    found = [address for variable in _INTERFACES for address in _of_setting(os.environ.get(variable, ""))]
+    if not found:
+        found = list(_of_name())
+    return list(dict.fromkeys(found))[:_ADDRESSES]
+
+
+def _of_setting(setting: str) -> Iterator[str]:
+    """Yield the addresses of this host on the networks that a launcher was told to take."""
+    for part in filter(None, re.split(r"[,\s]+", setting)):
+        try:
+            network = ipaddress.IPv4Network(part, strict=False)
+        except ValueError:
+            address = _of_interface(part)
+        else:
+            address = _towards(str(network.network_address + 1))
+            if address is not None and ipaddress.IPv4Address(address) not in network:
+                address = None
+        if address is not None:
+            yield address
+
+
+def _of_interface(name: str) -> str | None:
+    """Return the address of a network interface."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+        except OSError:
+            return None
+        return socket.inet_ntoa(answer[20:24])
+
+
+def _of_name() -> Iterator[str]:
+    """Yield the addresses that the name of this host has, and that of its way to other networks."""
+    try:
+        resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM)
+        yield from (str(address[0]) for *_, address in resolved if not str(address[0]).startswith("127."))
+    except OSError:
+        pass
+    outward = _towards("192.0.2.1")  # Reserved for documentation: nothing is sent, the host only says which way it is.
+    if outward is not None:
+        yield outward
+
+
+def _towards(host: str) -> str | None:
+    """Return the address of this host from which it would send to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])

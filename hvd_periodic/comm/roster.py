@@ -1,0 +1,69 @@
+"""Who has come to the first meeting of all: before it no rank knows where the others are reached.
+
+A rank signs where its launcher keeps things for the job: at horovodrun's own server under Gloo, in the folder of Open
+MPI's session on this host otherwise. Nothing is read there but whether a signature exists.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_FOLDER = "PMIX_SERVER_TMPDIR"
+_SECONDS = 2.0
+
+
+def sign(name: str, rank: int) -> None:
+    """Note that a rank has come to the first meeting of some ranks; where there is no place to, do nothing."""
+    try:
+        if all(variable in os.environ for variable in _SERVER):
+            _ask("PUT", name, rank)
+        elif _FOLDER in os.environ:
+            _file(name, rank).touch()
+    except (OSError, http.client.HTTPException):
+        return
+
+
+def absent(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[int] | None:
+    """Return the ranks that have not signed; None where nothing can be said.
+
+    Args:
+        name: of the ranks.
+        ranks: all of them.
+        own: this one, which has signed.
+        one_host: all are on this one.
+    """
+    deadline = time.monotonic() + _SECONDS
+    try:
+        if all(variable in os.environ for variable in _SERVER):
+            missing = []
+            for rank in (own, *ranks):
+                if time.monotonic() > deadline:
+                    return None
+                if _ask("GET", name, rank) != http.client.OK:
+                    missing.append(rank)
+        elif one_host and _FOLDER in os.environ:
+            missing = [rank for rank in ranks if not _file(name, rank).exists()]
+        else:
+            return None
+    except (OSError, http.client.HTTPException):
+        return None
+    return None if own in missing else missing
+
+
+def _file(name: str, rank: int) -> Path:
+    return Path(os.environ[_FOLDER], f"{name}.{rank}")
+
+
+def _ask(method: str, name: str, rank: int) -> int:
+    host, port = (os.environ[variable] for variable in _SERVER)
+    connection = http.client.HTTPConnection(host, int(port), timeout=_SECONDS)
+    try:
+        connection.request(method, f"/{name}/{rank}", b"here" if method == "PUT" else None)
+        return connection.getresponse().status
+    finally:
+        connection.close()

@@ -1,0 +1,285 @@
+"""Names ranks that do not come: one thread per process answers where this one is, and asks where the others are."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hvd_periodic.comm.attendance import Attendance, Wait, attendances
+from hvd_periodic.comm.departure import watch_end
+from hvd_periodic.comm.inquiry import TICK, Inquiry, at_step, position, report
+from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
+
+logger = logging.getLogger("hvd_periodic")
+
+VARIABLE = "HVD_PERIODIC_WARN_SECONDS"
+"""Environment variable: seconds of waiting after which ranks that do not come are named; 0: never."""
+
+_DEFAULT_SECONDS = 60.0
+_GRACE = 5.0
+"""Seconds in which Horovod ends a collective of which a rank has ended."""
+
+_SOON = 1.0
+"""Seconds in which the reason of its end comes from a rank, after Horovod has noticed that."""
+
+_ADVICE = (
+    "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
+    "timeout_seconds if it may take so long"
+)
+
+
+def warn_seconds() -> float:
+    """Return the seconds that the environment asks for; 0: never.
+
+    Raises:
+        ValueError: they are not a number of at least 0.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    try:
+        seconds = float(text) if text else _DEFAULT_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(
+            f"The environment variable {VARIABLE} must be a number of seconds, or 0 for no warnings. Received: {text!r}"
+        )
+    return seconds
+
+
+class Watcher:
+    """Of one process.
+
+    Args:
+        warns_after: seconds; 0: never.
+        one_host: all ranks are on this one.
+        of_process: returns the attendances that are watched.
+
+    Raises:
+        OSError: this host lets no datagrams be received.
+    """
+
+    def __init__(
+        self, warns_after: float, one_host: bool, of_process: Callable[[], Sequence[Attendance]] = attendances
+    ) -> None:
+        self._warns_after, self._one_host, self._attendances = warns_after, one_host, of_process
+        hosts = own_hosts(one_host)
+        if not hosts:
+            raise OSError("this host has no IPv4 address")
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((hosts[0] if len(hosts) == 1 else "", 0))
+        port = self._socket.getsockname()[1]
+        self.own = Peer(secrets.token_bytes(16), tuple((host, port) for host in hosts))
+        self._next: dict[str, tuple[Wait, float]] = {}
+        self._inquiries: dict[str, Inquiry] = {}
+        self._ending: dict[int, float] = {}
+        self.told = threading.Event()
+        """Another process has said that it ends."""
+        self._asked = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="hvd_periodic watcher", daemon=True)
+        self._thread.start()
+
+    def introduction(self, attendance: Attendance) -> np.ndarray:
+        """Return what other ranks have to know to reach this process and to count with it, in integers."""
+        return as_integers(replace(self.own, begun=attendance.begun))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        looks_at = 0.0
+        while not self._closed:
+            self._socket.settimeout(self._pause())
+            try:
+                data, source = self._socket.recvfrom(SIZE + 1)
+            except TimeoutError:
+                pass
+            except OSError:  # What was sent to a process that has ended comes back as an error.
+                pass
+            else:
+                self._receive(data, source)
+            now = time.monotonic()
+            if now >= looks_at:
+                self._look(now)
+                looks_at = now + TICK if self._inquiries else now
+
+    def _pause(self) -> float:
+        """Return for how long nothing can be due."""
+        if self._inquiries:
+            return TICK
+        limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._attendances())) if limit]
+        return min([1.0, *(limit / 4 for limit in limits)])
+
+    def _receive(self, data: bytes, source: tuple[str, int]) -> None:
+        note = unpacked(data)
+        if note is None or not secrets.compare_digest(note.token, self.own.token):
+            return
+        attendance = next((a for a in self._attendances() if number_of(a.name) == note.ranks), None)
+        peer = None if attendance is None else attendance.peers.get(note.rank)
+        if attendance is None or peer is None:
+            return
+        if note.kind == Kind.ASK:
+            self._socket.sendto(packed(self._answer(note, attendance, peer)), source)
+        elif note.kind == Kind.ANSWER:
+            inquiry = self._inquiries.get(attendance.name)
+            if inquiry is not None and inquiry.number == note.wait:
+                inquiry.answers[note.rank] = note
+        elif note.kind == Kind.END:
+            attendance.gone.setdefault(note.rank, note)
+            self.told.set()
+
+    def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
+        """Return where this process is."""
+        waiting = [(a, wait) for a in self._attendances() if (wait := a.wait) is not None and not _is_over(wait)]
+        steps, seconds, text = attendance.local_steps(), 0.0, position()
+        if waiting:
+            other, wait = waiting[0]
+            seconds, text = time.monotonic() - wait.since, other.place()
+        return Note(
+            Kind.ANSWER,
+            peer.token,
+            question.ranks,
+            attendance.rank,
+            question.wait,
+            attendance.begun,
+            -1 if steps is None else steps,
+            seconds,
+            text,
+        )
+
+    def _look(self, now: float) -> None:
+        """Ask where a wait has been long, and report what was answered."""
+        for attendance in self._attendances():
+            wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
+            gone = None if wait is None else attendance.gone_before(wait.number)
+            if wait is not None and gone is not None and not _is_over(wait):
+                self._end_with(attendance, wait, gone, now)
+            elif inquiry is not None and inquiry.wait is not wait:
+                del self._inquiries[attendance.name]
+            elif inquiry is not None:
+                self._follow_up(inquiry, now)
+            elif wait is not None:
+                self._begin_inquiry(attendance, wait, now)
+
+    def _begin_inquiry(self, attendance: Attendance, wait: Wait, now: float) -> None:
+        known, due = self._next.get(attendance.name, (None, 0.0))
+        if known is not wait:
+            due = self._warns_after or math.inf
+        final = attendance.is_too_long(wait, now - wait.since)
+        if (final or now - wait.since >= due) and not _is_over(wait):
+            self._asked += 1
+            self._inquiries[attendance.name] = Inquiry(attendance, wait, self._asked, final, now)
+            self._follow_up(self._inquiries[attendance.name], now)
+
+    def _follow_up(self, inquiry: Inquiry, now: float) -> None:
+        attendance = inquiry.attendance
+        inquiry.final = attendance.is_too_long(inquiry.wait, now - inquiry.wait.since)
+        if inquiry.is_over(now):
+            del self._inquiries[attendance.name]
+            if attendance.wait is inquiry.wait and not _is_over(inquiry.wait):
+                self._next[attendance.name] = inquiry.wait, 2 * (now - inquiry.wait.since)
+                text = report(inquiry, time.monotonic(), self._one_host)
+                if inquiry.final:
+                    error = TimeoutError(f"{text}. It is longer than timeout_seconds={attendance.timeout:g}. {_ADVICE}")
+                    self._raise(inquiry.wait, error)
+                else:
+                    logger.warning("%s", text)
+        else:
+            for rank in inquiry.to_be_asked(now):
+                inquiry.asked[rank] = now
+                self._ask(inquiry, rank)
+
+    def _ask(self, inquiry: Inquiry, rank: int) -> None:
+        peer, attendance = inquiry.attendance.peers.get(rank), inquiry.attendance
+        if peer is not None:
+            self.send(Note(Kind.ASK, peer.token, number_of(attendance.name), attendance.rank, inquiry.number), peer)
+
+    def _end_with(self, attendance: Attendance, wait: Wait, gone: Note, now: float) -> None:
+        """Let this rank end, too: the one that has will never come."""
+        since = self._ending.setdefault(id(wait), now)
+        if wait.raises or now - since >= _GRACE:
+            self._raise(
+                wait,
+                RuntimeError(
+                    f"Rank {attendance.rank} waits in {attendance.place()}, and rank {gone.rank}"
+                    f"{at_step(gone.local_steps)} has ended: {gone.text}"
+                ),
+            )
+
+    def _raise(self, wait: Wait, error: Exception) -> None:
+        """Raise an error where this rank waits, or end the process if that is inside of a library."""
+        if wait.raises:
+            wait.error = error
+            return
+        line = f"{type(error).__name__}: {error}"
+        print(line, file=sys.stderr, flush=True)
+        self.tell_end(line)
+        os._exit(1)
+
+    def first_error(self, error: BaseException) -> str | None:
+        """Return why another rank has ended before an error of this one, if one has."""
+        if "Horovod" in f"{type(error).__name__}: {error}":
+            self.told.wait(_SOON)
+        notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
+        return f"rank {notes[0].rank}{at_step(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
+
+    def tell_end(self, text: str) -> None:
+        """Tell all processes that were met that this one ends, and why."""
+        for attendance in self._attendances():
+            steps = attendance.local_steps()
+            for rank, peer in list(attendance.peers.items()):
+                if rank == attendance.rank:
+                    continue
+                numbers = {"begun": attendance.begun, "local_steps": -1 if steps is None else steps}
+                name = number_of(attendance.name)
+                self.send(Note(Kind.END, peer.token, name, attendance.rank, text=text, **numbers), peer)
+
+    def send(self, note: Note, peer: Peer) -> None:
+        """Send a note to another process, in every way that it may be reached."""
+        for address in peer.addresses:
+            try:
+                self._socket.sendto(packed(note), address)
+            except OSError:  # No way there: the rank will not have answered, and is named for that.
+                continue
+
+
+def _is_over(wait: Wait) -> bool:
+    return wait.over is not None and wait.over()
+
+
+_watcher: Watcher | None = None
+_lock = threading.Lock()
+
+
+def watcher(one_host: bool) -> Watcher | None:
+    """Return the watcher of this process, started when it is needed first; None where this host allows none.
+
+    Args:
+        one_host: all ranks of the job are on this one.
+
+    Raises:
+        ValueError: the environment asks for something that is not a number of seconds.
+    """
+    global _watcher
+    seconds = warn_seconds()
+    with _lock:
+        if _watcher is None:
+            try:
+                _watcher = Watcher(seconds, one_host)
+                watch_end(_watcher.tell_end, _watcher.first_error)
+            except OSError as error:
+                logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
+        return _watcher

@@ -1,0 +1,278 @@
+"""Watchers of several ranks in one process: whom they name, and whom they do not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvd_periodic import SGD, ModelAverageOptimizer
+from hvd_periodic.comm.attendance import Attendance, Wait, aside
+from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, from_integers, own_hosts, packed, unpacked
+from hvd_periodic.comm.watcher import VARIABLE, Watcher, warn_seconds
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENCE = 30.0
+
+
+@dataclass
+class Rank:
+    """One rank that is watched."""
+
+    attendance: Attendance
+    watcher: Watcher
+
+
+@contextmanager
+def ranks(count: int, warns_after: float = 0.05) -> Iterator[list[Rank]]:
+    """Ranks that have met; each with a thread of its own that answers, and the first one warns."""
+    made = []
+    for rank in range(count):
+        attendance = Attendance("some ranks", rank, range(count))
+        attendance.begun = 10 * rank  # They need not have counted from the same place before they met.
+        warns = warns_after if rank == 0 else 0
+        made.append(Rank(attendance, Watcher(warns, True, lambda attendance=attendance: [attendance])))
+    introductions = [rank.watcher.introduction(rank.attendance) for rank in made]
+    for rank in made:
+        rank.attendance.met(introductions)
+        rank.attendance.last = Record(Purpose.EXCHANGE, optimizer=1, local_steps=6)
+        rank.attendance.seen = [Record(Purpose.EXCHANGE, optimizer=1, local_steps=3)] * count
+    try:
+        yield made
+    finally:
+        for rank in made:
+            rank.watcher.close()
+
+
+class Counted:
+    """Has counted steps."""
+
+    local_steps = 5
+
+
+class Heard(logging.Handler):
+    """Collects warnings, and says when there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.told = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a warning."""
+        self.texts.append(record.getMessage())
+        self.told.set()
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler = Heard()
+    logging.getLogger("hvd_periodic").addHandler(handler)
+    yield handler
+    logging.getLogger("hvd_periodic").removeHandler(handler)
+
+
+def wait_in_thread(rank: Rank, done: Callable[[], bool]) -> tuple[threading.Thread, list[Exception]]:
+    """Let a rank come to the next collective and wait there; return the thread, and what it raises."""
+    errors: list[Exception] = []
+    number = rank.attendance.come()
+
+    def work() -> None:
+        try:
+            rank.attendance.wait_for(number, done)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_who_does_not_come_is_named_and_nobody_else(heard: Heard) -> None:
+    with ranks(3) as (first, second, third):
+        third.attendance.follow(1, counts := Counted())
+        second.attendance.come()
+        done = threading.Event()
+        thread, errors = wait_in_thread(first, done.is_set)
+        assert heard.told.wait(PATIENCE)
+        done.set()
+        thread.join(PATIENCE)
+    assert not errors
+    assert counts.local_steps == 5
+    assert heard.texts[0].startswith("Rank 0 has waited 0.")
+    assert (
+        " s in exchange of optimizer 1 at local step 6: rank 2 at local step 5 does not come: it is in "
+        in (heard.texts[0])
+    )
+    assert "rank 1" not in heard.texts[0]
+    assert "test_waiting.py" in heard.texts[0], "where its main thread is"
+
+
+def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
+    with ranks(2) as (first, second):
+        second.attendance.wait = SimpleNamespace(number=0, since=0.0, over=None, raises=False, limited=True)
+        second.attendance.task = "center()"
+        done = threading.Event()
+        thread, _ = wait_in_thread(first, done.is_set)
+        assert heard.told.wait(PATIENCE)
+        done.set()
+        thread.join(PATIENCE)
+    assert "rank 1 at local step 6 does not come: it waits for" in heard.texts[0]
+    assert heard.texts[0].endswith("in center()")
+
+
+def test_a_rank_that_does_not_answer_is_named_with_the_step_of_the_last_meeting(heard: Heard) -> None:
+    with ranks(2) as (first, second):
+        second.watcher.close()
+        second.watcher.close = lambda: None  # type: ignore[method-assign]
+        done = threading.Event()
+        thread, _ = wait_in_thread(first, done.is_set)
+        assert heard.told.wait(PATIENCE)
+        done.set()
+        thread.join(PATIENCE)
+    assert heard.texts[0].endswith("rank 1 does not answer; it was met last at local step 3")
+
+
+def test_nobody_is_accused_where_all_have_come(heard: Heard) -> None:
+    with ranks(2) as (first, second):
+        second.attendance.come()
+        second.attendance.come()
+        done = threading.Event()
+        thread, _ = wait_in_thread(first, done.is_set)
+        assert heard.told.wait(PATIENCE)
+        done.set()
+        thread.join(PATIENCE)
+    assert heard.texts[0].endswith("All ranks have come: data are on their way, or the network has stopped")
+
+
+def test_nobody_is_accused_before_ranks_have_met(heard: Heard) -> None:
+    with ranks(2) as (first, _):
+        first.attendance.peers = {}
+        done = threading.Event()
+        thread, _ = wait_in_thread(first, done.is_set)
+        assert heard.told.wait(PATIENCE)
+        done.set()
+        thread.join(PATIENCE)
+    assert "Who has not come is not known" in heard.texts[0]
+    assert "rank 1" not in heard.texts[0]
+
+
+def test_warnings_come_at_growing_intervals(heard: Heard) -> None:
+    with ranks(2) as (first, _):
+        done = threading.Event()
+        thread, _ = wait_in_thread(first, lambda: len(heard.texts) >= 4 or done.is_set())
+        thread.join(PATIENCE)
+    waited = [float(text.split("waited ")[1].split(" s in")[0]) for text in heard.texts]
+    assert waited == sorted(waited)
+    assert waited[3] >= 8 * 0.05, "doubled three times"
+
+
+def test_waiting_too_long_is_an_error(heard: Heard) -> None:
+    with ranks(2, warns_after=0) as (first, _):
+        first.attendance.limit(0.1)
+        thread, errors = wait_in_thread(first, lambda: False)
+        thread.join(PATIENCE)
+    assert [type(error) for error in errors] == [TimeoutError]
+    assert "rank 1 at local step 6 does not come" in str(errors[0])
+    assert "longer than timeout_seconds=0.1" in str(errors[0])
+    assert not heard.texts, "0 warns never"
+
+
+def test_waiting_for_a_rank_that_has_ended_is_an_error() -> None:
+    with ranks(3) as (first, second, third):
+        third.attendance.come()
+        third.watcher.tell_end("its program is over")  # It had come: nobody waits for it.
+        done = threading.Event()
+        thread, errors = wait_in_thread(first, done.is_set)
+        assert first.watcher.told.wait(PATIENCE)
+        assert thread.is_alive()
+        second.watcher.tell_end("ValueError: of the second")
+        thread.join(PATIENCE)
+    assert [type(error) for error in errors] == [RuntimeError]
+    assert "rank 1 at local step 6 has ended: ValueError: of the second" in str(errors[0])
+
+
+def test_elastic_ranks_leave_it_to_horovod() -> None:
+    with ranks(2) as (first, second):
+        first.attendance.elastic = True
+        number = first.attendance.come()
+        second.watcher.tell_end("killed")
+        assert first.watcher.told.wait(PATIENCE)
+        assert first.attendance.gone_before(number) is None
+
+
+def test_what_strangers_send_is_passed_over(heard: Heard) -> None:
+    with ranks(2) as (first, second):
+        stranger = Note(Kind.END, bytes(16), 0, 1, text="no")
+        second.watcher.send(stranger, first.watcher.own)
+        second.watcher._socket.sendto(b"GET / HTTP/1.1", first.watcher.own.addresses[0])
+        second.watcher._socket.sendto(bytes(SIZE), first.watcher.own.addresses[0])
+        second.watcher.tell_end("yes")
+        assert first.watcher.told.wait(PATIENCE)
+        assert [note.text for note in first.attendance.gone.values()] == ["yes"]
+
+
+def test_a_note_arrives_as_it_was_sent() -> None:
+    note = Note(Kind.ANSWER, bytes(range(16)), 7, 2, 3, 4, 5, 6.5, "in load(), train.py:8, größer")
+    assert unpacked(packed(note)) == note
+    assert len(packed(replace(note, text="ä" * 1000))) == SIZE
+    peer = Peer(bytes(range(240, 256)), (("10.0.0.1", 65535), ("255.255.255.254", 65535)), 9)
+    assert from_integers(as_integers(peer)) == peer
+    assert from_integers(np.empty(0, np.int64)) is None
+
+
+def test_addresses_are_those_the_launcher_was_told_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_hosts(one_host=True) == ["127.0.0.1"]
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "127.0.0.0/8,no_such_interface")
+    assert own_hosts(one_host=False) == ["127.0.0.1"]
+
+
+def test_the_environment_says_when_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert warn_seconds() == 60
+    for text, seconds in (("0", 0.0), (" 2.5 ", 2.5), ("", 60.0)):
+        monkeypatch.setenv(VARIABLE, text)
+        assert warn_seconds() == seconds
+    for text in ("soon", "-1", "nan", "inf"):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ValueError, match=f"{VARIABLE} must be a number of seconds.* Received: '{text}'"):
+            warn_seconds()
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)])
+def test_a_limit_is_a_positive_number(value: object, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="`timeout_seconds`, unless it is None, must be"):
+        ModelAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, 2, timeout_seconds=value)  # type: ignore[arg-type]
+
+
+def test_the_longest_limit_counts() -> None:
+    attendance = Attendance("some ranks", 0, [0, 1])
+    for seconds in (None, 2.0, 3.0, 1.0, None):
+        attendance.limit(seconds)
+    assert attendance.timeout == 3.0
+
+
+def test_what_a_thread_does_aside_is_not_counted() -> None:
+    """A checkpoint that is written beside training; the one who waits meanwhile is still seen to."""
+    attendance = Attendance("some ranks", 0, [0, 1])
+    waiting = Wait(attendance.come())
+    attendance.wait = waiting
+
+    def write() -> None:
+        with aside():
+            attendance.wait_for(attendance.come(), iter([False, False, True]).__next__)
+            assert attendance.during(lambda: attendance.begun) == 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert (attendance.begun, attendance.wait) == (1, waiting)
