@@ -39,7 +39,6 @@ def resume(
         put_back: takes what the file holds, and whether it was saved among other ranks.
         failed: told of an error before it is raised, for the other ranks, should this one go on; first of none, "".
 
-
     Raises:
         ValueError: a damaged file, or of something else; as ``put_back``.
         FileNotFoundError: there is no set of this ``step``.
