@@ -37,13 +37,14 @@ def resume(
         leaves: knows the tensors of a framework.
         stateful: names of what will want its state back.
         put_back: takes what the file holds, and whether it was saved among other ranks.
-        failed: told of an error before it is raised, for the other ranks, should this one go on.
+        failed: told of an error before it is raised, for the other ranks, should this one go on; first of none, "".
 
     Raises:
         ValueError: a damaged file, or of something else; as ``put_back``.
         FileNotFoundError: there is no set of this ``step``.
     """
     join_last()
+    failed("")
     try:
         source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
         if source is None:

@@ -187,3 +187,24 @@ def test_the_loss_of_every_batch_is_reported(at_once: int) -> None:
 def test_only_finite_losses_are_reported(model: Any) -> None:
     with pytest.raises(ValueError, match="A loss of nan was reported at step 1"):
         model.fit(IMAGES * np.nan, TARGETS, batch_size=6, verbose=0, callbacks=[hvdp.callbacks.ReportLoss()])
+
+
+@pytest.mark.parametrize(
+    ("every", "kind"), [("batch", ValueError), (0, ValueError), (2.5, TypeError), (None, TypeError)]
+)
+def test_when_to_save_a_checkpoint(tmp_path: Path, every: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"`Checkpoint\(every=\.\.\.\)` must be"):
+        hvdp.callbacks.Checkpoint(tmp_path, every=every)
+
+
+def test_checkpoints_of_epochs_and_steps(model: Any, tmp_path: Path) -> None:
+    epochs, steps = tmp_path / "epochs", tmp_path / "steps"
+    fit(model, hvdp.callbacks.Checkpoint(epochs, keep=2, background=True), hvdp.callbacks.Checkpoint(steps, every=3))
+    done = model.optimizer.synchronizer.local_steps
+    assert [int(folder.name.partition("step")[2]) for folder in sorted(steps.iterdir())] == list(range(3, done + 1, 3))
+    assert [int(folder.name.partition("step")[2]) for folder in sorted(epochs.iterdir())] == [done * 2 // 3, done]
+    weights = model.get_weights()
+    other = make_model()
+    assert hvdp.load(epochs, other, other.optimizer, epoch=0) == {"epoch": 3}
+    for found, expected in zip(other.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -111,6 +111,16 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert hvdp.load(tmp_path, model, optimizer, epoch=3) == {"epoch": 3}
 
 
+def test_a_script_may_look_for_another_step_first(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with pytest.raises(FileNotFoundError, match=r"has no checkpoint of step 3\. It has none"):
+        hvdp.load(tmp_path, model, optimizer, at_step=3)
+    with pytest.raises(RuntimeError, match=r"was not loaded on rank 0: .* has no checkpoint of step 3"):
+        train(model, optimizer, 1)
+    assert hvdp.load(tmp_path, model, optimizer) == {}
+    train(model, optimizer, 1)
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     model, optimizer = made()
     hvdp.save(tmp_path, model, optimizer)
