@@ -102,7 +102,7 @@ def main(scenario: scenarios.Scenario) -> None:
             while state._host_messages.empty():
                 time.sleep(0.05)
         elif event.what == "forget" and once(f"{event.name}.{hvd.rank()}"):
-            del state._commits[max(state._commits)]
+            del state.commits.held[max(state.commits.held)]
         elif event.what == "kill" and once(event.name):
             die()
         elif event.what in ("before", "in", "after") and once(event.name):
