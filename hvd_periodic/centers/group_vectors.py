@@ -122,6 +122,13 @@ class GroupVectors(Generic[V]):
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
 
+    def join(self, communicator: Communicator, root: int) -> None:
+        """Be exchanged with other ranks than before; the center, which is on every rank, stays what it is."""
+        self.placement.join(communicator, root)
+        if self.outbox.unsent_sums is not None:
+            self.outbox.join(communicator)
+            self.outbox.forget_sums()
+
     def start_from_center(self) -> None:
         """Set the replica to the center, which is here, and the worker's vectors to those of the start of training."""
         space = self._replica.space

@@ -130,7 +130,7 @@ def run_elastic(
     most: int = 2,
 ) -> tuple[int, str]:
     """Run a Python command under elastic Horovod with one to ``most`` ranks; return exit code and what it printed."""
-    words = ["horovodrun", "--gloo", "--gloo-timeout-seconds", str(round(10 * PATIENCE)), "--network-interface", "lo"]
+    words = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "10", "--network-interface", "lo"]
     words += ["-np", str(ranks), "--min-np", "1"]
     words += ["--max-np", str(most), "--host-discovery-script", str(discovery)]
     return _run([*words, sys.executable, *command], timeout_seconds)
