@@ -94,7 +94,7 @@ KERAS = {
     "one joins": Scenario("agn", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)], loop="fit"),
     "one joins an eager loop": Scenario("easgd", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)], loop="eager"),
     "after the last collective": Scenario(
-        "averaging", 3, [Event("after", 7, 3, rank=1, number=2)], [(3, 0), (2, 8)], collectives=True, loop="fit"
+        "averaging", 3, [Event("after", 7, 3, rank=1, number=3)], [(3, 0), (2, 8)], collectives=True, loop="fit"
     ),
     "commits apart": Scenario(
         "easgd", 3, [Event("forget", 9, 3, rank=0), Event("kill", 9, 3, rank=2)], [(3, 0), (2, 4)], loop="synchronizer"

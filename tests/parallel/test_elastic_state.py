@@ -48,7 +48,7 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
         lines.append(f"if [ -e {tmp_path / event.name} ]; then echo {host}:1; fi")
     command = ["-m", f"tests.parallel.{program}", name, str(tmp_path)]
     hosts, most = _discovery(tmp_path, lines), max(2, scenario.ranks)
-    code, output = run_elastic(scenario.ranks, hosts, command, timeout_seconds=120, most=most)
+    code, output = run_elastic(scenario.ranks, hosts, command, timeout_seconds=120, most=most, joins=bool(waits))
     assert code == 0, output
     stretches = _stretches(tmp_path / "begun")
     assert [(len(processes), step) for step, processes in stretches] == list(scenario.begun), output
