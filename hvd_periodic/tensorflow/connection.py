@@ -88,7 +88,13 @@ class Connection:
         return build() if self.waits else build_on_all(self.communicator, self.name, build)
 
     def connect(self) -> None:
-        """Meet the ranks where construction has not, under the next unique name."""
+        """Meet the ranks where construction has not, under the next unique name.
+
+        Raises:
+            RuntimeError: elastic Horovod has changed them since.
+        """
+        if (changed := self.communicator.changed()) is not None:
+            raise RuntimeError(changed)
         self.communicator = self.ranks()
         self.name = self.communicator.unique_name()
 
