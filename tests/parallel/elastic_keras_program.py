@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import horovod.keras.elastic
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -61,7 +62,7 @@ def main(scenario: scenarios.Scenario) -> None:
     else:
         optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, scenarios.PERIOD)
         model.compile(optimizer, loss=half_square, jit_compile=False)
-        state = elastic.State(model, commit="exchange", batch=0)
+        state = elastic.State(model, commit="exchange", batch=0, epoch=0)
         synchronizer = optimizer.synchronizer
 
     def descend(targets: tf.Tensor) -> None:
@@ -84,9 +85,12 @@ def main(scenario: scenarios.Scenario) -> None:
         begin(hvd.rank(), hvd.size(), synchronizer.local_steps)
         targets = np.array([scenarios.target(hvd.rank(), step) for step in range(scenarios.STEPS)])
         if scenario.loop == "fit":
-            callback = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: before_step())
+            callbacks = [
+                keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: before_step()),
+                horovod.keras.elastic.UpdateEpochStateCallback(state),
+            ]
             left = targets[state.batch :]
-            model.fit(left, left, batch_size=1, shuffle=False, verbose=0, callbacks=[callback])
+            model.fit(left, left, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
         while state.batch < scenarios.STEPS:
             target = tf.constant(targets[state.batch : state.batch + 1])
             before_step()
@@ -97,7 +101,9 @@ def main(scenario: scenarios.Scenario) -> None:
     point, moving = model.trainable_variables[0], mean.moving_mean
     with synchronizer.center():
         center = point.numpy().tolist()
-    found = {"x": point.numpy().tolist(), "center": center, "mean": moving.numpy().tolist()}
+    found: dict[str, Any] = {"x": point.numpy().tolist(), "center": center, "mean": moving.numpy().tolist()}
+    if scenario.loop == "fit":
+        found["epoch"] = state.epoch
     end(hvd.rank(), **found, steps=synchronizer.local_steps, batch=state.batch)
 
 

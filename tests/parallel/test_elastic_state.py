@@ -57,6 +57,7 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
     for rank, (process, worker) in enumerate(workers.items()):
         end = json.loads((tmp_path / f"end.{rank}.json").read_text())
         assert (end["pid"], end["steps"], end["batch"]) == (process, STEPS, STEPS)
+        assert end.get("epoch", 1) == 1
         np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=1e-12)
@@ -64,18 +65,19 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_script_that_users_have_loses_a_worker(changed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["torch_elastic", "keras_elastic"])
+def test_a_script_that_users_have_loses_a_worker(name: str, changed: bool, tmp_path: Path) -> None:
     """As it is, and after the change that the page shows."""
-    pytest.importorskip("horovod.torch")
+    pytest.importorskip("horovod.torch" if name.startswith("torch") else "horovod.tensorflow")
     pytest.importorskip("sklearn")
     examples = ROOT / "examples" / "existing"
-    script = Path(shutil.copy(examples / "torch_elastic.py", tmp_path))
+    script = Path(shutil.copy(examples / f"{name}.py", tmp_path))
     if changed:
-        change = examples / "torch_elastic.diff"
+        change = examples / f"{name}.diff"
         subprocess.run(["git", "apply", str(change)], cwd=tmp_path, check=True, capture_output=True, timeout=60)
         assert len(re.findall(r"^\+[^+]", change.read_text(), re.MULTILINE)) <= 5
     hosts = _discovery(tmp_path, ["#!/bin/sh", *(f"echo {host}:1" for host in HOSTS[:2])])
-    command = ["-m", "tests.parallel.elastic_loss", str(tmp_path), "60", str(script)]
+    command = ["-m", "tests.parallel.elastic_loss", str(tmp_path), "6", str(script)]
     code, output = run_elastic(2, hosts, command, timeout_seconds=120)
     assert code == 0, output
     found = re.findall(r"Epoch (\d+): (\d) ranks, test accuracy ([\d.]+)", output)
