@@ -77,6 +77,8 @@ class State(ObjectState):
         given = {"model": model, "optimizer": optimizer} | more
         self._tracked = {name: value for name, value in given.items() if _kept(value) is not None}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
+        for value in self._tracked.values():
+            _connect(value)
         for name, each in self._exchanging().items():
             inner = getattr(self._tracked[name], "inner_optimizer", None)
             averages = getattr(self._tracked[name], "gradient_group", None) is not None
@@ -258,6 +260,18 @@ def _kept(value: Any) -> Kept | None:
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return _KeptState(value)
     return None
+
+
+def _connect(value: Any) -> None:
+    """Let an optimizer that was loaded know of the ranks; communicates nothing.
+
+    Raises:
+        ValueError: it had other ranks when it was saved, or too many for its rates.
+    """
+    if isinstance(value, PeriodicOptimizer) and not value._exchanges.started:
+        connection = value._exchanges.connection
+        value._exchanges.plan.check(connection, value.gradient_group)
+        value.synchronizer.join(connection.ranks(), value.synchronizer.membership.root, connection.name)
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:
