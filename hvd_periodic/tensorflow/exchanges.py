@@ -15,7 +15,7 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.ledger import NewVariable
-from hvd_periodic.tensorflow.model import native
+from hvd_periodic.tensorflow.model import native, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.plan import Plan
@@ -202,7 +202,12 @@ class Exchanges:
         self.saved.write(store, self._synchronizer if self.started else None)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        """Make a variable of the optimizer that is saved under its name."""
-        variable = self._make_variable(name, shape, dtype, initial_value)
+        """Make a variable of the optimizer that is saved under its name.
+
+        One that takes the place of another, for another number of ranks, is not among the optimizer's, whose lists
+        Keras only ever lets grow.
+        """
+        make = untracked if name in self.saved.variables.variables else self._make_variable
+        variable = make(name, shape, dtype, initial_value)
         self.saved.variables.variables[name] = variable
         return native(variable)

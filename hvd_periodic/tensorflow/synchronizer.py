@@ -18,7 +18,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.model import check_policy, named_variables
+from hvd_periodic.tensorflow.model import check_policy, named_variables, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.options import TensorFlowOptions
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
@@ -137,6 +137,7 @@ class Synchronizer(VariableSynchronizer):
         return super().begin(moment)
 
     def _make_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
-        self.variables.append(tf.Variable(value, trainable=False, name=name.replace("/", "_")))
-        return self.variables[-1]
+        made = untracked(name, shape, dtype, initial_value)
+        if made.name not in {variable.name for variable in self.variables}:  # else for another number of ranks
+            self.variables.append(made)
+        return made

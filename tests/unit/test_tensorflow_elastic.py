@@ -139,6 +139,20 @@ def test_ranks_that_change_without_a_state(loop: str) -> None:
             step()
 
 
+@pytest.mark.parametrize("ranks", [Changing(), LocalCommunicator()])
+def test_an_optimizer_that_was_loaded(ranks: LocalCommunicator, tmp_path: Any) -> None:
+    model = network()
+    model.compile(optimizer(model), jit_compile=False)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.optimizer.attach(loaded, process_set=ranks)
+    if ranks.elastic:
+        assert hvdp.elastic.State(loaded).optimizer is loaded.optimizer
+        return
+    with pytest.raises(ValueError, match="`optimizer` exchanges within process set LocalCommunicator"):
+        hvdp.elastic.State(loaded)
+
+
 def test_errors_of_python_in_a_compiled_step() -> None:
     """hvd.elastic.run heeds an UnknownError only if it names a collective, and else ends as if all was done."""
     from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
