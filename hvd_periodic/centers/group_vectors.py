@@ -127,7 +127,6 @@ class GroupVectors(Generic[V]):
         self.placement.join(communicator, root)
         if self.outbox.unsent_sums is not None:
             self.outbox.join(communicator)
-            self.outbox.forget_sums()
 
     def start_from_center(self) -> None:
         """Set the replica to the center, which is here, and the worker's vectors to those of the start of training."""
