@@ -28,6 +28,10 @@ class Placement(ABC):
     everywhere: ClassVar[bool] = False
 
     def __init__(self, communicator: Communicator, root: int) -> None:
+        self.join(communicator, root)
+
+    def join(self, communicator: Communicator, root: int) -> None:
+        """Be among these ranks, and no longer those before; where the center is everywhere, it stays what it is."""
         self._rank, self._size, self._root = communicator.rank, communicator.size, root
 
     @abstractmethod

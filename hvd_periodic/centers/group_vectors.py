@@ -122,6 +122,12 @@ class GroupVectors(Generic[V]):
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
 
+    def join(self, communicator: Communicator, root: int) -> None:
+        """Be exchanged with other ranks than before; the center, which is on every rank, stays what it is."""
+        self.placement.join(communicator, root)
+        if self.outbox.unsent_sums is not None:
+            self.outbox.join(communicator)
+
     def start_from(self, bucket: Bucket, center: V) -> None:
         """Set a bucket of the replica to its center, and of the worker's vectors to those of the start of training."""
         self.values.write(bucket, center)

@@ -64,10 +64,18 @@ class Outbox(Generic[V]):
             self.unsent = replica.new_store(layout, f"{name}.{UNSENT}")
         self.unsent_sums: Store[V] | None = None
         self.saved_sums = ""
-        if communicator is not None and wire.forms_sums(communicator, lasting):
-            rows = layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
-            self.unsent_sums = replica.new_store(rows, f"{name}.{UNSENT_SUMS}")
-            self.saved_sums = f"{UNSENT_SUMS}.{communicator.rank}.{communicator.size}"
+        self._name, self._layout, self._lasting = name, layout, lasting
+        if communicator is not None:
+            self.join(communicator)
+
+    def join(self, communicator: Communicator) -> None:
+        """Form sums for these ranks, if the wire does; of those for another number of them nothing is left."""
+        if not self.wire.forms_sums(communicator, self._lasting):
+            return
+        rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
+        if self.unsent_sums is None or self.unsent_sums.layout.specs != rows.specs:
+            self.unsent_sums = self._replica.new_store(rows, f"{self._name}.{UNSENT_SUMS}")
+        self.saved_sums = f"{UNSENT_SUMS}.{communicator.rank}.{communicator.size}"
 
     def send(self, communicator: Communicator, bucket: Bucket, message: V, name: str) -> Sent[V]:
         """Let a message travel, with what was left of earlier ones; may overwrite it."""

@@ -130,9 +130,8 @@ class HorovodCommunicator(Communicator):
             return None
         return (
             f"Horovod's ranks have changed: this was rank {self._place[0]} of {self._place[1]} when the optimizer "
-            f"was constructed, and is rank {place[0]} of {place[1]} now. Under elastic Horovod, optimizers of PyTorch "
-            "are kept in a hvd_periodic.torch.elastic.State; a job of TensorFlow has to be started anew from a "
-            "checkpoint"
+            f"was constructed, and is rank {place[0]} of {place[1]} now. Under elastic Horovod, optimizers "
+            "are kept in a State, of hvd_periodic.torch.elastic or hvd_periodic.tensorflow.elastic"
         )
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:

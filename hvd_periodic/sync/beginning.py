@@ -83,6 +83,13 @@ class Beginning(Generic[V]):
         setting.ledger.time(setting.ledger.local_steps)
         self.begun = True
 
+    def take_from(self, giver: int) -> None:
+        """Give all ranks what one of them has."""
+        membership = self._setting.membership
+        root, membership.root = membership.root, giver
+        self.broadcast()
+        membership.root = root
+
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
 

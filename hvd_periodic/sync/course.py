@@ -128,6 +128,9 @@ class Course(ABC, Generic[V]):
     def open(self) -> None:
         """Make the center, where construction has not; all ranks together."""
 
+    def join(self) -> None:
+        """Exchange with the ranks that are members now; communicates nothing."""
+
     def restart(self) -> None:
         """Set the centers to the values of this rank, wherever they live; all ranks together."""
         self.tensor_groups.reset()

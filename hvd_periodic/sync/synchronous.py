@@ -71,6 +71,13 @@ class Synchronous(Course[V]):
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
+    def join(self) -> None:
+        """Let the groups, whose centers are on every rank, exchange with other ranks."""
+        membership, replica = self.setting.membership, self.setting.exchanged.replica
+        for group in self.tensor_groups:
+            group.join(membership.communicator, membership.root)
+        self.enclosed = Enclosed(self.tensor_groups, replica, membership)
+
     @property
     def reads_together(self) -> bool:
         """Whether all ranks have to take part where one reads the center: unless it is on every rank."""

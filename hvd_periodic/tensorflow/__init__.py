@@ -12,6 +12,9 @@ Example::
 For graphs of TensorFlow 1 there is ``hvd_periodic.tensorflow.contrib_opt``.
 """
 
+import importlib
+from types import ModuleType
+
 import keras
 
 if keras.backend.backend() != "tensorflow":
@@ -58,3 +61,10 @@ __all__ = [
     "rank_groups",
     "save",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import ``elastic`` where it is asked for: it needs Horovod."""
+    if name == "elastic":
+        return importlib.import_module("hvd_periodic.tensorflow.elastic")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

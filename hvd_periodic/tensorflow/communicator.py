@@ -74,22 +74,29 @@ class TensorFlowCommunicator(HorovodCommunicator):
         others wait for ever. A function that is not inlined keeps them apart, and keeps their names, by which a rank
         that runs one eagerly meets others that compiled it.
         """
+        # By the label hvd.elastic.run recognizes that a collective has failed, because a rank has gone.
+        label = f"{name}.Horovod{operation.__name__.capitalize()}"
+
+        def run(value: Any) -> Any:
+            return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
+
+        if self.elastic and tf.executing_eagerly():
+            # Nobody has compiled it, and where a graph waits for Python a function may find no thread to run on.
+            return run(buffer)
         if not tf.executing_eagerly():
             # Constants would be moved into the function, and the collective be computed when the graph is optimized.
             buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         key = (operation, name, tuple(options.values()), spec)
         if key not in self._compiled:
-            # By this hvd.elastic.run recognizes that a collective has failed, because a rank has gone.
-            label = f"{name}.Horovod{operation.__name__.capitalize()}"
 
-            def run(value: Any) -> Any:
-                result = operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
+            def called_apart(value: Any) -> Any:
+                result = run(value)
                 tf.raw_ops.Assert(condition=True, data=[result])  # has side effects, so that the call has to run
                 return result
 
             with tf.init_scope():
-                called = tf.function(run, autograph=False, experimental_attributes={"_noinline": True})
+                called = tf.function(called_apart, autograph=False, experimental_attributes={"_noinline": True})
                 self._compiled[key] = called.get_concrete_function(spec)
         compiled = self._compiled[key]
         return self.attendance.during(lambda: compiled(buffer)) if tf.executing_eagerly() else compiled(buffer)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import LocalCommunicator
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distributed
+
+T = TypeVar("T")
 
 RANKS = ("process_set", "averaged")
 """What a configuration says of them: which exchanged, and whose gradients were averaged inside."""
@@ -33,6 +36,8 @@ class Connection:
 
     Attributes:
         loaded: whether the optimizer was loaded.
+        waits: whether its ranks meet at the first step, and not at construction: it was loaded, or under elastic
+            Horovod, where some of them may have been constructed long before.
         communicator: the ranks that exchange.
         name: prefix of the names of their collectives.
         average: how an ``hvd.DistributedOptimizer`` inside averages gradients, if there is one.
@@ -41,7 +46,8 @@ class Connection:
     def __init__(self, process_set: Any, timeout_seconds: float | None = None) -> None:
         self.loaded = isinstance(process_set, NotYetConnected)
         self.communicator = communicator_of(process_set)
-        self.name = self.communicator.unique_name(timeout_seconds)
+        self.waits = self.loaded or self.communicator.elastic
+        self.name = "alone" if self.waits else self.communicator.unique_name(timeout_seconds)
         self.average: GradientAverage | None = None
         self._timeout_seconds = timeout_seconds
         self._process_set: Any = None if self.loaded else process_set
@@ -79,8 +85,18 @@ class Connection:
                 )
             self.average = GradientAverage(distributed)
 
+    def build(self, build: Callable[[], T]) -> T:
+        """Return ``build()``, or raise on all ranks that meet at construction if it raises on any."""
+        return build() if self.waits else build_on_all(self.communicator, self.name, build)
+
     def connect(self) -> None:
-        """Meet the ranks of a loaded optimizer, under the next unique name."""
+        """Meet the ranks where construction has not, under the next unique name.
+
+        Raises:
+            RuntimeError: elastic Horovod has changed them since.
+        """
+        if (changed := self.communicator.changed()) is not None:
+            raise RuntimeError(changed)
         self.communicator = self.ranks()
         self.name = self.communicator.unique_name(self._timeout_seconds)
 

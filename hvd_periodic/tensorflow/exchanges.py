@@ -15,7 +15,7 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.ledger import NewVariable
-from hvd_periodic.tensorflow.model import native
+from hvd_periodic.tensorflow.model import native, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.plan import Plan
@@ -35,15 +35,12 @@ class Exchanges:
 
     Attributes:
         saved: what the file of the model holds of them.
-        started: whether the ranks have agreed, and started from the same values.
-        opened: whether the first step has found out who had loaded what.
     """
 
     def __init__(self, connection: Connection, plan: Plan, new_variable: NewVariable) -> None:
         self.connection = connection
         self.plan = plan
         self.saved = SavedExchanges(plan.asynchronous)
-        self.started = self.opened = False
         self._make_variable = new_variable
         self._synchronizer: VariableSynchronizer | None = None
 
@@ -51,6 +48,16 @@ class Exchanges:
     def constructed(self) -> bool:
         """Whether there is a synchronizer."""
         return self._synchronizer is not None
+
+    @property
+    def started(self) -> bool:
+        """Whether the ranks have agreed, and started from the same values."""
+        return self._synchronizer is not None and self._synchronizer.started
+
+    @property
+    def opened(self) -> bool:
+        """Whether the first step has found out who had loaded what."""
+        return self._synchronizer is not None and self._synchronizer.opened
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
@@ -108,6 +115,13 @@ class Exchanges:
         self.saved.variables.later = varying | set(synchronizer.ledger.note_variables)
         self.saved.variables.settle()
 
+    def built(self, start: Callable[[], object], construct: Callable[[], object]) -> None:
+        """Go on with an optimizer whose variables are there: start, if all ranks are about to."""
+        if not self.connection.waits:
+            start()
+        elif not self.connection.loaded:  # That of a file does not know its model yet.
+            construct()
+
     def start(self, construct: Callable[[], object], gradient_group: TensorFlowCommunicator | None) -> None:
         """Let all ranks agree and start from the root's values, or go on from where they were saved.
 
@@ -119,7 +133,7 @@ class Exchanges:
             ValueError: ranks disagree; on all of them.
         """
         connection = self.connection
-        if connection.loaded:
+        if connection.waits:
             connection.connect()
             build_on_all(connection.communicator, connection.name, lambda: None)  # where new ones check arguments
         ranks = connection.communicator
@@ -132,10 +146,10 @@ class Exchanges:
 
         build_on_all(ranks, connection.name, check)
         synchronizer = self.synchronizer
-        synchronizer.membership.join(ranks, ranks.rank_of(self.plan.options["root_rank"]), connection.name)
+        synchronizer.join(ranks, ranks.rank_of(self.plan.options["root_rank"]), connection.name)
         synchronizer.average_within(connection.gradient_group)
         synchronizer.start()
-        self.started = True
+        synchronizer.started = True
 
     def open(self, variables: Sequence[Any], before: Sequence[np.ndarray] | None) -> bool:
         """Take over what was loaded since the optimizer was built, on the root at least; all ranks together.
@@ -163,7 +177,7 @@ class Exchanges:
         )
         raise_on_all(connection.communicator, connection.name, failure if stale else None)
         self._forget_sums_of_others()
-        self.opened = True
+        synchronizer.opened = True
         return replaced
 
     def _forget_sums_of_others(self) -> None:
@@ -188,7 +202,12 @@ class Exchanges:
         self.saved.write(store, self._synchronizer if self.started else None)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        """Make a variable of the optimizer that is saved under its name."""
-        variable = self._make_variable(name, shape, dtype, initial_value)
+        """Make a variable of the optimizer that is saved under its name.
+
+        One that takes the place of another, for another number of ranks, is not among the optimizer's, whose lists
+        Keras only ever lets grow.
+        """
+        make = untracked if name in self.saved.variables.variables else self._make_variable
+        variable = make(name, shape, dtype, initial_value)
         self.saved.variables.variables[name] = variable
         return native(variable)

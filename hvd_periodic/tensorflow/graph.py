@@ -11,13 +11,17 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.agreement import raise_on_all
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.forms import Forms
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
+from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.host import in_session
+from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
 from hvd_periodic.tensorflow.meeting import audit_in_graph
+from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, VariableView
 from hvd_periodic.tensorflow.synchronous import GraphSynchronous
@@ -37,6 +41,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     Attributes:
         opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
             others.
+        started: whether the ranks have agreed, and started from the same values.
+        opened: whether the first step of an optimizer has found out who had loaded what.
+        after_exchange: called at the end of every step in which ranks have exchanged.
+        watched: variables that ``after_exchange`` reads.
     """
 
     replica: Any
@@ -44,6 +52,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     view: VariableView
     checkpoint: VariableCheckpoint
     opening: Callable[[], object] | None = None
+    started = opened = False
+    after_exchange: Callable[[], object] | None = None
 
     def __init__(
         self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None, **options: Any
@@ -58,6 +68,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             cuts=False,
         )
         super().__init__(*arguments, **options | {"forms": forms})
+        self.watched: list[tf.Variable] = []
+        self._local: KerasOptimizerState | None = options.get("local_optimizer")
         alone = self.course.worker is not None
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, alone)
         follower, self._share = self.exchanged.hyperparameters, None
@@ -67,6 +79,51 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
             self.meeting.checks.append(self._share_problem)
         self.ledger.make_notes()
+
+    def join(self, communicator: Communicator, root: int, name: str) -> None:
+        """Be one of these ranks, and no longer of those before; communicates nothing.
+
+        Args:
+            communicator: the ranks.
+            root: the one whose values all start from.
+            name: prefix of the names of collectives.
+        """
+        self.membership.join(communicator, root, name)
+        self.course.join()
+
+    def rejoin(self, name: str) -> None:
+        """Be of the ranks that Horovod has now, with the variables that there are; communicates nothing.
+
+        Compiled steps stay: under elastic Horovod their exchanges are run by Python, see ``hosted.py``.
+
+        Args:
+            name: prefix of the names of collectives, the same on all ranks.
+
+        Raises:
+            ValueError: hyper-parameters that make no sense for so many ranks.
+        """
+        communicator, root = communicator_of(None), self.membership.root
+        self.algorithm.check(communicator.size)
+        self.join(communicator, root if root < communicator.size else 0, name)
+        self.meeting.failure, self.meeting.everyone_trains = None, True
+        self.beginning.begun, self.started, self.opened = False, True, True
+
+    def take_from(self, giver: int) -> None:
+        """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root; then :meth:`begin`."""
+        self.beginning.take_from(giver)
+        self.beginning.begun = False
+
+    def start_from_center(self) -> None:
+        """Let the replica start from the center, as where a rank joins others that have trained; local."""
+        self.beginning.start_from_center()
+        self.load_state_dict(self.state_dict())
+
+    def refuse_other_ranks(self) -> None:
+        """Raise a RuntimeError where elastic Horovod has changed the ranks."""
+        communicator = self.membership.communicator
+        changed = communicator.changed() if communicator.elastic else None
+        if changed is not None:
+            raise RuntimeError(changed)
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
@@ -149,7 +206,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             ValueError: XLA compilation.
         """
         if tf.executing_eagerly():
-            return super().step(updated)
+            self.refuse_other_ranks()
+            exchanged = super().step(updated)
+            self._has_exchanged(exchanged)
+            return exchanged
         refuse_xla()
         self.view.refuse_inside("step")
         self.gradients.check(updated is not False)
@@ -157,7 +217,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         due = self.count(updated)
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
-        exchange = self.course.exchange if in_session() else apart(self.course.exchange)
+        run: Callable[[], Any] = self.course.exchange
+        if self.membership.communicator.elastic:
+            run = hosted(self._exchange_eagerly, self._seen())
+        exchange = run if in_session() else apart(run)
         return tf.cond(due, exchange, lambda: tf.constant(False))
 
     def count(self, updated: Any = True) -> Any:
@@ -180,6 +243,27 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             "They were to average all gradients until now: did they start alike, and does hvd.DistributedOptimizer "
             "average those of all variables?",
         )
+
+    def _exchange_eagerly(self) -> None:
+        """Exchange with the ranks that there are now."""
+        self.refuse_other_ranks()
+        self.view.refuse_inside("step")
+        self.course.exchange()
+        self._has_exchanged(True)
+
+    def _has_exchanged(self, exchanged: bool) -> None:
+        if exchanged and self.after_exchange is not None:
+            self.after_exchange()
+
+    def _seen(self) -> list[tf.Variable]:
+        """Return the variables that an exchange, or what comes after it, reads or changes."""
+        named, ledger = self.replica.named, self.ledger
+        roles = (named.parameters, named.averaged, named.counted, named.constants)
+        found = [variable for role in roles for _, variable in role] + self.watched
+        found += [v for group in self.tensor_groups for store in group.vectors.values() for v in store.tensors()]
+        found += [*ledger.variables.values(), *ledger.note_variables.values()]
+        found += [] if self._local is None else self._local.variables()
+        return list({variable.ref(): variable for variable in found}.values())
 
     def _open(self) -> None:
         if self.opening is not None:

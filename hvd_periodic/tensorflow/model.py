@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,12 @@ AnyVariable = Any
 def native(variable: AnyVariable) -> tf.Variable:
     """Return the TensorFlow variable behind a Keras variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+    """Make a variable that nothing keeps but who asks for it."""
+    value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
+    return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
 
 
 def check_policy(buffers: str | None, model: object, loaded: bool = False) -> None:

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import spelled
-from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
@@ -76,7 +75,7 @@ class PeriodicOptimizer(ForwardedSettings):
         connection = Connection(options["process_set"], options["timeout_seconds"])
         arguments = (optimizer, model, algorithm, period, outer_optimizer, bool(asynchronous), options)
         with spelled(self._spelling):
-            plan = build_on_all(connection.communicator, connection.name, lambda: Plan.of(connection, *arguments))
+            plan = connection.build(lambda: Plan.of(connection, *arguments))
         self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
         self._exchanges = Exchanges(connection, plan, self._new_variable)
         self._model: weakref.ref[keras.Model] | None = None
@@ -186,8 +185,7 @@ class PeriodicOptimizer(ForwardedSettings):
             self._forwards = False  # Keras would make the variables of these settings again
             super().build(list(variables))
             self._forwards = True
-            if not self._exchanges.connection.loaded:
-                self.start()
+            self._exchanges.built(self.start, self._construct)
 
     def start(self) -> None:
         """Let all ranks agree and start from the root's values, or go on from where they were saved, if not yet done.

@@ -58,6 +58,10 @@ class KerasOptimizerState:
                 entries.setdefault(entry, []).append((names[owner.ref()], variable))
         return {entry: entries[entry] for entry in sorted(entries)}
 
+    def variables(self) -> list[tf.Variable]:
+        """Return all variables of the optimizer."""
+        return [native(variable) for variable in self._optimizer.variables]
+
     def store(self, pairs: Sequence[tuple[str, Any]]) -> Store[Any]:
         """Return variables as a store."""
         return self._replica.store_of(pairs)

@@ -14,10 +14,11 @@ from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.model import check_policy, named_variables
+from hvd_periodic.tensorflow.model import check_policy, named_variables, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.options import TensorFlowOptions
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
@@ -81,7 +82,7 @@ class Synchronizer(VariableSynchronizer):
         **options: Unpack[TensorFlowOptions],
     ) -> None:
         communicator = communicator_of(options["process_set"])
-        name = communicator.unique_name(options["timeout_seconds"])
+        name = "alone" if communicator.elastic else communicator.unique_name(options["timeout_seconds"])
         self.variables: list[tf.Variable] = []
 
         def build() -> None:
@@ -118,10 +119,25 @@ class Synchronizer(VariableSynchronizer):
                 self.variables += [variable.value for variable in moved.variables]
             self.variables += notes  # Last, because checkpoints of version 0.1 have none.
 
+        if communicator.elastic:  # Others may have been constructed long before: all meet at the first step.
+            build()
+            return
         build_on_all(communicator, name, build)
+        self.started = True
         self.start()
 
+    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+        """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
+        with tf.init_scope():
+            if not self.started:
+                self.started = True
+                communicator = self.membership.communicator
+                self.join(communicator, self.membership.root, communicator.unique_name())
+                self.start()
+        return super().begin(moment)
+
     def _make_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
-        self.variables.append(tf.Variable(value, trainable=False, name=name.replace("/", "_")))
-        return self.variables[-1]
+        made = untracked(name, shape, dtype, initial_value)
+        if made.name not in {variable.name for variable in self.variables}:  # else for another number of ranks
+            self.variables.append(made)
+        return made

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import copy
-import logging
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import horovod.torch as hvd
 import torch
 from horovod.common.elastic import ObjectState
 
-from hvd_periodic.comm.agreement import join
-from hvd_periodic.comm.attendance import forget_all
+from hvd_periodic.sync.commits import Commits, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
-from hvd_periodic.torch.synchronizer import communicator_of
-
-logger = logging.getLogger("hvd_periodic")
-
-_KEPT = 2
-"""Commits: a rank may be lost between those of two others, which are never further apart."""
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What training can go on from.
-
-    Attributes:
-        objects: plain attributes, by name.
-        states: of models, optimizers, samplers and all else that has one, by name.
-    """
-
-    objects: dict[str, Any]
-    states: dict[str, Any]
+from hvd_periodic.torch.synchronizer import Synchronizer, communicator_of
 
 
 class State(ObjectState):  # type: ignore[misc]
@@ -88,12 +67,12 @@ class State(ObjectState):  # type: ignore[misc]
         self._tracked = {name: value for name, value in given.items() if _has_state(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, periodic in self._periodic().items():
-            _check(name, periodic)
+            averages = periodic.synchronizer.gradient_group is not None
+            refuse_fixed(name, periodic.synchronizer, isinstance(periodic.inner, PeriodicOptimizer), averages)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **objects)
-        self._commits: dict[int, Commit] = {}
-        self._generation = 0
+        self.commits = Commits(lambda: {name: _kept(value) for name, value in self._tracked.items()})
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
@@ -108,20 +87,15 @@ class State(ObjectState):  # type: ignore[misc]
     def save(self) -> None:
         """Keep a copy of everything, beside the one before."""
         super().save()
-        self._keep(max(self._commits, default=-1) + 1)
+        self.commits.keep(self._saved_state)
 
     def restore(self) -> None:
         """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
 
     def reset(self) -> None:
         """Take notice of new ranks, and put back what was committed last; communicates nothing."""
-        forget_all()
-        self._rejoin(self._generation + 1)
-        if self._commits:
-            newest = self._commits[max(self._commits)]
-            self._put_back(newest)
-            self._saved_state = copy.deepcopy(newest.objects)
-            self._set_attrs()
+        self._saved_state = self.commits.reset(self._saved_state)
+        self._set_attrs()
 
     def sync(self) -> None:
         """Let all ranks go on from the newest commit of those that have one; the others join them.
@@ -130,139 +104,90 @@ class State(ObjectState):  # type: ignore[misc]
             RuntimeError: no commit is held by all of them; on all ranks.
             ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
         """
-        loaded = any(periodic.synchronizer.checkpoint.has_loaded() for periodic in self._periodic().values())
-        communicator = communicator_of(None)
-        introduction, _ = communicator.introduction()
-        mine = self._generation, set(self._commits), loaded, introduction
-        with communicator.attendance.at("State.sync()"):
-            told = communicator.allgather_object(mine, "hvd_periodic.commits")
-        communicator.attendance.met([() if found is None else found for *_, found in told])
-        self._rejoin(1 + max(generation for generation, *_ in told))
-        holders = {rank: numbers for rank, (_, numbers, *_) in enumerate(told) if numbers}
-        if not holders:
-            self._begin(loaded=any(loaded for _, _, loaded, _ in told))
-            self._keep(0)
-            return
-        common = set.intersection(*holders.values())
-        if not common:
-            raise RuntimeError(
-                f"Ranks {join(sorted(holders))} hold no commit in common: commit() was not called equally often on all "
-                "ranks. Start the job anew from a checkpoint"
-            )
-        self._go_on(max(common), giver=min(holders))
+        self._saved_state = self.commits.sync(communicator_of(None), self._saved_state)
+        self._set_attrs()
 
     def _after_exchange(self) -> None:
         """Commit, as long as nobody is at the end, where not all ranks come by here."""
         if self._optimizer.synchronizer.meeting.everyone_trains:
             self.commit()
 
-    def _begin(self, loaded: bool) -> None:
-        """Let all ranks start from what the first one has: nobody has trained.
-
-        Where states of exchanges were loaded, optimizers find out who has what; every rank may have loaded a model of
-        its own with them.
-        """
-        for value in self._tracked.values():
-            if isinstance(value, PeriodicOptimizer):
-                value.synchronizer.start()
-            elif not (loaded and isinstance(value, torch.nn.Module)):
-                _give(value, 0)
-        super().sync()
-
-    def _go_on(self, number: int, giver: int) -> None:
-        """Go on from a commit that the ranks hold, of which one gives it to those that join."""
-        communicator, own = communicator_of(None), self._commits.get(number)
-        if own is not None and communicator.rank == giver:
-            self._put_back(own)
-            self._saved_state = copy.deepcopy(own.objects)
-        for value in self._tracked.values():
-            if isinstance(value, PeriodicOptimizer):
-                value.synchronizer.check_agreement()
-                value.synchronizer.take_from(giver)
-                hyperparameters = [_without_parameters(group) for group in value.param_groups]
-                given = hvd.broadcast_object(hyperparameters, giver)
-                for group, settings in zip(value.param_groups, given, strict=True):
-                    group.update(settings)
-            else:
-                _give(value, giver)
-        self._saved_state = hvd.broadcast_object(self._saved_state, giver)
-        self._set_attrs()
-        if own is not None:
-            self._put_back(own)
-        else:
-            for periodic in self._periodic().values():
-                periodic.synchronizer.start_from_center()
-                logger.warning(
-                    "Rank %d has joined at local step %d, and starts from the center",
-                    communicator.rank,
-                    periodic.synchronizer.local_steps,
-                )
-        self._commits = {}
-        self._keep(number)
-
-    def _keep(self, number: int) -> None:
-        """Keep a copy of everything under a number."""
-        states = {name: _copied(value) for name, value in self._tracked.items()}
-        self._commits[number] = Commit(copy.deepcopy(self._saved_state), states)
-        for old in sorted(self._commits)[:-_KEPT]:
-            del self._commits[old]
-
-    def _put_back(self, commit: Commit) -> None:
-        """Set everything that has a state to what it was."""
-        for name, value in self._tracked.items():
-            value.load_state_dict(copy.deepcopy(commit.states[name]))
-
-    def _rejoin(self, generation: int) -> None:
-        """Let all optimizers be of the ranks that there are now, under the same names on all."""
-        self._generation = generation
-        for number, periodic in enumerate(self._periodic().values(), 1):
-            periodic.rejoin(f"hvd_periodic.elastic.{generation}.{number}")
-
     def _periodic(self) -> dict[str, PeriodicOptimizer]:
         return {name: value for name, value in self._tracked.items() if isinstance(value, PeriodicOptimizer)}
+
+
+class _KeptState(Kept):
+    """What has ``state_dict()`` and ``load_state_dict()``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def copied(self) -> Any:
+        """Return a copy of its state."""
+        return copy.deepcopy(self.value.state_dict())
+
+    def put_back(self, copied: Any) -> None:
+        """Load a copy of the copy."""
+        self.value.load_state_dict(copy.deepcopy(copied))
+
+    def begin(self, loaded: bool) -> None:
+        """Take what the first rank has; but for models, where every rank may have loaded its own."""
+        if not (loaded and isinstance(self.value, torch.nn.Module)):
+            self.take_from(0)
+
+    def take_from(self, giver: int) -> None:
+        """Take what one rank has."""
+        if isinstance(self.value, torch.nn.Module):
+            hvd.broadcast_parameters(self.value.state_dict(), root_rank=giver)
+        elif isinstance(self.value, torch.optim.Optimizer):
+            hvd.broadcast_optimizer_state(self.value, root_rank=giver)
+        else:
+            self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), giver))
+
+
+class _KeptOptimizer(_KeptState, KeptExchanges):
+    """An optimizer of this package."""
+
+    value: PeriodicOptimizer
+
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """That of the optimizer."""
+        return self.value.synchronizer
+
+    def copied(self) -> Any:
+        """Return a copy of its state; that of exchanges is one already."""
+        state = dict(self.value.state_dict())
+        of_exchanges = {STATE_KEY: state.pop(STATE_KEY)}
+        return copy.deepcopy(state) | of_exchanges
+
+    def begin(self, loaded: bool) -> None:
+        """Start, or find out who has loaded what."""
+        self.synchronizer.start()
+
+    def take_from(self, giver: int) -> None:
+        """Take replica, center and counters of one rank, and the hyper-parameters of its local optimizer."""
+        self.synchronizer.take_from(giver)
+        hyperparameters = [_without_parameters(group) for group in self.value.param_groups]
+        given = hvd.broadcast_object(hyperparameters, giver)
+        for group, settings in zip(self.value.param_groups, given, strict=True):
+            group.update(settings)
+
+    def rejoin(self, name: str) -> None:
+        """Be constructed anew."""
+        self.value.rejoin(name)
+
+    def start_from_center(self) -> None:
+        """Leave the replica that was taken over."""
+        self.synchronizer.start_from_center()
 
 
 def _has_state(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _check(name: str, optimizer: PeriodicOptimizer) -> None:
-    """Raise a ValueError where the ranks of an optimizer cannot change."""
-    synchronizer = optimizer.synchronizer
-    communicator, placement = synchronizer.membership.communicator, synchronizer.course.placement
-    within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
-    asynchronous, nested = synchronizer.course.worker is not None, isinstance(optimizer.inner, PeriodicOptimizer)
-    averages = synchronizer.gradient_group is not None
-    refused = {
-        "exchanges asynchronously, by an MPI that ends with the first rank": asynchronous,
-        "is around an optimizer of this package, between groups of ranks": nested,
-        "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
-        f"has center={placement.name!r}, a part of which would be lost with a rank": not placement.everywhere,
-        f"exchanges within process set {within}, which elastic Horovod does not keep": within != 0,
-    }
-    for why, found in refused.items():
-        if found:
-            raise ValueError(
-                f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set, with "
-                "center='replicated'"
-            )
-
-
-def _give(value: Any, giver: int) -> None:
-    """Give all ranks what one of them has."""
-    if isinstance(value, torch.nn.Module):
-        hvd.broadcast_parameters(value.state_dict(), root_rank=giver)
-    elif isinstance(value, torch.optim.Optimizer):
-        hvd.broadcast_optimizer_state(value, root_rank=giver)
-    else:
-        value.load_state_dict(hvd.broadcast_object(value.state_dict(), giver))
-
-
-def _copied(value: Any) -> dict[str, Any]:
-    """Return a copy of a state; that of exchanges is one already."""
-    state = dict(value.state_dict())
-    of_exchanges = {STATE_KEY: state.pop(STATE_KEY)} if isinstance(value, PeriodicOptimizer) else {}
-    return copy.deepcopy(state) | of_exchanges
+def _kept(value: Any) -> Kept:
+    return _KeptOptimizer(value) if isinstance(value, PeriodicOptimizer) else _KeptState(value)
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

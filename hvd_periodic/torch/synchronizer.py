@@ -180,11 +180,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         if loaded is not None:
             self.load_state_dict(loaded)
 
+    @neutrally
     def take_from(self, giver: int) -> None:
         """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root."""
-        root, self.membership.root = self.membership.root, giver
-        self.broadcast()
-        self.membership.root = root
+        self.beginning.take_from(giver)
 
     @neutrally
     def start_from_center(self) -> None:

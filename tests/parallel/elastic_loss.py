@@ -1,6 +1,6 @@
-"""Runs a script of PyTorch as it is, but for a worker that the system kills after some steps.
+"""Runs a script as it is, but for a worker that the system kills when it is about to commit.
 
-python -m tests.parallel.elastic_loss FOLDER STEPS SCRIPT [ARGUMENT...]
+python -m tests.parallel.elastic_loss FOLDER COMMITS SCRIPT [ARGUMENT...]
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from horovod.common.elastic import State
 
 
-def main(folder: Path, steps: int, script: str) -> None:
-    """Run the script; its rank 1 dies, once."""
-    taken = 0
+def main(folder: Path, commits: int, script: str) -> None:
+    """Run the script; its rank 1 dies, once, at this commit."""
+    commit, made = State.commit, 0
 
-    def step(*_: Any) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == steps and hvd.size() > 1 and hvd.rank() == 1 and not (folder / "lost").exists():
+    def counted(state: Any) -> None:
+        nonlocal made
+        made += 1
+        if made == commits and state._rank() == 1 and not (folder / "lost").exists():
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        commit(state)
 
-    register_optimizer_step_post_hook(step)
+    State.commit = counted
     runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    own, folder, steps, script, *arguments = sys.argv
+    own, folder, commits, script, *arguments = sys.argv
     sys.argv = [script, *arguments]
-    main(Path(folder), int(steps), script)
+    main(Path(folder), int(commits), script)

@@ -47,6 +47,7 @@ class Scenario:
         begun: ranks and local steps of each stretch of training; from the step before, all that went on was put back.
         collectives: an exchange takes one for the meeting, and one for data.
         overlap: of exchanges.
+        loop: in Keras: ``fit``; ``compiled`` or ``eager`` steps; or ``synchronizer``, around one's own.
     """
 
     algorithm: str
@@ -55,6 +56,7 @@ class Scenario:
     begun: Sequence[tuple[int, int]]
     collectives: bool = False
     overlap: int = 0
+    loop: str = ""
 
 
 SCENARIOS = {
@@ -84,14 +86,44 @@ SCENARIOS = {
     ),
 }
 
+KERAS = {
+    "one of two": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], loop="fit"),
+    "the root, before a collective": Scenario(
+        "diloco", 2, [Event("before", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True, loop="compiled"
+    ),
+    "one joins": Scenario("agn", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)], loop="fit"),
+    "one joins an eager loop": Scenario("easgd", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)], loop="eager"),
+    "after the last collective": Scenario(
+        "averaging", 3, [Event("after", 7, 3, rank=1, number=3)], [(3, 0), (2, 8)], collectives=True, loop="fit"
+    ),
+    "commits apart": Scenario(
+        "easgd", 3, [Event("forget", 9, 3, rank=0), Event("kill", 9, 3, rank=2)], [(3, 0), (2, 4)], loop="synchronizer"
+    ),
+    "twice": Scenario(
+        "diloco",
+        3,
+        [Event("kill", 9, 3, rank=2), Event("kill", 17, 2, rank=0)],
+        [(3, 0), (2, 8), (1, 16)],
+        loop="eager",
+    ),
+    "all replaced": Scenario(
+        "diloco",
+        2,
+        [Event("kill", 5, 2, rank=1), Event("wait", 6, 1), Event("kill", 13, 2, rank=0), Event("wait", 14, 1)],
+        [(2, 0), (1, 4), (2, 8), (1, 12), (2, 16)],
+        loop="compiled",
+    ),
+}
+
 
 @dataclass
 class Worker:
-    """One process."""
+    """One process; ``mean`` is what batch normalization moves."""
 
     x: np.ndarray
     velocity: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     accumulated: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+    mean: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
 
 
 def target(rank: int, step: int) -> list[float]:
@@ -99,27 +131,39 @@ def target(rank: int, step: int) -> list[float]:
     return [math.sin((i + 1) * (rank + 1) + step) for i in range(SIZE)]
 
 
-def expected(algorithm: str, stretches: Sequence[tuple[int, Sequence[int]]]) -> tuple[np.ndarray, dict[int, Worker]]:
+def expected(
+    algorithm: str, stretches: Sequence[tuple[int, Sequence[int]]], gives_velocity: bool = False
+) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
     Args:
         algorithm: of exchanges.
         stretches: the step at which each begins, and the processes in the order of ranks. Who was not there before
             starts from the center.
+        gives_velocity: those start with the momentum of the first that was there.
     """
     center, momentum = np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
     ends = [*(step for step, _ in stretches[1:]), STEPS]
     for (begin, processes), end in zip(stretches, ends, strict=True):
-        workers = {process: workers.get(process) or Worker(center.copy()) for process in processes}
+        before, workers = workers, {process: workers.get(process) or Worker(center.copy()) for process in processes}
+        for process in workers.keys() - before.keys() if before else ():
+            giver = next(before[process] for process in processes if process in before)
+            workers[process].mean = giver.mean
+            if gives_velocity:
+                workers[process].velocity = giver.velocity
         for step in range(begin, end):
             for rank, worker in enumerate(workers.values()):
                 g = worker.x - target(rank, step)
                 worker.accumulated += g
                 worker.velocity = MOMENTUM * worker.velocity + g
                 worker.x = worker.x - RATE * worker.velocity
+                worker.mean = (worker.mean + target(rank, step)) / 2
             if (step + 1) % PERIOD == 0:
                 center, momentum = exchanged(algorithm, center, momentum, list(workers.values()))
+                mean = sum(worker.mean for worker in workers.values()) / len(workers)
+                for worker in workers.values():
+                    worker.mean = mean
     return center, workers
 
 

@@ -8,15 +8,8 @@ at the end everybody writes what it has.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
-import time
-from collections.abc import Callable
-from functools import partial, partialmethod
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -25,46 +18,7 @@ import hvd_periodic.torch as hvdp
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.torch import elastic
 from tests.parallel import elastic_scenarios as scenarios
-
-FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
-
-
-def die() -> NoReturn:
-    """End this process as the system would."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("It lives on")
-
-
-def once(name: str) -> bool:
-    """Return whether this is the first call by any process."""
-    try:
-        (FOLDER / name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def at_collective(number: int, moment: str) -> None:
-    """Die before, in or after a collective, counted from now on."""
-    begin: dict[str, Callable[..., Any]] = {
-        name: getattr(HorovodCommunicator, name) for name in ("gather_integers", "allreduce")
-    }
-    count = 0
-
-    def counted(which: str, self: HorovodCommunicator, /, *arguments: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count < number:
-            return begin[which](self, *arguments, **options)
-        if moment == "before":
-            die()
-        result = begin[which](self, *arguments, **options)
-        if moment == "after" and callable(result):
-            result()
-        die()
-
-    for name in begin:
-        setattr(HorovodCommunicator, name, partialmethod(partial(counted, name)))
+from tests.parallel.elastic_events import begin, end, happen
 
 
 def main(scenario: scenarios.Scenario) -> None:
@@ -83,44 +37,19 @@ def main(scenario: scenarios.Scenario) -> None:
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        begun = {"pid": os.getpid(), "rank": hvd.rank(), "size": hvd.size(), "step": optimizer.synchronizer.local_steps}
-        with (FOLDER / "begun").open("a") as file:
-            file.write(json.dumps(begun) + "\n")
+        begin(hvd.rank(), hvd.size(), optimizer.synchronizer.local_steps)
         while state.batch < scenarios.STEPS:
             step = state.batch
-            for event in scenario.events:
-                if event.step == step and (event.rank is None or event.rank == hvd.rank()) and hvd.size() == event.size:
-                    happen(event, step)
+            happen(scenario.events, step, hvd.rank(), hvd.size(), state, HorovodCommunicator)
             model.x.grad = model.x.detach() - torch.tensor(scenarios.target(hvd.rank(), step), dtype=torch.float64)
             state.batch += 1
             optimizer.step()
         optimizer.finalize()
 
-    def happen(event: scenarios.Event, step: int) -> None:
-        if event.what == "wait":  # Others join at the next exchange.
-            (FOLDER / event.name).touch()
-            while state._host_messages.empty():
-                time.sleep(0.05)
-        elif event.what == "forget" and once(f"{event.name}.{hvd.rank()}"):
-            del state._commits[max(state._commits)]
-        elif event.what == "kill" and once(event.name):
-            die()
-        elif event.what in ("before", "in", "after") and once(event.name):
-            at_collective(event.number, event.what)
-
     train(state)
-    synchronizer = optimizer.synchronizer
     with optimizer.center():
         center = model.x.tolist()
-    result = {
-        "pid": os.getpid(),
-        "rank": hvd.rank(),
-        "x": model.x.tolist(),
-        "center": center,
-        "steps": synchronizer.local_steps,
-        "batch": state.batch,
-    }
-    (FOLDER / f"end.{hvd.rank()}.json").write_text(json.dumps(result))
+    end(hvd.rank(), x=model.x.tolist(), center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch)
 
 
 if __name__ == "__main__":

@@ -139,9 +139,15 @@ def run_elastic(
     command: Sequence[str],
     timeout_seconds: float,
     most: int = 2,
+    joins: bool = True,
 ) -> tuple[int, str]:
-    """Run a Python command under elastic Horovod with one to ``most`` ranks; return exit code and what it printed."""
-    words = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(ranks), "--min-np", "1"]
+    """Run a Python command under elastic Horovod with one to ``most`` ranks; return exit code and what it printed.
+
+    So long as Gloo's timeout takes it until the last of several survivors knows of a loss. Ranks that are started
+    while others wait for them need more, where cores are busy; ``joins`` says that there may be some.
+    """
+    words = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "60" if joins else "15", "--network-interface", "lo"]
+    words += ["-np", str(ranks), "--min-np", "1"]
     words += ["--max-np", str(most), "--host-discovery-script", str(discovery)]
     return _run([*words, sys.executable, *command], timeout_seconds)
 

@@ -13,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parallel.elastic_scenarios import SCENARIOS, STEPS, expected
+from tests.parallel.elastic_scenarios import KERAS, SCENARIOS, STEPS, Scenario, expected
 from tests.parallel.launch import ROOT, run_elastic
 from tests.parallel.tiers import thorough
-
-pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,41 +25,59 @@ HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 IN_EVERY_RUN = ("one of three", "the root, in a collective", "one joins")
 
 
+OF_KERAS_IN_EVERY_RUN = ("one of two", "the root, before a collective", "one joins")
+
+
 @pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else thorough(name) for name in SCENARIOS])
 def test_training_goes_on(name: str, tmp_path: Path) -> None:
-    scenario = SCENARIOS[name]
+    pytest.importorskip("horovod.torch")
+    check(name, SCENARIOS[name], "elastic_state_program", tmp_path)
+
+
+@pytest.mark.parametrize("name", [name if name in OF_KERAS_IN_EVERY_RUN else thorough(name) for name in KERAS])
+def test_training_goes_on_in_keras(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("horovod.tensorflow")
+    check(name, KERAS[name], "elastic_keras_program", tmp_path)
+
+
+def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
+    """Run a scenario, and compare with the equations."""
     waits = [event for event in scenario.events if event.what == "wait"]
     lines = ["#!/bin/sh", *(f"echo {host}:1" for host in HOSTS[: scenario.ranks])]
     for host, event in zip(HOSTS[scenario.ranks :], waits, strict=False):
         lines.append(f"if [ -e {tmp_path / event.name} ]; then echo {host}:1; fi")
-    command = ["-m", "tests.parallel.elastic_state_program", name, str(tmp_path)]
+    command = ["-m", f"tests.parallel.{program}", name, str(tmp_path)]
     hosts, most = _discovery(tmp_path, lines), max(2, scenario.ranks)
-    code, output = run_elastic(scenario.ranks, hosts, command, timeout_seconds=120, most=most)
+    code, output = run_elastic(scenario.ranks, hosts, command, timeout_seconds=120, most=most, joins=bool(waits))
     assert code == 0, output
     stretches = _stretches(tmp_path / "begun")
     assert [(len(processes), step) for step, processes in stretches] == list(scenario.begun), output
-    center, workers = expected(scenario.algorithm, stretches)
+    center, workers = expected(scenario.algorithm, stretches, gives_velocity=bool(scenario.loop))
     assert len(workers) == scenario.begun[-1][0]
     for rank, (process, worker) in enumerate(workers.items()):
         end = json.loads((tmp_path / f"end.{rank}.json").read_text())
         assert (end["pid"], end["steps"], end["batch"]) == (process, STEPS, STEPS)
+        assert end.get("epoch", 1) == 1
         np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=1e-12)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_script_that_users_have_loses_a_worker(changed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["torch_elastic", "keras_elastic"])
+def test_a_script_that_users_have_loses_a_worker(name: str, changed: bool, tmp_path: Path) -> None:
     """As it is, and after the change that the page shows."""
+    pytest.importorskip("horovod.torch" if name.startswith("torch") else "horovod.tensorflow")
     pytest.importorskip("sklearn")
     examples = ROOT / "examples" / "existing"
-    script = Path(shutil.copy(examples / "torch_elastic.py", tmp_path))
+    script = Path(shutil.copy(examples / f"{name}.py", tmp_path))
     if changed:
-        change = examples / "torch_elastic.diff"
+        change = examples / f"{name}.diff"
         subprocess.run(["git", "apply", str(change)], cwd=tmp_path, check=True, capture_output=True, timeout=60)
         assert len(re.findall(r"^\+[^+]", change.read_text(), re.MULTILINE)) <= 5
     hosts = _discovery(tmp_path, ["#!/bin/sh", *(f"echo {host}:1" for host in HOSTS[:2])])
-    command = ["-m", "tests.parallel.elastic_loss", str(tmp_path), "60", str(script)]
+    command = ["-m", "tests.parallel.elastic_loss", str(tmp_path), "6", str(script)]
     code, output = run_elastic(2, hosts, command, timeout_seconds=120)
     assert code == 0, output
     found = re.findall(r"Epoch (\d+): (\d) ranks, test accuracy ([\d.]+)", output)

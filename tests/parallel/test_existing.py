@@ -43,7 +43,7 @@ JOBS = {
     "tensorflow1_images": Job(("horovod.tensorflow", "sklearn"), (), 250, 25),
 }
 
-ELSEWHERE = ("torch_elastic",)
+ELSEWHERE = ("torch_elastic", "keras_elastic")
 """Scripts that run in tests of their own, with changes of up to five lines."""
 
 FIRST = ("torch_synthetic",)

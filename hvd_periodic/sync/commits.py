@@ -1,0 +1,217 @@
+"""What a job whose ranks change can go on from: copies in memory, of which all that are left hold one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_periodic.comm.agreement import join
+from hvd_periodic.comm.attendance import forget_all
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.sync.parts import Parts
+
+logger = logging.getLogger("hvd_periodic")
+
+_KEPT = 2
+"""Commits: a rank may be lost between those of two others, which are never further apart."""
+
+Objects = dict[str, Any]
+"""Plain objects by name."""
+
+
+class Kept(ABC):
+    """Something with a state, as a front end knows it."""
+
+    @abstractmethod
+    def copied(self) -> Any:
+        """Return a copy of its state."""
+
+    @abstractmethod
+    def put_back(self, copied: Any) -> None:
+        """Set it to what :meth:`copied` returned; keeps no part of it."""
+
+    @abstractmethod
+    def begin(self, loaded: bool) -> None:
+        """Let all ranks start from what the first one has: nobody has trained.
+
+        Args:
+            loaded: states of exchanges were loaded on some rank, so that exchanges find out who has what.
+        """
+
+    @abstractmethod
+    def take_from(self, giver: int) -> None:
+        """Let all ranks have what one of them has."""
+
+
+class KeptExchanges(Kept):
+    """Something that exchanges."""
+
+    @property
+    @abstractmethod
+    def synchronizer(self) -> Any:
+        """What runs the exchanges: a :class:`~hvd_periodic.sync.synchronizer.ReplicaSynchronizer`."""
+
+    @abstractmethod
+    def rejoin(self, name: str) -> None:
+        """Be of the ranks that there are now, under a prefix of the names of collectives; communicates nothing."""
+
+    @abstractmethod
+    def start_from_center(self) -> None:
+        """Let the replica of this rank, which joins the others, start from the center; local."""
+
+    def ready(self) -> None:
+        """Be ready to train, once all ranks have what they go on from; all of them together."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What training can go on from.
+
+    Attributes:
+        objects: plain objects, which all ranks share.
+        states: of everything else, by name.
+    """
+
+    objects: Objects
+    states: dict[str, Any]
+
+
+class Commits:
+    """Keeps numbered copies, and lets ranks that have come together go on from one of them.
+
+    Every rank that goes on puts back its own copy of the newest commit that all of these hold. Those that have none
+    have joined: one of the others gives them all that it has, and they start from the center.
+
+    Args:
+        kept: returns what is kept now, by name, in the same order on all ranks.
+
+    Attributes:
+        held: copies of this rank, by number.
+    """
+
+    def __init__(self, kept: Callable[[], Mapping[str, Kept]]) -> None:
+        self._kept = kept
+        self._generation = 0
+        self.held: dict[int, Commit] = {}
+
+    def keep(self, objects: Objects) -> None:
+        """Keep a copy of everything, beside the one before."""
+        self._keep(max(self.held, default=-1) + 1, objects)
+
+    def reset(self, objects: Objects) -> Objects:
+        """Take notice of new ranks and put back the newest copy; communicates nothing. Return its objects."""
+        forget_all()
+        self._rejoin(self._generation + 1)
+        if not self.held:
+            return objects
+        return self._put_back(self.held[max(self.held)])
+
+    def sync(self, communicator: Communicator, objects: Objects) -> Objects:
+        """Let all ranks go on from the newest commit of those that have one; return the objects that all share.
+
+        Raises:
+            RuntimeError: no commit is held by all of them; on all ranks.
+            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
+        """
+        loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges())
+        introduction, _ = communicator.introduction()
+        mine = self._generation, set(self.held), loaded, introduction
+        with communicator.attendance.at("State.sync()"):
+            told = communicator.allgather_object(mine, "hvd_periodic.commits")
+        communicator.attendance.met([() if found is None else found for *_, found in told])
+        self._rejoin(1 + max(generation for generation, *_ in told))
+        holders = {rank: numbers for rank, (_, numbers, *_) in enumerate(told) if numbers}
+        common = set.intersection(*holders.values()) if holders else {0}
+        if not common:
+            raise RuntimeError(
+                f"Ranks {join(sorted(holders))} hold no commit in common: commit() was not called equally often on all "
+                "ranks. Start the job anew from a checkpoint"
+            )
+        if holders:
+            objects = self._go_on(communicator, objects, self.held.get(max(common)), giver=min(holders))
+        else:
+            for kept in self._kept().values():
+                kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
+            objects = _given(communicator, objects, 0)
+        for each in self._exchanges():
+            each.ready()
+        self.held = {}
+        self._keep(max(common), objects)
+        return objects
+
+    def _go_on(self, communicator: Communicator, objects: Objects, own: Commit | None, giver: int) -> Objects:
+        """Go on from a commit that the ranks hold, of which one gives it to those that join; return its objects."""
+        if own is not None and communicator.rank == giver:
+            objects = self._put_back(own)
+        for kept in self._kept().values():
+            if isinstance(kept, KeptExchanges):
+                kept.synchronizer.check_agreement()
+            kept.take_from(giver)
+        objects = _given(communicator, objects, giver)
+        if own is not None:
+            self._put_back(own)
+            return objects
+        for each in self._exchanges():
+            each.start_from_center()
+            steps = each.synchronizer.local_steps
+            logger.warning("Rank %d has joined at local step %d, and starts from the center", communicator.rank, steps)
+        return objects
+
+    def _keep(self, number: int, objects: Objects) -> None:
+        """Keep a copy of everything under a number."""
+        states = {name: kept.copied() for name, kept in self._kept().items()}
+        self.held[number] = Commit(copy.deepcopy(objects), states)
+        for old in sorted(self.held)[:-_KEPT]:
+            del self.held[old]
+
+    def _put_back(self, commit: Commit) -> Objects:
+        """Set everything that has a state to what it was; return the objects."""
+        for name, kept in self._kept().items():
+            kept.put_back(commit.states[name])
+        return copy.deepcopy(commit.objects)
+
+    def _rejoin(self, generation: int) -> None:
+        """Let everything that exchanges be of the ranks that there are now, under the same names on all."""
+        self._generation = generation
+        for number, each in enumerate(self._exchanges(), 1):
+            each.rejoin(f"hvd_periodic.elastic.{generation}.{number}")
+
+    def _exchanges(self) -> list[KeptExchanges]:
+        return [kept for kept in self._kept().values() if isinstance(kept, KeptExchanges)]
+
+
+def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool) -> None:
+    """Raise a ValueError where the ranks of an optimizer cannot change.
+
+    Args:
+        name: of the optimizer, as an argument.
+        synchronizer: its exchanges.
+        nested: it is around another optimizer of this package.
+        averages: it is around an ``hvd.DistributedOptimizer``.
+    """
+    communicator, placement = synchronizer.membership.communicator, synchronizer.course.placement
+    within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
+    refused = {
+        "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,
+        "is around an optimizer of this package, between groups of ranks": nested,
+        "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
+        f"has center={placement.name!r}, a part of which would be lost with a rank": not placement.everywhere,
+        f"exchanges within process set {within}, which elastic Horovod does not keep": within != 0,
+    }
+    for why, found in refused.items():
+        if found:
+            raise ValueError(
+                f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set, with "
+                "center='replicated'"
+            )
+
+
+def _given(communicator: Communicator, objects: Objects, giver: int) -> Objects:
+    """Return the objects of one rank, on all."""
+    mine = objects if communicator.rank == giver else None
+    given: Objects = communicator.allgather_object(mine, "hvd_periodic.objects")[giver]
+    return given

@@ -1,0 +1,297 @@
+"""Training that outlives its workers: what ``hvd.elastic.run`` keeps while ranks come and go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_periodic.sync.commits import Commits, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.tensorflow.communicator import communicator_of
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.model import native
+from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+from hvd_periodic.tensorflow.synchronizer import Synchronizer
+
+
+class State(ObjectState):
+    """What is kept of a job whose ranks change, in place of ``hvd.elastic.KerasState`` and ``TensorFlowKerasState``.
+
+    A rank that was lost takes the steps since its last commit with it, and nothing of the center's. The others go back
+    to the newest commit that all of them hold: replicas stay what they were, each its own. A rank that joins starts
+    from the center, with the state of its optimizer and the counters, and with the state of one of the other local
+    optimizers, in which Keras counts the iterations of schedules. Everything that depends on the number of ranks is
+    computed anew; steps that were compiled stay.
+
+    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. With ``commit="exchange"``
+    every exchange is one, in ``fit``, in compiled and in eager steps, and ``commit()`` need not be called: what a lost
+    rank takes with it is one period.
+
+        def train(state):
+            model.fit(dataset, epochs=30 - state.epoch, callbacks=[hvd.elastic.UpdateEpochStateCallback(state)])
+
+        model.compile(hvdp.ElasticAverageOptimizer(optimizer, model, 10), loss="mse", jit_compile=False)
+        hvd.elastic.run(train)(State(model, commit="exchange", epoch=0))
+
+    Args:
+        model: a built model.
+        optimizer: of this package, over all ranks, with the center on every rank; or any other, as in Horovod. Default:
+            the one that the model is compiled with.
+        commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
+            every exchange of the first optimizer of this package as well, until the first rank is at its end.
+        more: what else is kept: models, optimizers, variables, synchronizers of this package, all that has
+            ``state_dict()`` and ``load_state_dict()``, and plain objects, which all ranks take from one of them. They
+            become attributes.
+
+    Raises:
+        ValueError: a model that is not built; or an optimizer whose ranks cannot change: asynchronous, around an
+            ``hvd.DistributedOptimizer`` or another of this package, with a process set, or with its center elsewhere.
+
+    References:
+        Horovod's documentation, "Elastic Horovod".
+    """
+
+    _tracked: dict[str, Any]
+    _saved_state: dict[str, Any]
+
+    def __init__(
+        self,
+        model: keras.Model | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        *,
+        commit: Literal["call", "exchange"] = "call",
+        **more: Any,
+    ) -> None:
+        if commit not in ("call", "exchange"):
+            raise ValueError(f"`commit` must be 'call' or 'exchange'. Received: {commit!r}")
+        if model is not None:
+            optimizer = _built(model, optimizer)
+        given = {"model": model, "optimizer": optimizer} | more
+        self._tracked = {name: value for name, value in given.items() if _kept(value) is not None}
+        objects = {name: value for name, value in given.items() if name not in self._tracked}
+        for value in self._tracked.values():
+            _connect(value)
+        for name, each in self._exchanging().items():
+            inner = getattr(self._tracked[name], "inner_optimizer", None)
+            averages = getattr(self._tracked[name], "gradient_group", None) is not None
+            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages)
+        for name, value in self._tracked.items():
+            setattr(self, name, value)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **objects)
+        self.commits = Commits(self._all_kept)
+        if commit == "exchange":
+            if not self._exchanging():
+                raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.tensorflow. Received none")
+            self._commit_after_exchanges(next(iter(self._exchanging().values())).synchronizer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_tracked", {}):
+            self._tracked[name] = value
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Keep a copy of everything, beside the one before."""
+        super().save()
+        self.commits.keep(self._saved_state)
+
+    def restore(self) -> None:
+        """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
+
+    def reset(self) -> None:
+        """Take notice of new ranks, and put back what was committed last; communicates nothing."""
+        self._saved_state = self.commits.reset(self._saved_state)
+        self._set_attrs()
+
+    def sync(self) -> None:
+        """Let all ranks go on from the newest commit of those that have one; the others join them.
+
+        Raises:
+            RuntimeError: no commit is held by all of them; on all ranks.
+            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
+        """
+        with _lost_ranks():
+            self._saved_state = self.commits.sync(communicator_of(None), self._saved_state)
+        self._set_attrs()
+
+    def commit(self) -> None:
+        """Keep a copy of everything; let all ranks begin anew where hosts were added or removed."""
+        with _lost_ranks():
+            super().commit()
+
+    def _commit_after_exchanges(self, synchronizer: VariableSynchronizer) -> None:
+        """Commit after every exchange, as long as nobody is at the end, where not all ranks come by here."""
+
+        def commit() -> None:
+            if synchronizer.meeting.everyone_trains:
+                self.commit()
+
+        synchronizer.after_exchange = commit
+        variables = [kept for kept in self._all_kept().values() if isinstance(kept, _KeptVariables)]
+        synchronizer.watched = [variable for kept in variables for variable in kept.variables()]
+
+    def _all_kept(self) -> dict[str, Kept]:
+        found = {name: _kept(value) for name, value in self._tracked.items()}
+        return {name: kept for name, kept in found.items() if kept is not None}
+
+    def _exchanging(self) -> dict[str, KeptExchanges]:
+        return {name: kept for name, kept in self._all_kept().items() if isinstance(kept, KeptExchanges)}
+
+
+class _KeptVariables(Kept):
+    """Variables.
+
+    Args:
+        variables: returns those that there are, in the same order on all ranks.
+        model: they are weights of a model, of which every rank may have loaded its own.
+    """
+
+    def __init__(self, variables: Callable[[], Sequence[Any]], model: bool = False) -> None:
+        self._variables, self._model = variables, model
+
+    def variables(self) -> list[tf.Variable]:
+        """Return them as TensorFlow knows them."""
+        return [native(variable) for variable in self._variables()]
+
+    def copied(self) -> Any:
+        """Return arrays."""
+        return [np.array(variable.numpy()) for variable in self.variables()]
+
+    def put_back(self, copied: Any) -> None:
+        """Assign them."""
+        for variable, value in zip(self.variables(), copied, strict=True):
+            variable.assign(value)
+
+    def begin(self, loaded: bool) -> None:
+        """Take those of the first rank, where not every rank has its own."""
+        if not (loaded and self._model):
+            self.take_from(0)
+
+    def take_from(self, giver: int) -> None:
+        """Take those of one rank."""
+        self.put_back(hvd.broadcast_object(self.copied(), giver))
+
+
+class _KeptState(Kept):
+    """What has ``state_dict()`` and ``load_state_dict()``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def copied(self) -> Any:
+        """Return a copy of its state."""
+        return copy.deepcopy(self.value.state_dict())
+
+    def put_back(self, copied: Any) -> None:
+        """Load a copy of the copy."""
+        self.value.load_state_dict(copy.deepcopy(copied))
+
+    def begin(self, loaded: bool) -> None:
+        """Take what the first rank has."""
+        self.take_from(0)
+
+    def take_from(self, giver: int) -> None:
+        """Take what one rank has."""
+        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), giver))
+
+
+class _KeptSynchronizer(KeptExchanges):
+    """Exchanges, with the variables of the local optimizer where they are part of one of this package."""
+
+    def __init__(self, synchronizer: VariableSynchronizer, local: Kept) -> None:
+        self._synchronizer, self._local = synchronizer, local
+
+    @property
+    def synchronizer(self) -> VariableSynchronizer:
+        """What runs the exchanges."""
+        return self._synchronizer
+
+    def copied(self) -> Any:
+        """Return both states, of which that of exchanges is a copy already."""
+        return self._local.copied(), self.synchronizer.state_dict()
+
+    def put_back(self, copied: Any) -> None:
+        """Load both."""
+        local, exchanges = copied
+        self._local.put_back(local)
+        self.synchronizer.load_state_dict(exchanges)
+
+    def begin(self, loaded: bool) -> None:
+        """Start, or find out who has loaded what."""
+        self.synchronizer.start()
+
+    def take_from(self, giver: int) -> None:
+        """Take replica, center, counters and local optimizer of one rank."""
+        self.synchronizer.take_from(giver)
+        self._local.take_from(giver)
+
+    def rejoin(self, name: str) -> None:
+        """Go on with the same variables."""
+        self.synchronizer.rejoin(name)
+
+    def start_from_center(self) -> None:
+        """Leave the replica that was taken over."""
+        self.synchronizer.start_from_center()
+
+    def ready(self) -> None:
+        """Begin now: a compiled step does not ask."""
+        self.synchronizer.begin()
+
+
+def _kept(value: Any) -> Kept | None:
+    """Return how something is kept; None for plain objects."""
+    if isinstance(value, PeriodicOptimizer):
+        return _KeptSynchronizer(value.synchronizer, _KeptVariables(lambda: value.inner_optimizer.variables))
+    if isinstance(value, Synchronizer):
+        return _KeptSynchronizer(value, _KeptVariables(list))
+    if isinstance(value, keras.Model):
+        return _KeptVariables(lambda: value.weights, model=True)
+    if isinstance(value, keras.optimizers.Optimizer):
+        return _KeptVariables(lambda: value.variables)
+    if isinstance(value, (keras.Variable, tf.Variable)):
+        return _KeptVariables(lambda: [value])
+    if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
+        return _KeptState(value)
+    return None
+
+
+def _connect(value: Any) -> None:
+    """Let an optimizer that was loaded know of the ranks; communicates nothing.
+
+    Raises:
+        ValueError: it had other ranks when it was saved, or too many for its rates.
+    """
+    if isinstance(value, PeriodicOptimizer) and not value._exchanges.started:
+        connection = value._exchanges.connection
+        value._exchanges.plan.check(connection, value.gradient_group)
+        value.synchronizer.join(connection.ranks(), value.synchronizer.membership.root, connection.name)
+
+
+def _built(model: keras.Model, optimizer: Any) -> Any:
+    """Return the optimizer, or that of the model, with all its variables.
+
+    Raises:
+        ValueError: the model has no variables yet.
+    """
+    if not model.built:
+        raise ValueError("The model is not built: give it its input shape by keras.Input, or call model.build()")
+    found = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+    if found is not None and not found.built:
+        found.build(model.trainable_variables)
+    return found
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Say of collectives that fail what hvd.elastic.run waits for."""
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        raise HorovodInternalError(str(error)) from error
