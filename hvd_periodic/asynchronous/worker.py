@@ -20,6 +20,7 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.memory import NoSharedMemoryError
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, chunk
@@ -27,7 +28,8 @@ from hvd_periodic.vectors.layout import Bucket, chunk
 _LEFT = object()
 
 VARIABLE = "HVD_PERIODIC_TRANSPORT"
-"""Environment variable: ``service`` forces the service thread where all ranks share memory; ``window`` forbids it."""
+"""Environment variable: ``service`` forces the service thread where all ranks share memory; ``window`` forbids it.
+Without it, it is the service where ranks are on several hosts, or there is not enough memory that they share."""
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -125,29 +127,44 @@ class Worker:
             number: of the optimizer, the same on all ranks and above 0.
 
         Raises:
-            RuntimeError: these ranks cannot exchange asynchronously, as the job was launched.
+            RuntimeError: these ranks cannot exchange asynchronously, as the job was launched; or the environment asks
+                for shared memory, and there is none for them, or not enough.
         """
-        communicator, outer = self.communicator, self._outer
+        communicator = self.communicator
         self._number = number
-        memory = _in_memory(communicator)
-        self._divided = self._sharded and not memory
-        if memory:
-            allocate = communicator.shared_memory
-            self._transport = MemoryTransport(allocate, self._shared, outer, self._shapes, self._use_locking)
-        else:
-            holders = list(range(communicator.size)) if self._sharded else [self._root]
-
-            def bounds(bucket: Bucket) -> list[tuple[int, int]]:
-                return [chunk(bucket.size, place, len(holders)) for place in range(len(holders))]
-
-            requests, replies = communicator.messages(), communicator.messages()
-            self._transport = ServiceTransport(requests, replies, self._shared, holders, bounds, outer)
+        memory = self._in_memory() if _may_share(communicator) else None
+        self._divided = self._sharded and memory is None
+        self._transport = memory or self._by_messages()
         if communicator.rank == self._root:
             logger.info("Asynchronous exchange of %d ranks through %s", communicator.size, self.transport.description)
         if communicator.processes and communicator.size > 1:
             if not _opened:
                 atexit.register(_leave_all)
             _opened.append(self)
+
+    def _in_memory(self) -> Transport | None:
+        try:
+            allocate = self.communicator.shared_memory
+            return MemoryTransport(allocate, self._shared, self._outer, self._shapes, self._use_locking)
+        except NoSharedMemoryError as error:
+            if _wish() == "window":
+                raise RuntimeError(
+                    f"{VARIABLE}=window, and the ranks cannot share the center's memory: {error}. Unset it to exchange "
+                    "through a service thread, or give more memory (docker: --shm-size)"
+                ) from error
+            if self.communicator.rank == self._root:
+                logger.warning("No shared memory for the asynchronous center, a service takes over: %s", error)
+            return None
+
+    def _by_messages(self) -> Transport:
+        communicator = self.communicator
+        holders = list(range(communicator.size)) if self._sharded else [self._root]
+
+        def bounds(bucket: Bucket) -> list[tuple[int, int]]:
+            return [chunk(bucket.size, place, len(holders)) for place in range(len(holders))]
+
+        requests, replies = communicator.messages(), communicator.messages()
+        return ServiceTransport(requests, replies, self._shared, holders, bounds, self._outer)
 
     def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
@@ -303,7 +320,7 @@ def _leave_all() -> None:
         communicator.depart()
 
 
-def _in_memory(communicator: Communicator) -> bool:
+def _may_share(communicator: Communicator) -> bool:
     wish = _wish()
     if communicator.size == 1:
         return True

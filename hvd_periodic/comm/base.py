@@ -127,7 +127,11 @@ class Communicator(ABC):
         raise RuntimeError(f"{type(self).__name__} cannot exchange asynchronously")
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return memory that all ranks see. Collective."""
+        """Return memory that all ranks see. Collective.
+
+        Raises:
+            NoSharedMemoryError: there is not enough of it; on all ranks.
+        """
         raise RuntimeError(f"The ranks of {type(self).__name__} share no memory")
 
     def messages(self) -> Messages:

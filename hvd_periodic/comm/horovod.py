@@ -173,7 +173,7 @@ class HorovodCommunicator(Communicator):
         return self.size == 1 or self._mpi.shares_memory()
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return a shared window."""
+        """Return a window of shared memory."""
         return LocalMemory(nbytes) if self.size == 1 else self._mpi.shared_memory(nbytes)
 
     def messages(self) -> Messages:

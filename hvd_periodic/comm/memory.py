@@ -8,6 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 
+class NoSharedMemoryError(RuntimeError):
+    """Ranks of one host cannot share so much memory; raised on all of them."""
+
+
 class SharedMemory(ABC):
     """The same bytes on all ranks, zeros at first.
 

@@ -103,7 +103,7 @@ class MPICommunicator(Communicator):
         return on_one_host(self._comm)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return a shared window."""
+        """Return a window of shared memory."""
         return open_window(self._comm, nbytes)
 
     def messages(self) -> Messages:

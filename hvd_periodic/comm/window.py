@@ -1,8 +1,9 @@
-"""A shared MPI window: memory of one host that all its ranks address."""
+"""Memory of one host that all its ranks address."""
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,38 +13,35 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvd_periodic.comm.memory import SharedMemory
+from hvd_periodic.comm.memory import NoSharedMemoryError, SharedMemory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FAST = Path("/dev/shm")
+FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+"""Where files are memory."""
+
+SPARE_BYTES_PER_RANK = 4 * 2**20
+"""What is left free for every rank. Open MPI keeps a file of 4 MiB per rank in the same folder for its own messages; it
+is sparse, and where the folder is full, the first touch of a new page of it ends the process."""
 
 
 class WindowMemory(SharedMemory):
-    """Memory of the first rank, which the others read and write without its help.
+    """A file in memory, which all ranks of a host map.
 
-    The locks are those of the operating system on byte ranges of a file. MPI's own, ``MPI_Win_lock``, is a loop that
-    takes a core from whoever computes; and a rank that dies would hold it forever.
+    Locks are those of the operating system on byte ranges of the same file. MPI's windows are not used: their
+    ``MPI_Win_lock`` is a loop that takes a core from whoever computes, a rank that dies would hold it forever, and
+    where there is no room their memory ends the process that touches it.
 
     Args:
-        comm: ranks on one host.
-        nbytes: size of the memory.
-        file: descriptor of the same empty file on all ranks.
+        file: descriptor of the file, which has its full size; closed at the end.
     """
 
-    description = "a shared MPI window"
+    description = "a window of shared memory"
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int, file: int) -> None:
-        from mpi4py import MPI
-
-        self._window = MPI.Win.Allocate_shared(nbytes if comm.Get_rank() == 0 else 0, 1, comm=comm)
-        memory, _ = self._window.Shared_query(0)
-        self.buffer = np.asarray(memory, dtype=np.uint8)[:nbytes]
-        if comm.Get_rank() == 0:
-            self.buffer[:] = 0
+    def __init__(self, file: int) -> None:
         self._file = file
-        comm.Barrier()
+        self.buffer = np.frombuffer(mmap.mmap(file, 0), dtype=np.uint8)
 
     @contextmanager
     def lock(self, start: int, count: int = 1) -> Iterator[None]:
@@ -55,9 +53,8 @@ class WindowMemory(SharedMemory):
             fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
 
     def close(self) -> None:
-        """Free the window."""
+        """Unmap the file, which goes with the last rank."""
         self.buffer = np.zeros(0, np.uint8)
-        self._window.Free()
         os.close(self._file)
 
 
@@ -72,30 +69,59 @@ def on_one_host(comm: MPI.Intracomm) -> bool:
 
 
 def open_window(comm: MPI.Intracomm, nbytes: int) -> WindowMemory:
-    """Return memory that all ranks of one host share. Collective.
+    """Return memory that all ranks of one host share, zeros at first. Collective.
+
+    The file has no name any more when it gets its size: whatever ends the ranks, nothing is left of it.
 
     Raises:
-        RuntimeError: some rank cannot open the file of the locks.
+        NoSharedMemoryError: there is no room for it, or some rank cannot open the file; on all ranks.
     """
     first = comm.Get_rank() == 0
-    file, path, problem = -1, "", None
+    file, path, problem = -1, "", ""
     try:
         if first:
-            file, path = tempfile.mkstemp(prefix="hvd_periodic.", dir=_FAST if _FAST.is_dir() else None)
+            file, path = tempfile.mkstemp(prefix="hvd_periodic.", dir=FOLDER)
     except OSError as error:
         problem = str(error)
     path = comm.bcast(path)
     try:
-        if not first and path:
+        if path and not first:
             file = os.open(path, os.O_RDWR)
     except OSError as error:
         problem = str(error)
-    problems = [found for found in comm.allgather(problem) if found]
-    if first and path:
+    problem = _first_problem(comm, problem)
+    if path and first:
         Path(path).unlink()
-    if problems:
-        raise RuntimeError(
-            f"The ranks are on one host and cannot share a file for locks ({problems[0]}): set "
-            "HVD_PERIODIC_TRANSPORT=service to do without"
-        )
-    return WindowMemory(comm, nbytes, file)
+    try:
+        if first and not problem:
+            _reserve(file, nbytes, SPARE_BYTES_PER_RANK * comm.Get_size())
+    except OSError as error:
+        problem = str(error)
+    problem = _first_problem(comm, problem)
+    if problem:
+        if file >= 0:
+            os.close(file)
+        raise NoSharedMemoryError(problem)
+    return WindowMemory(file)
+
+
+def _reserve(file: int, nbytes: int, spare: int) -> None:
+    """Give a file all of its memory now, and zeros in it: what is missing is an error here, and ends nobody later.
+
+    Raises:
+        OSError: there is not enough for it and ``spare`` more bytes.
+    """
+    system = os.fstatvfs(file)
+    free = system.f_bavail * system.f_frsize
+    try:
+        os.posix_fallocate(file, 0, nbytes + spare)
+    except OSError as error:
+        raise OSError(
+            f"it needs {nbytes / 2**20:.1f} MiB in {FOLDER} and {spare / 2**20:.0f} MiB to spare for MPI, and "
+            f"{free / 2**20:.1f} MiB are free ({error.strerror})"
+        ) from error
+    os.ftruncate(file, nbytes)
+
+
+def _first_problem(comm: MPI.Intracomm, problem: str) -> str:
+    return next((f"rank {rank}: {found}" for rank, found in enumerate(comm.allgather(problem)) if found), "")

@@ -54,7 +54,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reports, Report
 
 def check_descriptions(reports: Reports, modes: tuple[str, ...]) -> None:
     expected = {
-        "window": "a shared MPI window",
+        "window": "a window of shared memory",
         "service": "messages to a service thread on rank 0",
         "sharded": "messages to a service thread on every rank",
     }
