@@ -33,6 +33,9 @@ class Purpose(IntEnum):
     START = 1
     EXCHANGE = 2
     LEAVE = 3
+    READ = 4
+    AUDIT = 5
+    BROADCAST = 6
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,13 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
         advice = (
             "All ranks construct an optimizer together; elastic Horovod, which restarts some of them, is not supported"
         )
+    elif Purpose.READ in purposes:
+        advice = (
+            "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
+            "take them out of `if rank == 0:`, and save on one rank what all have read"
+        )
+    elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
+        advice = "audit() and broadcast() are for all ranks together"
     elif Purpose.START in purposes and len(purposes) > 1:
         advice = "A state that is loaded after training has begun has to be loaded on every rank"
     else:
@@ -179,6 +189,13 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
 def _place(record: Record) -> str:
     if record.purpose == Purpose.CONSTRUCT:
         return "construction of an optimizer"
-    what = {Purpose.START: "first step", Purpose.EXCHANGE: "exchange", Purpose.LEAVE: "finalize()"}
+    what = {
+        Purpose.START: "first step",
+        Purpose.EXCHANGE: "exchange",
+        Purpose.LEAVE: "finalize()",
+        Purpose.READ: "reading of the center",
+        Purpose.AUDIT: "audit()",
+        Purpose.BROADCAST: "broadcast()",
+    }
     where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
     return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

@@ -84,6 +84,20 @@ class Meeting:
         failure = None if problem is None else RuntimeError(problem)
         return meet(self._membership.communicator, self.record(own, purpose, problem), failure, enclosed)
 
+    def come_for(self, purpose: Purpose, problem: str | None = None) -> None:
+        """Find out whether all ranks have come to the same call, before its data travels.
+
+        Args:
+            purpose: what this rank has come for.
+            problem: why it cannot do that.
+
+        Raises:
+            RuntimeError: on all ranks, if they have come for different things, or one cannot go on.
+        """
+        steps = self._ledger.local_steps
+        record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
+        meet(self._membership.communicator, record, None if problem is None else RuntimeError(problem))
+
     def record(self, own: Standpoint, purpose: Purpose, problem: str | None) -> Record:
         """Return what this rank tells the others before any data travels."""
         settings = self._hyperparameters.settings()

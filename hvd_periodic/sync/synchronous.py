@@ -105,7 +105,8 @@ class Synchronous(Course[V]):
         """Exchange with all ranks; return whether some of them is still training."""
         setting, ledger = self.setting, self.setting.ledger
         started, own = time.perf_counter(), ledger.standpoint()
-        purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
+        purpose, problem = Purpose.LEAVE if leaving else Purpose.EXCHANGE, setting.exchanged.replica.misfit()
+        problem = problem or (self._moved_uncounted() if leaving else None)
         problem = problem or self.finite.problem(own.counters.local_steps)
         foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and problem is None else None
         messages = [] if foreseen is None else self.enclosed.messages(foreseen)
