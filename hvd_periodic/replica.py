@@ -42,6 +42,10 @@ class Replica(Protocol, Generic[V]):
     def changes(self) -> str | None:
         """Return what has changed in the set of parameters since construction, or None."""
 
+    def misfit(self) -> str | None:
+        """Return which change keeps values from being read and written at all, or None."""
+        return self.changes()
+
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 

@@ -36,6 +36,9 @@ class Purpose(IntEnum):
     EXCHANGE = 2
     LEAVE = 3
     SAVE = 4
+    READ = 5
+    AUDIT = 6
+    BROADCAST = 7
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,13 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
         )
     elif Purpose.SAVE in purposes:
         advice = "All ranks save together, at the same local step"
+    elif Purpose.READ in purposes:
+        advice = (
+            "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
+            "take them out of `if rank == 0:`, and save on one rank what all have read"
+        )
+    elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
+        advice = "audit() and broadcast() are for all ranks together"
     elif Purpose.START in purposes and len(purposes) > 1:
         advice = "A state that is loaded after training has begun has to be loaded on every rank"
     else:
@@ -200,6 +210,9 @@ def _place(record: Record) -> str:
         Purpose.EXCHANGE: "exchange",
         Purpose.LEAVE: "finalize()",
         Purpose.SAVE: "save()",
+        Purpose.READ: "reading of the center",
+        Purpose.AUDIT: "audit()",
+        Purpose.BROADCAST: "broadcast()",
     }
     where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
     return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

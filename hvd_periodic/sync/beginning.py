@@ -67,6 +67,7 @@ class Beginning(Generic[V]):
     def broadcast(self) -> None:
         """Give all ranks what the root has."""
         setting, membership = self._setting, self._setting.membership
+        setting.meeting.come_for(Purpose.BROADCAST, setting.exchanged.replica.changes())
         together = membership.together
         steps = set(together.gather(setting.ledger.local_steps, "steps").values())
         if self._averaging(list(steps)) and len(steps) > 1:

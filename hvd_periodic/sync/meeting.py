@@ -94,6 +94,21 @@ class Meeting:
         communicator.attendance.follow(self._membership.number, self._ledger)
         return meet(communicator, record, failure, enclosed)
 
+    def come_for(self, purpose: Purpose, problem: str | None = None) -> None:
+        """Find out whether all ranks have come to the same call, before its data travels.
+
+        Args:
+            purpose: what this rank has come for.
+            problem: why it cannot do that.
+
+        Raises:
+            RuntimeError: on all ranks, if they have come for different things, or one cannot go on.
+        """
+        steps, communicator = self._ledger.local_steps, self._membership.communicator
+        record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
+        communicator.attendance.follow(self._membership.number, self._ledger)
+        meet(communicator, record, None if problem is None else RuntimeError(problem))
+
     def weigh(self, own: Standpoint, purpose: Purpose) -> None:
         """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""
         if purpose in _EXCHANGING:

@@ -119,6 +119,9 @@ class Overlapped(Synchronous[V]):
             return
         setting, started = self.setting, time.perf_counter()
         with failing(setting.meeting, self._begun):
+            misfit = setting.exchanged.replica.misfit()
+            if misfit is not None:
+                raise RuntimeError(misfit)
             for part in self._under_way:
                 part.land(setting.ledger.local_steps > self._begun)
         self._under_way, self._due = [], None

@@ -178,10 +178,9 @@ class ReplicaSynchronizer(Parts[V]):
         """Check on all ranks that they hold the same center, to the bit; each what it holds of it for all.
 
         Raises:
-            RuntimeError: they do not; names the ranks.
+            RuntimeError: they do not; names the ranks. Or other ranks have come for something else.
         """
-        self.course.arrive()
-        self.tensor_groups.audit()
+        self.view.audit()
 
     def restart_center(self) -> Any:
         """Let exchanges begin: set the center to the parameters, which have to be the same on all ranks.

@@ -115,8 +115,9 @@ class Synchronous(Course[V]):
         """Exchange with all ranks; return whether some of them is still training."""
         setting, ledger = self.setting, self.setting.ledger
         started, own = time.perf_counter(), ledger.standpoint()
-        purpose, problem = (Purpose.LEAVE, self._moved_uncounted()) if leaving else (Purpose.EXCHANGE, None)
-        not_finite = self.finite.problem(own.counters.local_steps)
+        purpose, problem = Purpose.LEAVE if leaving else Purpose.EXCHANGE, setting.exchanged.replica.misfit()
+        problem = problem or (self._moved_uncounted() if leaving else None)
+        not_finite = None if problem else self.finite.problem(own.counters.local_steps)
         left_out = self.finite.skips and not_finite is not None
         problem = problem or (None if left_out else not_finite)
         foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and not (problem or left_out) else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course
@@ -69,16 +70,45 @@ class View(Generic[V]):
         """Return what a checkpoint holds; collective, where the center is not on every rank."""
         with self._course.setting.membership.communicator.attendance.at("state_dict()"):
             if not self._beginning.begun:
+                self._require_fit()
                 return self._checkpoint.save_before_training(begin)
+            self.meet_to_read()
             self.follow_equal_replicas()
             return self._checkpoint.save()
+
+    def audit(self) -> None:
+        """Check on all ranks that they hold the same center, to the bit; of asynchronous ranks there is only one."""
+        if not self._course.steps_agree:
+            return
+        self._course.setting.meeting.come_for(Purpose.AUDIT)
+        self._course.arrive()
+        self._course.tensor_groups.audit()
 
     def get_ready(self, begin: Callable[[], object]) -> None:
         """Get ready to read the center: where all ranks have to, they ``begin`` training first."""
         if self._course.reads_together:
             begin()
+        self.meet_to_read()
         self._course.arrive()
         self.follow_equal_replicas()
+
+    def meet_to_read(self) -> None:
+        """Find out whether all ranks have come to read the center, where all have to.
+
+        Raises:
+            RuntimeError: some have come for something else; or the model has changed so that it cannot hold the center
+                any more. On all ranks, where all have to read it.
+        """
+        if self._course.reads_together:
+            setting = self._course.setting
+            setting.meeting.come_for(Purpose.READ, setting.exchanged.replica.misfit())
+        else:
+            self._require_fit()
+
+    def _require_fit(self) -> None:
+        misfit = self._course.setting.exchanged.replica.misfit()
+        if misfit is not None:
+            raise RuntimeError(misfit)
 
     def follow_equal_replicas(self) -> None:
         """While gradients are averaged over all, let the center be what the replicas are."""

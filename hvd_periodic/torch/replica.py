@@ -161,12 +161,19 @@ class TorchReplica(Replica[torch.Tensor]):
                 facts[f"place of {spec.name}"] = spec.kind
         return facts
 
-    def changes(self) -> str | None:
-        """Return what has changed in the set of parameters and exchanged buffers since construction, or None."""
+    def misfit(self) -> str | None:
+        """Return which parameter or exchanged buffer has another dtype, shape or device than at construction."""
         for kind, name, tensor, signature in self._signatures:
             if _signature(tensor) != signature:
                 then, now = _describe(*signature), _describe(*_signature(tensor))
                 return f"{kind} {name!r} was {then} at construction and is {now} now"
+        return None
+
+    def changes(self) -> str | None:
+        """Return what has changed in the set of parameters and exchanged buffers since construction, or None."""
+        misfit = self.misfit()
+        if misfit is not None:
+            return misfit
         for name, parameter in self._ours:
             if parameter.requires_grad != (id(parameter) in self._exchanged):
                 then, now = ("frozen", "trainable") if parameter.requires_grad else ("trainable", "frozen")

@@ -17,6 +17,7 @@ from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
 from tests.parallel import gpu_program
 from tests.parallel.launch import ROOT, start
+from tests.parallel.tiers import thorough
 
 
 @pytest.mark.parametrize(("framework", "exchanges"), [("torch", 10), ("tensorflow", 5)])
@@ -160,3 +161,20 @@ def test_slow_worker(transport: str) -> None:
     output = start("mpirun", 2, ["-m", "tests.benchmarks.slow_worker", *options], 90, "torch")
     ratio = next(line for line in output.splitlines() if line.startswith("ratio"))
     assert float(ratio.split()[-1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("framework", "modes"),
+    [
+        ("torch", ["elastic averaging, overlap, fragments", "AGN, window", "elastic averaging, service"]),
+        thorough("tensorflow", ["averaging", "elastic averaging, window"]),
+    ],
+)
+def test_soak(framework: str, modes: list[str]) -> None:
+    """A few hundred exchanges; ``run_scripts/soak.sh`` takes more, in more modes."""
+    pytest.importorskip("mpi4py")
+    words = [word for mode in modes for word in ("--mode", mode)]
+    program = ["-m", "tests.benchmarks.soak", "--framework", framework, "--exchanges", "200", *words]
+    output = start("mpirun", 2, program, 90, framework)
+    assert "Nothing has grown." in output
+    assert all(mode in output for mode in modes)
