@@ -69,7 +69,7 @@ class Outbox(Generic[V]):
             self.join(communicator)
 
     def join(self, communicator: Communicator) -> None:
-        """Form sums for these ranks, if the wire does; of those for another number of them nothing is left."""
+        """Form sums for these ranks, if the wire is to form any; nothing is left of those for another number."""
         if not self.wire.forms_sums(communicator, self._lasting):
             return
         rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
