@@ -54,6 +54,8 @@ class Beginning(Generic[V]):
         start = decide(standings, membership.global_root, averaging, asynchronous=not course.steps_agree)
         if start is Start.ANEW:
             self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
+        elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
+            course.tensor_groups.give_statistics()
         elif start is Start.FROM_ROOT:
             self._take_over(membership.communicator, membership.root, membership.name)
         elif start is Start.AS_LOADED:

@@ -333,12 +333,15 @@ class TorchPlayer:
                 weight.fill_(float("nan"))
 
     def standing(self, trained: Trained) -> dict[str, Any]:
-        """Return what all ranks have alike where they have made the same calls, and what must be finite."""
-        counters = trained.optimizer.synchronizer.counters
-        groups = trained.optimizer.synchronizer.tensor_groups
+        """Return what all ranks have alike where they have made the same calls, and what must be finite.
+
+        Before training has begun, the center is what each rank's model holds: a forward pass moves its statistics.
+        """
+        counters, begun = trained.optimizer.synchronizer.counters, trained.optimizer.synchronizer.begun
+        groups = trained.optimizer.synchronizer.tensor_groups if begun else ()
         return {
             "counters": (counters.local_steps, counters.rounds, counters.last_exchange, counters.next_exchange),
-            "begun": trained.optimizer.synchronizer.begun,
+            "begun": begun,
             "inside": bool(trained.block),
             "centers": [
                 [tensor.clone() for tensor in group.center.tensors()] for group in groups if group.placement.everywhere

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from tests.fuzz.machine import TorchMachine, play
 from tests.parallel.tiers import thorough
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(("seed", "programs"), [(1, 150), *(thorough(seed, 400) for seed in range(2, 7))])
