@@ -241,4 +241,9 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
 def seconds() -> tf.Tensor:
     """Return the time of a clock when the graph runs; TensorFlow's own refuses where determinism is enabled."""
     with tf.device("CPU:0"):
-        return tf.ensure_shape(tf.py_function(time.perf_counter, [], tf.float64), [])
+        return tf.ensure_shape(tf.py_function(_now, [], tf.float64), [])
+
+
+def _now() -> np.ndarray:
+    """Return the time as an array: of every Python scalar that becomes a tensor, TensorFlow keeps one for ever."""
+    return np.array(time.perf_counter())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -575,3 +577,24 @@ def test_weights_that_were_frozen_when_the_optimizer_was_built() -> None:
     model.compile(optimizer, loss="mse", jit_compile=False)
     with pytest.raises(ValueError, match="Unknown variable"):
         fit(model)
+
+
+def test_exchanges_in_a_graph_leave_nothing_in_memory() -> None:
+    """TensorFlow keeps every Python scalar that has become a tensor, such as the time of an exchange."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), model, 1, process_set=LocalCommunicator())
+    optimizer.build(model.trainable_variables)
+    gradients = [tf.ones(variable.shape) for variable in model.trainable_variables]
+
+    @tf.function
+    def step() -> None:
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    def blocks(exchanges: int) -> int:
+        for _ in range(exchanges):
+            step()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = blocks(300)
+    assert blocks(300) - before < 300
