@@ -25,6 +25,9 @@ NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 
 _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
 
+_NOT_IN_SESSIONS = {"left_out"}
+"""What graphs of TensorFlow 1 never count, and their checkpoints do not hold."""
+
 MEMORY = "memory."
 """Begins the names of variables of what a schedule remembers."""
 
@@ -83,7 +86,7 @@ class VariableLedger(Ledger):
         for field, value in zip(fields(Counters), astuple(counters), strict=True):
             if field.name in self.variables:
                 self.variables[field.name].assign(value)
-            else:
+            elif not (in_session() and field.name in _NOT_IN_SESSIONS):
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self.variables[field.name] = self._new_variable(field.name, (), dtype, value)
 
@@ -150,12 +153,13 @@ class VariableLedger(Ledger):
     def known(self) -> dict[str, tf.Tensor]:
         """Return what this rank knows by itself, in a graph."""
         rate = None if self.learning_rate is None else self.learning_rate()
-        known = {name: self.variables[name].read_value() for name in _INTEGERS} | self._noted_numbers()
+        counted = {name: self.variables[name].read_value() for name in _INTEGERS if name in self.variables}
+        known = counted | self._noted_numbers()
         return known | {"learning_rate": tf.cast(np.nan if rate is None else rate, tf.float64)}
 
     def standpoint_of(self, known: Numbers) -> Standpoint:
         """Return the same in Python, while the graph runs."""
-        counters = Counters(**{name: known[name] for name in _INTEGERS})
+        counters = Counters(**{name: known[name] for name in _INTEGERS if name in known})
         seconds = self.step_seconds(counters.local_steps)
         return Standpoint(counters, _notes_of(known), rate_of(known["learning_rate"]), seconds)
 
