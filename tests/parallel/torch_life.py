@@ -92,7 +92,7 @@ def buffers() -> Any:
     model.register_buffer("random_state", torch.get_rng_state()[:8])
     rules = {"mask": "average", "queue": "broadcast"}
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvdp.ElasticAverageOptimizer(inner, model, 1, 0.25, buffers=rules, center="sharded")
+    optimizer = hvdp.ElasticAverageOptimizer(inner, model, 1, 0.25, buffers=rules, center="sharded", nonfinite="ignore")
     statistic, seen = model[1].running_mean, []
     for step in range(3):
         model.mask[1] = float("-inf")
