@@ -328,10 +328,13 @@ def _leave_all() -> None:
     while leaving:
         leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
         time.sleep(1e-3)
-    communicators = {type(worker.communicator): worker.communicator for worker in _opened}
+    everyone = [worker.communicator for worker in _opened]
+    communicators = {type(communicator): communicator for communicator in everyone}
     for worker in list(_opened):
         worker.close()
-    if any(communicator.lost() for communicator in communicators.values()):
+    for communicator in everyone:
+        communicator.leave()
+    if any(communicator.lost() for communicator in everyone):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -192,6 +192,10 @@ class Communicator(ABC):
         while look() is None:
             time.sleep(LONG)
 
+    def leave(self) -> None:
+        """Say that this process ends as it should, where others would take it for one that has died."""
+        return
+
     def lost(self) -> list[int]:
         """Return the ranks that have died, where the others can go on and know of it."""
         return []

@@ -19,7 +19,7 @@ class Hall:
     MPI's collectives would wait for a rank that has died, forever; here nobody does.
 
     A rank writes what it waits for into its word for every other assembly: it comes to the next but one only after all
-    have been to the next, so that nobody still reads the word.
+    have been to the next, so that nobody still reads the word. A third word says that it has left as it should.
 
     Args:
         memory: of :meth:`nbytes` bytes, which all ranks have opened.
@@ -29,18 +29,23 @@ class Hall:
 
     def __init__(self, memory: WindowMemory, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size
-        self._words = memory.buffer.view(np.int64).reshape(size, 2)
+        self._words = memory.buffer.view(np.int64).reshape(size, 3)
         self._assemblies = 0
         memory.take_seat(rank)
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the bytes that so many ranks need."""
-        return 16 * size
+        return 24 * size
+
+    def leave(self) -> None:
+        """Say that the process of this rank ends as it should."""
+        self._words[self._rank, 2] = 1
 
     def lost(self) -> list[int]:
-        """Return the ranks whose processes have ended."""
-        return [rank for rank in range(self._size) if rank != self._rank and not self._memory.is_taken(rank)]
+        """Return the ranks whose processes have ended otherwise."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in others if not self._memory.is_taken(rank) and not self._words[rank, 2]]
 
     def assembly(self, number: int) -> Callable[[], int | None]:
         """Start to wait for all ranks that live; as :meth:`Communicator.assembly`."""

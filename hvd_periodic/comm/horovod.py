@@ -240,6 +240,11 @@ class HorovodCommunicator(Communicator):
         """That of MPI."""
         return self if self.size == 1 else self._mpi
 
+    def leave(self) -> None:
+        """Say that this process ends as it should."""
+        if self.size > 1 and "_mpi" in vars(self):
+            self._mpi.leave()
+
     def lost(self) -> list[int]:
         """Return the ranks that have died, where that can be known: in asynchronous training on one host."""
         return [] if self.size == 1 or "_mpi" not in vars(self) else self._mpi.lost()

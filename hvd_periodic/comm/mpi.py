@@ -133,6 +133,11 @@ class MPICommunicator(Communicator):
 
         return look
 
+    def leave(self) -> None:
+        """Say that this process ends as it should, before it does."""
+        if self._hall is not None:
+            self._hall.leave()
+
     def lost(self) -> list[int]:
         """Return the ranks that have died, where that can be known."""
         return [] if self._hall is None else self._hall.lost()

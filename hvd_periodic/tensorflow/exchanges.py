@@ -14,7 +14,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.ledger import NewVariable
+from hvd_periodic.tensorflow.ledger import ADDED, NewVariable
 from hvd_periodic.tensorflow.model import native, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
@@ -112,7 +112,7 @@ class Exchanges:
         if synchronizer.tensor_groups.parameters.outbox.unsent_sums is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
-        self.saved.variables.later = varying | set(synchronizer.ledger.note_variables)
+        self.saved.variables.later = varying | set(synchronizer.ledger.note_variables) | ADDED
         self.saved.variables.settle()
 
     def built(self, start: Callable[[], object], construct: Callable[[], object]) -> None:

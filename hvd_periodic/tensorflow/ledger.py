@@ -25,8 +25,8 @@ NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 
 _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
 
-_NOT_IN_SESSIONS = {"left_out"}
-"""What graphs of TensorFlow 1 never count, and their checkpoints do not hold."""
+ADDED = {"left_out"}
+"""Counters that files of before do not hold, nor checkpoints of TensorFlow 1, whose graphs never count them."""
 
 MEMORY = "memory."
 """Begins the names of variables of what a schedule remembers."""
@@ -86,7 +86,7 @@ class VariableLedger(Ledger):
         for field, value in zip(fields(Counters), astuple(counters), strict=True):
             if field.name in self.variables:
                 self.variables[field.name].assign(value)
-            elif not (in_session() and field.name in _NOT_IN_SESSIONS):
+            elif not (in_session() and field.name in ADDED):
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self.variables[field.name] = self._new_variable(field.name, (), dtype, value)
 

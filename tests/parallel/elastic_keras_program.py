@@ -24,8 +24,6 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from tests.parallel import elastic_scenarios as scenarios
 from tests.parallel.elastic_events import begin, end, happen
 
-keras.config.set_floatx("float64")
-
 
 class Point(keras.layers.Layer):
     """Returns its weights, whatever it is given."""
@@ -46,6 +44,7 @@ def half_square(targets: Any, points: Any) -> Any:
 
 def main(scenario: scenarios.Scenario) -> None:
     """Train; die where the scenario says so."""
+    keras.config.set_floatx("float64")
     hvd.init()
     if scenario.collectives:
         HorovodCommunicator.encloses = 0

@@ -18,12 +18,12 @@ import numpy as np
 
 from tests.parallel.program import Scenarios
 
-FRAMEWORK = sys.argv[2] if len(sys.argv) > 2 else "torch"
+FRAMEWORK = "tensorflow" if "tensorflow" in sys.argv[2:] else "torch"
 hvd: Any = importlib.import_module(f"horovod.{FRAMEWORK}")
 hvdp: Any = importlib.import_module(f"hvd_periodic.{FRAMEWORK}")
 
 scenario = Scenarios()
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 places = itertools.count()
 
 
