@@ -44,7 +44,7 @@ def job(mib: int, end: str, by_signal: signal.Signals | None = None, transport: 
         try:
             for line in process.stdout:
                 lines.append(line)
-                if by_signal is not None and lines.count("in training\n") == 2:
+                if by_signal is not None and "".join(lines).count("in training") == 2:
                     os.kill(int(lines[0].split()[1]), by_signal)
                     by_signal = None
         finally:
