@@ -37,7 +37,7 @@ def main(mib: float, end: str) -> None:
         optimizer.step([np.full_like(x, -1.0)])
         print("in training", flush=True)
         if end == "exception" and last:
-            raise ArithmeticError("something in training")
+            raise ArithmeticError("something wrong")
         if end == "killed" and last:
             os.kill(os.getpid(), signal.SIGKILL)
         if end in ("exception", "killed", "signal"):
