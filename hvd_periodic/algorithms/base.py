@@ -150,6 +150,15 @@ class Algorithm(ABC):
             out: a vector of this size, if there is one; it may be the memory of the vector named by ``spent``.
         """
 
+    def weighed(self, space: VectorSpace[V], message: V, exchange: Exchange) -> V:
+        """Return what travels of a message, ``w_i n / Σ_j w_j`` of it where workers count differently in a mean.
+
+        Nothing where this worker does not count, whatever its message holds. May overwrite the message.
+        """
+        if exchange.weight is None or not self.takes_mean:
+            return message
+        return space.weigh(exchange.weight, message)
+
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Return what changes of the center's vectors, given the ``total`` of the messages; may overwrite all."""
         raise NotImplementedError(f"{type(self).__name__} moves the center by an outer optimizer")

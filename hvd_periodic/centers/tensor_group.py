@@ -209,8 +209,7 @@ class TensorGroup(GroupVectors[V]):
         part = None if room is None else _part(room, bucket, place)
         space = self._replica.space
         message, changed = algorithm.message(space, block.x, worker, block.seen, exchange, out=part)
-        if algorithm.takes_mean and exchange.weight is not None:
-            message = space.weigh(exchange.weight, message)
+        message = algorithm.weighed(space, message, exchange)
         self._write(self.worker, place, worker, changed)
         block.worker = worker | changed
         lasts = self.travelling is not None

@@ -184,6 +184,51 @@ class Commits:
         return [kept for kept in self._kept().values() if isinstance(kept, KeptExchanges)]
 
 
+class CommittedState(ABC):
+    """What the elastic states of all front ends do alike; Horovod's ``ObjectState`` is the next of their bases.
+
+    Attributes:
+        commits: what is kept.
+    """
+
+    commits: Commits
+    _tracked: dict[str, Any]
+    _saved_state: Objects
+    _set_attrs: Callable[[], None]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_tracked", {}):
+            self._tracked[name] = value
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Keep a copy of everything, beside the one before."""
+        super().save()  # type: ignore[misc]
+        self.commits.keep(self._saved_state)
+
+    def restore(self) -> None:
+        """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
+
+    def reset(self) -> None:
+        """Take notice of new ranks, and put back what was committed last; communicates nothing."""
+        self._saved_state = self.commits.reset(self._saved_state)
+        self._set_attrs()
+
+    def sync(self) -> None:
+        """Let all ranks go on from the newest commit of those that have one; the others join them.
+
+        Raises:
+            RuntimeError: no commit is held by all of them; on all ranks.
+            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
+        """
+        self._saved_state = self.commits.sync(self._communicator(), self._saved_state)
+        self._set_attrs()
+
+    @abstractmethod
+    def _communicator(self) -> Communicator:
+        """Return the ranks that there are now."""
+
+
 def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool) -> None:
     """Raise a ValueError where the ranks of an optimizer cannot change.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import require_int
+from hvd_periodic.options import WeightLike
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.checkpoint import Checkpoint
@@ -15,6 +17,7 @@ from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.view import View
+from hvd_periodic.sync.weights import Weight
 from hvd_periodic.vectors.fragments import Fragment, cut_into_fragments
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires import Wire, as_wire
@@ -50,10 +53,7 @@ class Forms(NamedTuple):
         if as_overlap(overlap) == 0:
             return self.courses[asynchronous]
         if asynchronous:
-            raise ValueError(
-                "`overlap` is for synchronous exchange: with asynchronous=True no rank waits for another. Received: "
-                f"overlap={overlap!r}"
-            )
+            _refuse("overlap", overlap, "no rank waits for another")
         if self.overlapped is None:
             raise ValueError(
                 "`overlap` needs a collective that stays under way between two steps, which PyTorch and numpy have: in "
@@ -69,10 +69,7 @@ class Forms(NamedTuple):
         """
         require_int(fragments, "`fragments`", minimum=1)
         if fragments > 1 and asynchronous:
-            raise ValueError(
-                "`fragments` is for synchronous exchange: with asynchronous=True no rank waits for another. Received: "
-                f"fragments={fragments}"
-            )
+            _refuse("fragments", fragments, "no rank waits for another")
         parameters.layout, cut = cut_into_fragments(parameters.layout, fragments, whole=outer and not self.cuts)
         return cut
 
@@ -84,10 +81,7 @@ class Forms(NamedTuple):
         """
         wire = as_wire(compression)
         if wire.lossy and asynchronous:
-            raise ValueError(
-                "`compression` is for synchronous exchange: with asynchronous=True ranks read and write the center "
-                f"itself. Received: compression={compression!r}"
-            )
+            _refuse("compression", compression, "ranks read and write the center itself")
         return wire
 
     def audits(self, asynchronous: bool, audit_every: int) -> int:
@@ -98,8 +92,28 @@ class Forms(NamedTuple):
         """
         require_int(audit_every, "`audit_every`", minimum=0)
         if audit_every > 0 and asynchronous:
-            raise ValueError(
-                "`audit_every` is for synchronous exchange: with asynchronous=True there is one center. Received: "
-                f"audit_every={audit_every}"
-            )
+            _refuse("audit_every", audit_every, "there is one center")
         return audit_every
+
+    def weight(self, asynchronous: bool, weight: WeightLike, algorithm: Algorithm) -> Weight:
+        """Return how much this rank counts.
+
+        Raises:
+            TypeError, ValueError: no number of at least 0; or ranks cannot count differently here.
+        """
+        counts = Weight(weight)
+        if weight is not None and asynchronous:
+            _refuse("weight", weight, "no mean is taken")
+        if weight is not None and not algorithm.takes_mean:
+            raise ValueError(
+                "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
+                f"with op='average'. Received: {algorithm!r}"
+            )
+        return counts
+
+
+def _refuse(option: str, given: object, why: str) -> NoReturn:
+    """Raise a ValueError: with asynchronous exchange an option makes no sense."""
+    raise ValueError(
+        f"`{option}` is for synchronous exchange: with asynchronous=True {why}. Received: {option}={given!r}"
+    )

@@ -32,6 +32,12 @@ class Membership:
         self.together = Together(communicator)
         self.in_groups = False
 
+    def refuse_others(self) -> None:
+        """Raise a RuntimeError where elastic Horovod has changed the ranks; until they meet, nobody else asks."""
+        changed = self.communicator.changed() if self.communicator.elastic else None
+        if changed is not None:
+            raise RuntimeError(changed)
+
     def average_within(self, group: Communicator, throughout: bool) -> None:
         """Take notice of the ranks that average their gradients with this one; ``throughout`` all of training."""
         self.in_groups = group.size > 1 and throughout

@@ -29,7 +29,6 @@ from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.streamed import streamed
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.sync.weights import Weight
 from hvd_periodic.wires.given import Compression
 
 V = TypeVar("V")
@@ -114,8 +113,7 @@ class Parts(Generic[V]):
         self.planner = Planner(planned, self.membership)
         self.phase = Phase(self.planner, self.ledger)
         hyperparameters = self.exchanged.hyperparameters
-        counts = Weight(weight)
-        counts.check(self.algorithm, bool(asynchronous))
+        counts = forms.weight(bool(asynchronous), weight, self.algorithm)
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state, counts)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
         communicator.attendance.limit(timeout_seconds)

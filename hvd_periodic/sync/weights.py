@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import require_real
 from hvd_periodic.comm.meeting import Record
 from hvd_periodic.options import WeightLike
@@ -48,18 +47,6 @@ class Weight:
             self.value = 0.0 if idle else _checked(self.given() if callable(self.given) else self.given)
         except Exception as error:
             self.problem = f"The weight of this rank cannot be used: {type(error).__name__}: {error}"
-
-    def check(self, algorithm: Algorithm, asynchronous: bool) -> None:
-        """Raise a ValueError where ranks cannot count differently."""
-        if self.given is None:
-            return
-        if asynchronous:
-            raise ValueError("`weight` is for synchronous exchange: with asynchronous=True no mean is taken")
-        if not algorithm.takes_mean:
-            raise ValueError(
-                "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
-                f"with op='average'. Received: {algorithm!r}"
-            )
 
 
 def relative_weights(records: Sequence[Record]) -> list[float] | None:

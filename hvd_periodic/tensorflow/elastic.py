@@ -14,7 +14,8 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_periodic.sync.commits import Commits, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
@@ -22,7 +23,7 @@ from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
-class State(ObjectState):
+class State(CommittedState, ObjectState):
     """What is kept of a job whose ranks change, in place of ``hvd.elastic.KerasState`` and ``TensorFlowKerasState``.
 
     A rank that was lost takes the steps since its last commit with it, and nothing of the center's. The others go back
@@ -59,9 +60,6 @@ class State(ObjectState):
         Horovod's documentation, "Elastic Horovod".
     """
 
-    _tracked: dict[str, Any]
-    _saved_state: dict[str, Any]
-
     def __init__(
         self,
         model: keras.Model | None = None,
@@ -92,34 +90,14 @@ class State(ObjectState):
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.tensorflow. Received none")
             self._commit_after_exchanges(next(iter(self._exchanging().values())).synchronizer)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_tracked", {}):
-            self._tracked[name] = value
-        super().__setattr__(name, value)
-
-    def save(self) -> None:
-        """Keep a copy of everything, beside the one before."""
-        super().save()
-        self.commits.keep(self._saved_state)
-
-    def restore(self) -> None:
-        """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
-
-    def reset(self) -> None:
-        """Take notice of new ranks, and put back what was committed last; communicates nothing."""
-        self._saved_state = self.commits.reset(self._saved_state)
-        self._set_attrs()
+    def _communicator(self) -> Communicator:
+        """Return the ranks that there are now."""
+        return communicator_of(None)
 
     def sync(self) -> None:
-        """Let all ranks go on from the newest commit of those that have one; the others join them.
-
-        Raises:
-            RuntimeError: no commit is held by all of them; on all ranks.
-            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
-        """
+        """Let all ranks go on from the newest commit of those that have one, as every such state does."""
         with _lost_ranks():
-            self._saved_state = self.commits.sync(communicator_of(None), self._saved_state)
-        self._set_attrs()
+            super().sync()
 
     def commit(self) -> None:
         """Keep a copy of everything; let all ranks begin anew where hosts were added or removed."""

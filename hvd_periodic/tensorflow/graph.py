@@ -118,13 +118,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.beginning.start_from_center()
         self.load_state_dict(self.state_dict())
 
-    def refuse_other_ranks(self) -> None:
-        """Raise a RuntimeError where elastic Horovod has changed the ranks."""
-        communicator = self.membership.communicator
-        changed = communicator.changed() if communicator.elastic else None
-        if changed is not None:
-            raise RuntimeError(changed)
-
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
         if self.begun or in_session():
@@ -206,7 +199,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             ValueError: XLA compilation.
         """
         if tf.executing_eagerly():
-            self.refuse_other_ranks()
+            self.membership.refuse_others()
             exchanged = super().step(updated)
             self._has_exchanged(exchanged)
             return exchanged
@@ -246,7 +239,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def _exchange_eagerly(self) -> None:
         """Exchange with the ranks that there are now."""
-        self.refuse_other_ranks()
+        self.membership.refuse_others()
         self.view.refuse_inside("step")
         self.course.exchange()
         self._has_exchanged(True)

@@ -9,12 +9,13 @@ import horovod.torch as hvd
 import torch
 from horovod.common.elastic import ObjectState
 
-from hvd_periodic.sync.commits import Commits, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer, communicator_of
 
 
-class State(ObjectState):  # type: ignore[misc]
+class State(CommittedState, ObjectState):  # type: ignore[misc]
     """What is kept of a job whose ranks change, in place of ``hvd.elastic.TorchState``.
 
     A rank that was lost takes the steps since its last commit with it, and nothing of the center's. The others go back
@@ -50,9 +51,6 @@ class State(ObjectState):  # type: ignore[misc]
         Horovod's documentation, "Elastic Horovod".
     """
 
-    _tracked: dict[str, Any]
-    _saved_state: dict[str, Any]
-
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -79,33 +77,9 @@ class State(ObjectState):  # type: ignore[misc]
             self._optimizer = next(iter(self._periodic().values()))
             self._optimizer.after_exchange = self._after_exchange
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_tracked", {}):
-            self._tracked[name] = value
-        super().__setattr__(name, value)
-
-    def save(self) -> None:
-        """Keep a copy of everything, beside the one before."""
-        super().save()
-        self.commits.keep(self._saved_state)
-
-    def restore(self) -> None:
-        """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
-
-    def reset(self) -> None:
-        """Take notice of new ranks, and put back what was committed last; communicates nothing."""
-        self._saved_state = self.commits.reset(self._saved_state)
-        self._set_attrs()
-
-    def sync(self) -> None:
-        """Let all ranks go on from the newest commit of those that have one; the others join them.
-
-        Raises:
-            RuntimeError: no commit is held by all of them; on all ranks.
-            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
-        """
-        self._saved_state = self.commits.sync(communicator_of(None), self._saved_state)
-        self._set_attrs()
+    def _communicator(self) -> Communicator:
+        """Return the ranks that there are now."""
+        return communicator_of(None)
 
     def _after_exchange(self) -> None:
         """Commit, as long as nobody is at the end, where not all ranks come by here."""

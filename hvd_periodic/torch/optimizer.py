@@ -154,7 +154,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             make_state(self)
             return None
         self.synchronizer.view.refuse_inside("step")
-        self.synchronizer.refuse_other_ranks()
+        self.synchronizer.membership.refuse_others()
         stale = self.synchronizer.begin() and closure is None
         averaging = self._averaging
         if closure is not None and averaging.present:

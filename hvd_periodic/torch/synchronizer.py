@@ -146,13 +146,6 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.average_within(self.gradient_group)
         self.start()
 
-    def refuse_other_ranks(self) -> None:
-        """Raise a RuntimeError where elastic Horovod has changed the ranks; until the next exchange, nobody asks."""
-        communicator = self.membership.communicator
-        changed = communicator.changed() if communicator.elastic else None
-        if changed is not None:
-            raise RuntimeError(changed)
-
     @neutrally
     def rejoin(self, name: str) -> None:
         """Be constructed anew, with the same arguments, among the ranks that Horovod has now; communicates nothing.
