@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from tests.golden.cases import RESUMED_AT, Array, Case, checkpoints
-from tests.parallel.program import take_graphs_as_built
+from tests.parallel.program import end_together, take_graphs_as_built
 
 HERE = Path(__file__).parent
 CHECKPOINTS = HERE / "checkpoints"
@@ -192,3 +192,4 @@ def run(
         else:
             lines[f"{case.name}, loaded"] = go_on(case, make, rank, path)
     (folder / f"{rank}.json").write_text(json.dumps(lines))
+    end_together()

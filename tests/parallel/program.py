@@ -45,6 +45,18 @@ class Scenarios:
             results[name] = self._functions[name]()
         (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
+        end_together()
+
+
+def end_together() -> None:
+    """Wait for all ranks: Horovod shuts down on all as soon as one ends, in whatever process set others still work."""
+    torch, tensorflow = (sys.modules.get(f"horovod.{name}") for name in ("torch", "tensorflow"))
+    if torch is not None and torch.is_initialized():
+        torch.barrier()
+    if tensorflow is not None and tensorflow.is_initialized():
+        from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+
+        TensorFlowCommunicator().allgather_object(None, "end")
 
 
 def take_graphs_as_built() -> None:

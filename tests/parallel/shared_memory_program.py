@@ -35,6 +35,7 @@ def main(mib: float, end: str) -> None:
             os.posix_fallocate(other.fileno(), 0, most)
         communicator.allgather_object(None, "full")
         optimizer.step([np.full_like(x, -1.0)])
+        communicator.allgather_object(None, "trained")
         print("in training", flush=True)
         if end == "exception" and last:
             raise ArithmeticError("something wrong")

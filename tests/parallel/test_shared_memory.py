@@ -102,10 +102,13 @@ def test_a_window_that_is_asked_for_and_does_not_fit() -> None:
     ],
 )
 def test_nothing_is_left(end: str, by_signal: signal.Signals | None) -> None:
-    """Whatever ends the job. Open MPI's own files stay where mpirun, which removes them, is killed itself."""
+    """Whatever ends the job. Open MPI's own files stay where mpirun, which removes them, is killed itself.
+
+    A rank says that it is in training after all are; who is ended by another may not come to say so.
+    """
     code, output, left = job(20, end, by_signal)
     assert code != 0, output
-    assert output.count("in training") == 2
+    assert "in training" in output
     if by_signal == signal.SIGKILL:
         left = [name for name in left if not name.startswith("vader_segment.")]
     assert left == []
