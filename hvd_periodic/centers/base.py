@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from hvd_periodic.comm.base import Communicator
@@ -34,6 +34,11 @@ class Placement(ABC):
         """Be among these ranks, and no longer those before; where the center is everywhere, it stays what it is."""
         self._rank, self._size, self._root = communicator.rank, communicator.size, root
 
+    @property
+    def holders(self) -> list[int]:
+        """The ranks without which a part of the center is missing."""
+        return []
+
     @abstractmethod
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return the first and the past-the-last element that this rank holds, counted within the bucket."""
@@ -61,6 +66,10 @@ class Placement(ABC):
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:
         """Return what a checkpoint holds of the center optimizer, given its state on this rank."""
         return state
+
+    def united(self, states: Mapping[int, Any]) -> Any:
+        """Return what :meth:`gather` would, given the states of its holders by rank."""
+        return next(iter(states.values()), None)
 
     def select(self, saved: Any) -> Any:
         """Return this rank's state of the center optimizer, out of what :meth:`gather` returned.

@@ -15,6 +15,11 @@ class Root(Placement):
 
     name = "root"
 
+    @property
+    def holders(self) -> list[int]:
+        """The root."""
+        return [self._root]
+
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return all elements on the root, and none elsewhere."""
         return 0, bucket.size if self._rank == self._root else 0

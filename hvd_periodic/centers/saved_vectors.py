@@ -31,14 +31,19 @@ class SavedVectors(Generic[V]):
     def save(self, communicator: Communicator, prefix: str) -> dict[str, Any]:
         """Return copies of all vectors by name; collective, unless the center is everywhere."""
         group, replica = self._group, self._replica
-        saved = self._save_workers()
-        for key, whole in group.center_state.items():
-            if not group.placement.everywhere:
-                whole = replica.new_temporary_store(group.values.layout)
-                for bucket in group.values.layout.buckets:
-                    whole.write(bucket, group.fetch(communicator, bucket, prefix, key))
+        saved = self.save_own()
+        for key in [] if group.placement.everywhere else group.center_state:
+            whole = replica.new_temporary_store(group.values.layout)
+            for bucket in group.values.layout.buckets:
+                whole.write(bucket, group.fetch(communicator, bucket, prefix, key))
             saved[key] = replica.save(whole)
         return saved
+
+    def save_own(self) -> dict[str, Any]:
+        """Return copies of what this rank has whole: of a center of shares, nothing. Local."""
+        everywhere = self._group.placement.everywhere
+        center = self._group.center_state if everywhere else {}
+        return self._save_workers() | {key: self._replica.save(store) for key, store in center.items()}
 
     def save_initial(self) -> dict[str, Any]:
         """Return what :meth:`save` returns at the start of training from the values of now; nothing is communicated."""

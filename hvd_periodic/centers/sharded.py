@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvd_periodic.centers.base import Placement
@@ -14,6 +14,11 @@ class Sharded(Placement):
     """Rank k holds the k-th chunk of every bucket: reduce-scatter, move, all-gather."""
 
     name = "sharded"
+
+    @property
+    def holders(self) -> list[int]:
+        """All ranks."""
+        return list(range(self._size))
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
         """Return this rank's chunk of the elements."""
@@ -37,6 +42,10 @@ class Sharded(Placement):
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:
         """Return the states of all ranks."""
         return {"sharded": communicator.allgather_object(state, name)}
+
+    def united(self, states: Mapping[int, Any]) -> Any:
+        """Return the states in rank order."""
+        return {"sharded": [states[rank] for rank in sorted(states)]}
 
     def select(self, saved: Any) -> Any:
         """Return the state of this rank."""

@@ -133,6 +133,10 @@ class Communicator(ABC):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
 
+    def pass_object(self, value: object, name: str) -> Any:
+        """Give a picklable value to the next rank, the last one to the first; return that of the rank before."""
+        return self.allgather_object(value, name)[self.rank - 1]
+
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of all ranks, one rank after another, as int64; their number may differ."""
         return np.concatenate(self.allgather_object(values, name))

@@ -20,7 +20,7 @@ from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
-from hvd_periodic.comm.objects import gather_objects
+from hvd_periodic.comm.objects import gather_objects, pass_object
 from hvd_periodic.comm.roster import sign
 from hvd_periodic.comm.watcher import watcher
 
@@ -181,6 +181,18 @@ class HorovodCommunicator(Communicator):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""
         return gather_objects(value, self._allgather, name)
+
+    def pass_object(self, value: object, name: str) -> Any:
+        """Give a pickled object to the next rank alone."""
+        following = np.arange(self.size) == (self.rank + 1) % self.size
+
+        def shift(data: np.ndarray) -> np.ndarray:
+            splits = self._tensor((data.size * following).astype(np.int32))
+            options = {"splits": splits, "name": f"{name}.data", "process_set": self.process_set}
+            received, _ = self._begun(self._hvd.alltoall_async(self._tensor(data.copy()), **options))()
+            return np.asarray(received)
+
+        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), shift)
 
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank within the process set of a global Horovod rank; of None, the lowest."""

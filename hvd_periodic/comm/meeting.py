@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     READ = 5
     AUDIT = 6
     BROADCAST = 7
+    COMMIT = 8
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
         )
     elif Purpose.SAVE in purposes:
         advice = "All ranks save together, at the same local step"
+    elif Purpose.COMMIT in purposes:
+        advice = "With a center that is not on every rank, all ranks commit together, at the same local step"
     elif Purpose.READ in purposes:
         advice = (
             "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
@@ -213,6 +216,7 @@ def _place(record: Record) -> str:
         Purpose.READ: "reading of the center",
         Purpose.AUDIT: "audit()",
         Purpose.BROADCAST: "broadcast()",
+        Purpose.COMMIT: "commit()",
     }
     where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
     return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

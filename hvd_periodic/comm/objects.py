@@ -21,9 +21,7 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
         allgather: returns the arrays of all ranks, one after another, whose sizes may differ.
         name: prefix of the names of collectives.
     """
-    stream = io.BytesIO()
-    pickle.dump(value, stream)
-    data = np.frombuffer(stream.getbuffer(), dtype=np.uint8)
+    data = _pickled(value)
     sizes = np.asarray(allgather(np.array([data.size], dtype=np.int64), f"{name}.sizes"))
     piece = max(AT_ONCE // len(sizes), 1)
     if sizes.max() <= piece:
@@ -35,5 +33,24 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
         gathered = np.asarray(allgather(data[start : start + piece], f"{name}.data"))
         for mine, part in zip(held, np.split(gathered, np.cumsum([len(one) for one in held])[:-1]), strict=True):
             mine[:] = part
-    del data, stream
+    del data
     return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Of large objects, no more copies than it takes.
+
+
+def pass_object(value: object, sizes: Callable[[int], np.ndarray], shift: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Give a picklable value to the next rank, in as many pieces as it takes; return that of the rank before.
+
+    Args:
+        value: of this rank.
+        sizes: returns what every rank has given it, in rank order.
+        shift: gives bytes to the next rank, and returns those of the rank before.
+    """
+    data = _pickled(value)
+    pieces = range(0, int(sizes(data.size).max()), AT_ONCE)
+    return pickle.loads(np.concatenate([shift(data[start : start + AT_ONCE]) for start in pieces]).data)
+
+
+def _pickled(value: object) -> np.ndarray:
+    stream = io.BytesIO()
+    pickle.dump(value, stream)
+    return np.frombuffer(stream.getbuffer(), dtype=np.uint8)

@@ -51,6 +51,10 @@ class Checkpoint(Generic[V]):
             {group: vectors.save(communicator, name) for group, vectors in self._vectors()}, optimizer_state
         )
 
+    def save_own(self) -> dict[str, Any]:
+        """Return copies of what this rank has whole: of a center of shares, nothing. Local."""
+        return self.assembled({group: vectors.save_own() for group, vectors in self._vectors()}, None)
+
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what was loaded; or of a new training, in which the center is what the model holds.
 

@@ -12,7 +12,9 @@ from typing import Any
 from hvd_periodic.comm.agreement import join
 from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
+from hvd_periodic.sync.shares import Whole
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -60,8 +62,25 @@ class KeptExchanges(Kept):
         """Be of the ranks that there are now, under a prefix of the names of collectives; communicates nothing."""
 
     @abstractmethod
-    def start_from_center(self) -> None:
-        """Let the replica of this rank, which joins the others, start from the center; local."""
+    def start_from_center(self, whole: Whole | None) -> None:
+        """Let the replica of this rank, which joins the others, start from the center; local.
+
+        Args:
+            whole: the center, where no rank has the whole of it.
+        """
+
+    def recovered(self, communicator: Communicator, mirror: Mirror | None) -> Whole:
+        """Return the center of what ranks have kept, as :func:`~hvd_periodic.sync.mirrors.recovered`."""
+        return recovered(communicator, self.synchronizer, mirror)
+
+    def completed(self, copied: Any, whole: Whole) -> Any:
+        """Return what :meth:`copied` returned, which lacks the center, with it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no shares of a center")
+
+    @property
+    def divided(self) -> bool:
+        """Whether no rank has the whole center, but perhaps the root, so that shares are mirrored."""
+        return not self.synchronizer.course.placement.everywhere
 
     def ready(self) -> None:
         """Be ready to train, once all ranks have what they go on from; all of them together."""
@@ -74,10 +93,12 @@ class Commit:
     Attributes:
         objects: plain objects, which all ranks share.
         states: of everything else, by name.
+        mirrors: of centers that are not on every rank, which their states lack.
     """
 
     objects: Objects
     states: dict[str, Any]
+    mirrors: dict[str, Mirror]
 
 
 class Commits:
@@ -98,6 +119,11 @@ class Commits:
         self._generation = 0
         self.held: dict[int, Commit] = {}
 
+    @property
+    def divided(self) -> bool:
+        """Whether there is a center that is not on every rank."""
+        return any(each.divided for each in self._exchanges().values())
+
     def keep(self, objects: Objects) -> None:
         """Keep a copy of everything, beside the one before."""
         self._keep(max(self.held, default=-1) + 1, objects)
@@ -108,7 +134,7 @@ class Commits:
         self._rejoin(self._generation + 1)
         if not self.held:
             return objects
-        return self._put_back(self.held[max(self.held)])
+        return self._put_back(self.held[max(self.held)], {})
 
     def sync(self, communicator: Communicator, objects: Objects) -> Objects:
         """Let all ranks go on from the newest commit of those that have one; return the objects that all share.
@@ -117,7 +143,7 @@ class Commits:
             RuntimeError: no commit is held by all of them; on all ranks.
             ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
         """
-        loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges())
+        loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
         introduction, _ = communicator.introduction()
         mine = self._generation, set(self.held), loaded, introduction
         with communicator.attendance.at("State.sync()"):
@@ -137,7 +163,7 @@ class Commits:
             for kept in self._kept().values():
                 kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
             objects = _given(communicator, objects, 0)
-        for each in self._exchanges():
+        for each in self._exchanges().values():
             each.ready()
         self.held = {}
         self._keep(max(common), objects)
@@ -145,43 +171,53 @@ class Commits:
 
     def _go_on(self, communicator: Communicator, objects: Objects, own: Commit | None, giver: int) -> Objects:
         """Go on from a commit that the ranks hold, of which one gives it to those that join; return its objects."""
+        wholes = {
+            name: kept.recovered(communicator, None if own is None else own.mirrors[name])
+            for name, kept in self._exchanges().items()
+            if kept.divided
+        }
         if own is not None and communicator.rank == giver:
-            objects = self._put_back(own)
+            objects = self._put_back(own, wholes)
         for kept in self._kept().values():
             if isinstance(kept, KeptExchanges):
                 kept.synchronizer.check_agreement()
             kept.take_from(giver)
         objects = _given(communicator, objects, giver)
         if own is not None:
-            self._put_back(own)
+            self._put_back(own, wholes)
             return objects
-        for each in self._exchanges():
-            each.start_from_center()
+        for name, each in self._exchanges().items():
+            each.start_from_center(wholes.get(name))
             steps = each.synchronizer.local_steps
             logger.warning("Rank %d has joined at local step %d, and starts from the center", communicator.rank, steps)
         return objects
 
     def _keep(self, number: int, objects: Objects) -> None:
         """Keep a copy of everything under a number."""
+        mirrors = {name: mirrored(each.synchronizer) for name, each in self._exchanges().items() if each.divided}
         states = {name: kept.copied() for name, kept in self._kept().items()}
-        self.held[number] = Commit(copy.deepcopy(objects), states)
+        self.held[number] = Commit(copy.deepcopy(objects), states, mirrors)
         for old in sorted(self.held)[:-_KEPT]:
             del self.held[old]
 
-    def _put_back(self, commit: Commit) -> Objects:
-        """Set everything that has a state to what it was; return the objects."""
+    def _put_back(self, commit: Commit, wholes: Mapping[str, Whole]) -> Objects:
+        """Set everything that has a state to what it was, but for centers that are missing; return the objects."""
         for name, kept in self._kept().items():
-            kept.put_back(commit.states[name])
+            copied = commit.states[name]
+            if isinstance(kept, KeptExchanges) and name in wholes:
+                copied = kept.completed(copied, wholes[name])
+            if name in wholes or name not in commit.mirrors:
+                kept.put_back(copied)
         return copy.deepcopy(commit.objects)
 
     def _rejoin(self, generation: int) -> None:
         """Let everything that exchanges be of the ranks that there are now, under the same names on all."""
         self._generation = generation
-        for number, each in enumerate(self._exchanges(), 1):
+        for number, each in enumerate(self._exchanges().values(), 1):
             each.rejoin(f"hvd_periodic.elastic.{generation}.{number}")
 
-    def _exchanges(self) -> list[KeptExchanges]:
-        return [kept for kept in self._kept().values() if isinstance(kept, KeptExchanges)]
+    def _exchanges(self) -> dict[str, KeptExchanges]:
+        return {name: kept for name, kept in self._kept().items() if isinstance(kept, KeptExchanges)}
 
 
 class CommittedState(ABC):
@@ -206,6 +242,20 @@ class CommittedState(ABC):
         super().save()  # type: ignore[misc]
         self.commits.keep(self._saved_state)
 
+    def check_host_updates(self) -> None:
+        """Let all ranks begin anew where hosts were added or removed.
+
+        Raises:
+            HostsUpdatedInterrupt: they were; on all ranks. Ranks that have shares of a center always meet then: where
+                hosts were only removed, Horovod would let the others go on at once.
+        """
+        try:
+            super().check_host_updates()  # type: ignore[misc]
+        except RuntimeError as interrupt:
+            if getattr(interrupt, "skip_sync", False) and self.commits.divided:
+                interrupt.skip_sync = False  # type: ignore[attr-defined]
+            raise
+
     def restore(self) -> None:
         """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
 
@@ -229,7 +279,7 @@ class CommittedState(ABC):
         """Return the ranks that there are now."""
 
 
-def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool) -> None:
+def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool, mirrors: bool) -> None:
     """Raise a ValueError where the ranks of an optimizer cannot change.
 
     Args:
@@ -237,21 +287,23 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bo
         synchronizer: its exchanges.
         nested: it is around another optimizer of this package.
         averages: it is around an ``hvd.DistributedOptimizer``.
+        mirrors: shares of its center have copies on other ranks.
     """
     communicator, placement = synchronizer.membership.communicator, synchronizer.course.placement
+    alone = not (mirrors or placement.everywhere)
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,
         "is around an optimizer of this package, between groups of ranks": nested,
         "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
-        f"has center={placement.name!r}, a part of which would be lost with a rank": not placement.everywhere,
+        f"has center={placement.name!r}, a part of which would be lost with a rank": alone,
         f"exchanges within process set {within}, which elastic Horovod does not keep": within != 0,
     }
     for why, found in refused.items():
         if found:
             raise ValueError(
-                f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set, with "
-                "center='replicated'"
+                f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set"
+                + ("" if mirrors else ", with center='replicated'")
             )
 
 

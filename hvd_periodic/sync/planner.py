@@ -37,7 +37,8 @@ class Planner:
         try:
             return foresee(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
         except Exception:
-            if purpose in (Purpose.LEAVE, Purpose.SAVE):  # Where training ends, a schedule may have nothing to say.
+            # Where training ends, a schedule may have nothing to say.
+            if purpose in (Purpose.LEAVE, Purpose.SAVE, Purpose.COMMIT):
                 return None
             raise
 

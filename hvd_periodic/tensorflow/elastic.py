@@ -16,6 +16,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.sync.shares import Whole
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
@@ -80,7 +81,7 @@ class State(CommittedState, ObjectState):
         for name, each in self._exchanging().items():
             inner = getattr(self._tracked[name], "inner_optimizer", None)
             averages = getattr(self._tracked[name], "gradient_group", None) is not None
-            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages)
+            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages, mirrors=False)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **objects)
@@ -214,7 +215,7 @@ class _KeptSynchronizer(KeptExchanges):
         """Go on with the same variables."""
         self.synchronizer.rejoin(name)
 
-    def start_from_center(self) -> None:
+    def start_from_center(self, whole: Whole | None) -> None:
         """Leave the replica that was taken over."""
         self.synchronizer.start_from_center()
 

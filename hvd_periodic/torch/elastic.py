@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import horovod.torch as hvd
@@ -11,7 +12,11 @@ from horovod.common.elastic import ObjectState
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.sync.mirrors import Mirror
+from hvd_periodic.sync.shares import Whole
+from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
+from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.synchronizer import Synchronizer, communicator_of
 
 
@@ -23,7 +28,9 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
     from the center, with the state of its optimizer and the counters, and with a local optimizer that is new but for
     its hyper-parameters. Everything that depends on the number of ranks is computed anew.
 
-    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. With ``commit="exchange"``
+    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
+    root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
+    the next rank; only where both are lost at once, the job cannot go on. With ``commit="exchange"``
     every exchange is one, and ``commit()`` need not be called: what a lost rank takes with it is one period.
 
         def train(state):
@@ -37,7 +44,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     Args:
         model: the model.
-        optimizer: of this package, over all ranks, with the center on every rank; or any other, as in Horovod.
+        optimizer: of this package, over all ranks; or any other, as in Horovod.
         commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
             every exchange of the first optimizer of this package as well, until the first rank is at its end.
         more: what else is kept: all that has ``state_dict()`` and ``load_state_dict()`` (models, optimizers, samplers,
@@ -45,7 +52,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     Raises:
         ValueError: an optimizer whose ranks cannot change: asynchronous, around an
-            ``hvd.DistributedOptimizer`` or another of this package, with a process set, or with its center elsewhere.
+            ``hvd.DistributedOptimizer`` or another of this package, or with a process set.
 
     References:
         Horovod's documentation, "Elastic Horovod".
@@ -66,7 +73,8 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, periodic in self._periodic().items():
             averages = periodic.synchronizer.gradient_group is not None
-            refuse_fixed(name, periodic.synchronizer, isinstance(periodic.inner, PeriodicOptimizer), averages)
+            nested = isinstance(periodic.inner, PeriodicOptimizer)
+            refuse_fixed(name, periodic.synchronizer, nested, averages, mirrors=True)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **objects)
@@ -76,6 +84,10 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
             self._optimizer = next(iter(self._periodic().values()))
             self._optimizer.after_exchange = self._after_exchange
+
+    save = neutrally(CommittedState.save)
+    reset = neutrally(CommittedState.reset)
+    sync = neutrally(CommittedState.sync)
 
     def _communicator(self) -> Communicator:
         """Return the ranks that there are now."""
@@ -130,10 +142,18 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         return self.value.synchronizer
 
     def copied(self) -> Any:
-        """Return a copy of its state; that of exchanges is one already."""
-        state = dict(self.value.state_dict())
-        of_exchanges = {STATE_KEY: state.pop(STATE_KEY)}
-        return copy.deepcopy(state) | of_exchanges
+        """Return a copy of its state; of that of exchanges, what this rank has of it by itself."""
+        own = self.synchronizer.checkpoint.save_own() if self.divided else self.synchronizer.state_dict()
+        return copy.deepcopy(self.value.inner.state_dict()) | {STATE_KEY: own}
+
+    def recovered(self, communicator: Communicator, mirror: Mirror | None) -> Whole:
+        """Return the center, with the state of its optimizer cut for the ranks that there are now."""
+        whole = super().recovered(communicator, mirror)
+        return replace(whole, optimizer_state=resharded(whole.optimizer_state, self.synchronizer))
+
+    def completed(self, copied: Any, whole: Whole) -> Any:
+        """Return the state with the center."""
+        return {**copied, STATE_KEY: whole.within(copied[STATE_KEY])}
 
     def begin(self, loaded: bool) -> None:
         """Start, or find out who has loaded what."""
@@ -151,9 +171,9 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         """Be constructed anew."""
         self.value.rejoin(name)
 
-    def start_from_center(self) -> None:
+    def start_from_center(self, whole: Whole | None) -> None:
         """Leave the replica that was taken over."""
-        self.synchronizer.start_from_center()
+        self.synchronizer.start_from_center(whole)
 
 
 def _has_state(value: Any) -> bool:

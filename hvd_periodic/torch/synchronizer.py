@@ -24,6 +24,7 @@ from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.phase import schedule_around
+from hvd_periodic.sync.shares import Whole
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
@@ -179,10 +180,15 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.beginning.take_from(giver)
 
     @neutrally
-    def start_from_center(self) -> None:
-        """Let the replica start from the center, as where a rank joins others that have trained; local."""
-        self.beginning.start_from_center()
-        self.load_state_dict(self.state_dict())
+    def start_from_center(self, whole: Whole | None = None) -> None:
+        """Let the replica start from the center, as where a rank joins others that have trained; local.
+
+        Args:
+            whole: the center, where it is not on every rank.
+        """
+        own = self.checkpoint.save_own
+        self.beginning.start_from_center(None if whole is None else whole.within(own()))
+        self.load_state_dict(self.state_dict() if whole is None else whole.within(own()))
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)

@@ -35,7 +35,7 @@ def once(name: str) -> bool:
 def at_collective(communicator: Any, number: int, moment: str) -> None:
     """Die before, in or after a collective of a class of communicators, counted from now on."""
     begin: dict[str, Callable[..., Any]] = {
-        name: getattr(communicator, name) for name in ("gather_integers", "allreduce")
+        name: getattr(communicator, name) for name in ("gather_integers", "allreduce", "reducescatter")
     }
     count = 0
 
@@ -71,7 +71,7 @@ def happen(events: Sequence[Event], step: int, rank: int, size: int, state: Any,
     for event in events:
         if event.step != step or event.size != size or (event.rank is not None and event.rank != rank):
             continue
-        if event.what == "wait":  # Others join at the next exchange.
+        if event.what in ("wait", "dismiss"):  # Others join at the next exchange, or leave.
             (FOLDER / event.name).touch()
             while state._host_messages.empty():
                 time.sleep(0.05)

@@ -17,7 +17,7 @@ class Event:
 
     Attributes:
         what: ``kill``; ``before``, ``in`` or ``after``: the same there in a collective, counted from this step on;
-            ``wait`` for other ranks; ``forget`` the newest commit.
+            ``wait`` for other ranks; ``dismiss`` the last one; ``forget`` the newest commit.
         step: local steps before it.
         size: of the job at that time.
         rank: to whom; None: all.
@@ -47,6 +47,7 @@ class Scenario:
         begun: ranks and local steps of each stretch of training; from the step before, all that went on was put back.
         collectives: an exchange takes one for the meeting, and one for data.
         overlap: of exchanges.
+        center: where it lives.
         loop: in Keras: ``fit``; ``compiled`` or ``eager`` steps; or ``synchronizer``, around one's own.
     """
 
@@ -56,11 +57,12 @@ class Scenario:
     begun: Sequence[tuple[int, int]]
     collectives: bool = False
     overlap: int = 0
+    center: str = "replicated"
     loop: str = ""
 
 
 SCENARIOS = {
-    "one of three": Scenario("easgd", 3, [Event("kill", 9, 3, rank=2)], [(3, 0), (2, 8)]),
+    "one of three": Scenario("easgd", 3, [Event("kill", 9, 3, rank=2)], [(3, 0), (2, 8)], center="sharded"),
     "the root, in a collective": Scenario(
         "diloco", 2, [Event("in", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True
     ),
@@ -83,6 +85,24 @@ SCENARIOS = {
         2,
         [Event("kill", 5, 2, rank=1), Event("wait", 6, 1), Event("kill", 13, 2, rank=0), Event("wait", 14, 1)],
         [(2, 0), (1, 4), (2, 8), (1, 12), (2, 16)],
+    ),
+    "the center of the root": Scenario(
+        "agn", 2, [Event("kill", 9, 2, rank=0), Event("wait", 13, 1)], [(2, 0), (1, 8), (2, 16)], center="root"
+    ),
+    "a share, in a collective": Scenario(
+        "easgd", 3, [Event("in", 7, 3, rank=2, number=2)], [(3, 0), (2, 4)], collectives=True, center="sharded"
+    ),
+    "a share, in a commit": Scenario(
+        "diloco", 3, [Event("in", 7, 3, rank=0, number=3)], [(3, 0), (2, 4)], collectives=True, center="sharded"
+    ),
+    "a rank is dismissed": Scenario("easgd", 2, [Event("dismiss", 5, 2, rank=0)], [(2, 0), (1, 8)]),
+    "a share is dismissed": Scenario("agn", 3, [Event("dismiss", 5, 3, rank=0)], [(3, 0), (2, 8)], center="sharded"),
+    "shares, all replaced": Scenario(
+        "agn",
+        2,
+        [Event("kill", 5, 2, rank=1), Event("wait", 6, 1), Event("kill", 13, 2, rank=0), Event("wait", 14, 1)],
+        [(2, 0), (1, 4), (2, 8), (1, 12), (2, 16)],
+        center="sharded",
     ),
 }
 

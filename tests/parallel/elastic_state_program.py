@@ -30,9 +30,8 @@ def main(scenario: scenarios.Scenario) -> None:
     model.x = torch.nn.Parameter(torch.zeros(scenarios.SIZE, dtype=torch.float64))
     local = torch.optim.SGD(model.parameters(), lr=scenarios.RATE, momentum=scenarios.MOMENTUM)
     algorithm = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
-    optimizer = hvdp.PeriodicOptimizer(
-        local, model, algorithm[scenario.algorithm](), scenarios.PERIOD, overlap=scenario.overlap
-    )
+    options = {"overlap": scenario.overlap, "center": scenario.center}
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm[scenario.algorithm](), scenarios.PERIOD, **options)
     state = elastic.State(model, optimizer, commit="exchange", batch=0)
 
     @hvd.elastic.run

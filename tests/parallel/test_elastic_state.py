@@ -44,6 +44,9 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
     """Run a scenario, and compare with the equations."""
     waits = [event for event in scenario.events if event.what == "wait"]
     lines = ["#!/bin/sh", *(f"echo {host}:1" for host in HOSTS[: scenario.ranks])]
+    for event in scenario.events:
+        if event.what == "dismiss":
+            lines[scenario.ranks] = f"if ! [ -e {tmp_path / event.name} ]; then {lines[scenario.ranks]}; fi"
     for host, event in zip(HOSTS[scenario.ranks :], waits, strict=False):
         lines.append(f"if [ -e {tmp_path / event.name} ]; then echo {host}:1; fi")
     command = ["-m", f"tests.parallel.{program}", name, str(tmp_path)]

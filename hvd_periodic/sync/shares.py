@@ -1,0 +1,86 @@
+"""Shares of a center that no rank has whole: what each is, and what they are together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
+
+Stretch = tuple[str, int, int, Any]
+"""A tensor by name, the first and the past-the-last of some of its elements, and their values."""
+
+Vectors = dict[str, dict[str, Any]]
+"""Of the center: tensors by name, by what they are."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of the center, in copies.
+
+    Attributes:
+        vectors: of the center, by group of tensors and by name.
+        optimizer_state: of its optimizer.
+    """
+
+    vectors: Mapping[str, Mapping[str, Sequence[Stretch]]]
+    optimizer_state: Any
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The center of all shares, as a checkpoint holds it.
+
+    Attributes:
+        vectors: by group of tensors.
+        optimizer_state: of the center's optimizer, cut as the shares were.
+    """
+
+    vectors: Mapping[str, Vectors]
+    optimizer_state: Any
+
+    def within(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a synchronizer's state that lacks the center, with it."""
+        vectors = {group: saved | self.vectors.get(group, {}) for group, saved in state["vectors"].items()}
+        return {**state, "vectors": vectors, "center_optimizer": self.optimizer_state}
+
+
+def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
+    """Return copies of what this rank holds; local."""
+    vectors: dict[str, dict[str, Sequence[Stretch]]] = {}
+    for group in synchronizer.tensor_groups:
+        if group.placement.everywhere:
+            continue
+        names = [spec.name for spec in group.values.layout.specs]
+        vectors[group.name] = {}
+        for key, store in group.center_state.items():
+            saved = synchronizer.replica.save(store)
+            places = zip(group.share.specs, group.share.sources, strict=True)
+            vectors[group.name][key] = [(names[t], start, stop, saved[spec.name]) for spec, (t, start, stop) in places]
+    return Share(vectors, synchronizer.exchanged.center_optimizer.state())
+
+
+def put_together(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Share]) -> Whole:
+    """Return what shares are together; local.
+
+    Args:
+        synchronizer: whose tensors they are of, now on any number of ranks.
+        shares: all that hold something, by the rank of then.
+    """
+    vectors: dict[str, Vectors] = {}
+    for group in synchronizer.tensor_groups:
+        if group.placement.everywhere:
+            continue
+        whole = vectors[group.name] = {
+            key: synchronizer.replica.save(synchronizer.replica.new_temporary_store(group.values.layout))
+            for key in group.center_state
+        }
+        for share in shares.values():
+            for key, stretches in share.vectors[group.name].items():
+                for name, start, stop, values in stretches:
+                    whole[key][name].reshape(-1)[start:stop] = values.reshape(-1)
+    if synchronizer.exchanged.outer is None:
+        return Whole(vectors, None)
+    states = {rank: share.optimizer_state for rank, share in shares.items()}
+    return Whole(vectors, synchronizer.course.placement.united(states))

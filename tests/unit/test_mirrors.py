@@ -1,0 +1,135 @@
+"""Shares of a center, with copies on other ranks: what is left of it when ranks are lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import SGD, AGNOptimizer, Communicator, DiLoCo, ElasticAverageOptimizer, PeriodicOptimizer
+from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
+from hvd_periodic.sync.shares import Whole
+from tests.helpers import errors, read_center, run_ranks
+
+SHAPES = ((3, 2), (7,), ())
+
+MAKE: dict[str, Any] = {
+    "elastic": lambda x, **options: ElasticAverageOptimizer(SGD(0.1), x, 2, **options),
+    "diloco": lambda x, **options: PeriodicOptimizer(SGD(0.1), x, DiLoCo(), 2, **options),
+    "agn": lambda x, **options: AGNOptimizer(SGD(0.1, 0.5), x, 2, **options),
+}
+
+
+def make(name: str, communicator: Communicator, center: str) -> tuple[Any, list[np.ndarray]]:
+    values = [np.arange(float(np.prod(shape))).reshape(shape) for shape in SHAPES]
+    named = {str(i): value for i, value in enumerate(values)}
+    return MAKE[name](named, communicator=communicator, center=center), values
+
+
+def train(name: str, size: int, center: str) -> list[tuple[Mirror, dict[str, Any], list[np.ndarray]]]:
+    """Return what every rank has kept after five steps, the state that all have together, and the center."""
+
+    def work(communicator: Communicator) -> Any:
+        optimizer, values = make(name, communicator, center)
+        for step in range(5):
+            optimizer.step([np.full_like(value, communicator.rank + step % 3) for value in values])
+        mirror = mirrored(optimizer.synchronizer)
+        return mirror, optimizer.synchronizer.state_dict(), read_center(optimizer, values)
+
+    return run_ranks(size, work)
+
+
+def recover(name: str, center: str, mirrors: Sequence[Mirror | None]) -> list[Whole]:
+    """Return the center as each of as many ranks finds it."""
+
+    def work(communicator: Communicator) -> Whole:
+        optimizer, _ = make(name, communicator, center)
+        return recovered(communicator, optimizer.synchronizer, mirrors[communicator.rank])
+
+    return run_ranks(len(mirrors), work)
+
+
+@pytest.mark.parametrize("center", ["root", "sharded"])
+@pytest.mark.parametrize(("size", "left"), [(3, [0, 2]), (3, [1, 2]), (2, [1]), (4, [3, 1]), (3, [2, 0, 1]), (1, [0])])
+@pytest.mark.parametrize("name", ["elastic", "diloco"])
+def test_the_center_of_those_that_are_left(name: str, size: int, left: list[int], center: str) -> None:
+    """In whatever order, and with ranks that join before and after."""
+    found = train(name, size, center)
+    _, state, values = found[0]
+    for mirrors in ([found[rank][0] for rank in left], [None, *(found[rank][0] for rank in left), None]):
+        for whole in recover(name, center, mirrors):
+            vectors = whole.vectors["parameters"]
+            assert vectors.keys() == ({"center", "momentum"} if name == "diloco" else {"center"})
+            for key, tensors in vectors.items():
+                for tensor, array in tensors.items():
+                    np.testing.assert_array_equal(array, state["vectors"]["parameters"][key][tensor], strict=True)
+            for array, value in zip(vectors["center"].values(), values, strict=True):
+                np.testing.assert_array_equal(array, value)
+
+
+def test_the_optimizer_of_the_roots_center() -> None:
+    found = train("agn", 2, "root")
+    (whole,) = recover("agn", "root", [found[1][0]])
+    expected = found[0][1]["center_optimizer"]
+    assert expected is not None
+    assert repr(whole.optimizer_state) == repr(expected)
+
+
+def elements(mirror: Mirror) -> list[int]:
+    """Return how many elements of the center each share has that a rank keeps."""
+    of_shares = [share.vectors["parameters"]["center"] for share in mirror.shares.values()]
+    return sorted(sum(stop - start for _, start, stop, _ in stretches) for stretches in of_shares)
+
+
+def test_what_a_rank_keeps() -> None:
+    """No more of the center than its own share and another."""
+    assert [elements(mirror) for mirror, _, _ in train("elastic", 4, "sharded")] == [[3, 4], [4, 4], [3, 4], [3, 3]]
+    assert [elements(mirror) for mirror, _, _ in train("elastic", 3, "root")] == [[0, 14], [0, 14], [0, 0]]
+
+
+def test_a_share_that_was_lost_with_its_copy() -> None:
+    kept = [mirror for mirror, _, _ in train("elastic", 4, "sharded")]
+
+    def work(communicator: Communicator) -> None:
+        optimizer, _ = make("elastic", communicator, "sharded")
+        recovered(communicator, optimizer.synchronizer, [kept[0], None, kept[3]][communicator.rank])
+
+    for kind, text in errors(3, work):
+        assert kind is RuntimeError
+        assert text == (
+            "Rank 1 was lost, and so was the next one, which had the copy of its share of the center: start the job "
+            "anew from a checkpoint"
+        )
+
+
+def test_who_had_a_share_does_not_matter_where_the_root_has_all() -> None:
+    kept = [mirror for mirror, _, _ in train("elastic", 4, "root")]
+    recover("elastic", "root", [kept[0]])
+    with pytest.raises(RuntimeError, match="Rank 0 was lost, and so was the next one"):
+        recover("elastic", "root", [kept[2], kept[3]])
+
+
+def test_the_log_says_where_a_share_came_from(caplog: pytest.LogCaptureFixture) -> None:
+    kept = [mirror for mirror, _, _ in train("elastic", 3, "sharded")]
+    with caplog.at_level(logging.WARNING, "hvd_periodic"):
+        recover("elastic", "sharded", [kept[0], kept[2]])
+    assert [record.getMessage() for record in caplog.records] == [
+        "Rank 1 was lost: its share of the center comes from the copy that rank 2 has kept, now rank 1"
+    ]
+
+
+def test_some_commit_and_others_exchange() -> None:
+    def work(communicator: Communicator) -> None:
+        optimizer, values = make("elastic", communicator, "sharded")
+        optimizer.step([np.ones_like(value) for value in values])
+        if communicator.rank == 1:
+            mirrored(optimizer.synchronizer)
+        optimizer.step([np.ones_like(value) for value in values])
+
+    for kind, text in errors(2, work):
+        assert kind is RuntimeError
+        assert "commit() of optimizer 1 at local step 1 on rank 1" in text
+        assert "all ranks commit together, at the same local step" in text
