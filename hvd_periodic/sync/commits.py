@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvd_periodic.comm.agreement import join
@@ -119,11 +119,6 @@ class Commits:
         self._generation = 0
         self.held: dict[int, Commit] = {}
 
-    @property
-    def divided(self) -> bool:
-        """Whether there is a center that is not on every rank."""
-        return any(each.divided for each in self._exchanges().values())
-
     def keep(self, objects: Objects) -> None:
         """Keep a copy of everything, beside the one before."""
         self._keep(max(self.held, default=-1) + 1, objects)
@@ -136,8 +131,13 @@ class Commits:
             return objects
         return self._put_back(self.held[max(self.held)], {})
 
-    def sync(self, communicator: Communicator, objects: Objects) -> Objects:
+    def sync(self, communicator: Communicator, objects: Objects, change: Callable[[], None]) -> Objects:
         """Let all ranks go on from the newest commit of those that have one; return the objects that all share.
+
+        Args:
+            communicator: the ranks that there are now.
+            objects: of this rank.
+            change: called on ranks that go on, once they have what they had: they go on from what it leaves.
 
         Raises:
             RuntimeError: no commit is held by all of them; on all ranks.
@@ -158,7 +158,7 @@ class Commits:
                 "ranks. Start the job anew from a checkpoint"
             )
         if holders:
-            objects = self._go_on(communicator, objects, self.held.get(max(common)), giver=min(holders))
+            objects = self._go_on(communicator, objects, self.held.get(max(common)), min(holders), change)
         else:
             for kept in self._kept().values():
                 kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
@@ -169,18 +169,25 @@ class Commits:
         self._keep(max(common), objects)
         return objects
 
-    def _go_on(self, communicator: Communicator, objects: Objects, own: Commit | None, giver: int) -> Objects:
+    def _go_on(
+        self,
+        communicator: Communicator,
+        objects: Objects,
+        own: Commit | None,
+        giver: int,
+        change: Callable[[], None],
+    ) -> Objects:
         """Go on from a commit that the ranks hold, of which one gives it to those that join; return its objects."""
         wholes = {
             name: kept.recovered(communicator, None if own is None else own.mirrors[name])
             for name, kept in self._exchanges().items()
             if kept.divided
         }
-        if own is not None and communicator.rank == giver:
+        if own is not None:
             objects = self._put_back(own, wholes)
+            change()
+            own = replace(own, states=self._copies())
         for kept in self._kept().values():
-            if isinstance(kept, KeptExchanges):
-                kept.synchronizer.check_agreement()
             kept.take_from(giver)
         objects = _given(communicator, objects, giver)
         if own is not None:
@@ -195,10 +202,12 @@ class Commits:
     def _keep(self, number: int, objects: Objects) -> None:
         """Keep a copy of everything under a number."""
         mirrors = {name: mirrored(each.synchronizer) for name, each in self._exchanges().items() if each.divided}
-        states = {name: kept.copied() for name, kept in self._kept().items()}
-        self.held[number] = Commit(copy.deepcopy(objects), states, mirrors)
+        self.held[number] = Commit(copy.deepcopy(objects), self._copies(), mirrors)
         for old in sorted(self.held)[:-_KEPT]:
             del self.held[old]
+
+    def _copies(self) -> dict[str, Any]:
+        return {name: kept.copied() for name, kept in self._kept().items()}
 
     def _put_back(self, commit: Commit, wholes: Mapping[str, Whole]) -> Objects:
         """Set everything that has a state to what it was, but for centers that are missing; return the objects."""
@@ -231,6 +240,8 @@ class CommittedState(ABC):
     _tracked: dict[str, Any]
     _saved_state: Objects
     _set_attrs: Callable[[], None]
+    _reset_callbacks: list[Callable[[], None]]
+    _due: Sequence[Callable[[], None]] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_tracked", {}):
@@ -246,15 +257,21 @@ class CommittedState(ABC):
         """Let all ranks begin anew where hosts were added or removed.
 
         Raises:
-            HostsUpdatedInterrupt: they were; on all ranks. Ranks that have shares of a center always meet then: where
-                hosts were only removed, Horovod would let the others go on at once.
+            HostsUpdatedInterrupt: they were; on all ranks. They always meet in :meth:`sync` then; Horovod would let
+                them go on at once where hosts were only removed.
         """
         try:
             super().check_host_updates()  # type: ignore[misc]
         except RuntimeError as interrupt:
-            if getattr(interrupt, "skip_sync", False) and self.commits.divided:
-                interrupt.skip_sync = False  # type: ignore[attr-defined]
+            if hasattr(interrupt, "skip_sync"):
+                interrupt.skip_sync = False
             raise
+
+    def on_reset(self) -> None:
+        """Take notice of new ranks; reset callbacks are for :meth:`sync`, which puts back what was committed."""
+        callbacks, self._reset_callbacks = self._reset_callbacks, []
+        super().on_reset()  # type: ignore[misc]
+        self._reset_callbacks, self._due = callbacks, callbacks
 
     def restore(self) -> None:
         """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
@@ -271,8 +288,13 @@ class CommittedState(ABC):
             RuntimeError: no commit is held by all of them; on all ranks.
             ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
         """
-        self._saved_state = self.commits.sync(self._communicator(), self._saved_state)
+        self._saved_state = self.commits.sync(self._communicator(), self._saved_state, self._call_back)
+        self._due = ()
         self._set_attrs()
+
+    def _call_back(self) -> None:
+        for callback in self._due:
+            callback()
 
     @abstractmethod
     def _communicator(self) -> Communicator:

@@ -208,8 +208,9 @@ class _KeptSynchronizer(KeptExchanges):
 
     def take_from(self, giver: int) -> None:
         """Take replica, center, counters and local optimizer of one rank."""
-        self.synchronizer.take_from(giver)
         self._local.take_from(giver)
+        self.synchronizer.check_agreement()
+        self.synchronizer.take_from(giver)
 
     def rejoin(self, name: str) -> None:
         """Go on with the same variables."""

@@ -160,12 +160,13 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         self.synchronizer.start()
 
     def take_from(self, giver: int) -> None:
-        """Take replica, center and counters of one rank, and the hyper-parameters of its local optimizer."""
-        self.synchronizer.take_from(giver)
+        """Take replica, center and counters of one rank, and before the hyper-parameters of its local optimizer."""
         hyperparameters = [_without_parameters(group) for group in self.value.param_groups]
         given = hvd.broadcast_object(hyperparameters, giver)
         for group, settings in zip(self.value.param_groups, given, strict=True):
             group.update(settings)
+        self.synchronizer.check_agreement()
+        self.synchronizer.take_from(giver)
 
     def rejoin(self, name: str) -> None:
         """Be constructed anew."""

@@ -53,16 +53,17 @@ def main(scenario: scenarios.Scenario) -> None:
     model = keras.Model(inputs, Point()(inputs) + 0 * mean(inputs))
     local = keras.optimizers.SGD(scenarios.RATE, momentum=scenarios.MOMENTUM)
     algorithms = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
-    algorithm = algorithms[scenario.algorithm]()
+    algorithm, note = algorithms[scenario.algorithm](), tf.Variable(0)
     if scenario.loop == "synchronizer":
         synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD)
         optimizer: Any = local
-        state = elastic.State(model, local, commit="exchange", exchange=synchronizer, batch=0)
+        state = elastic.State(model, local, commit="exchange", exchange=synchronizer, note=note, batch=0)
     else:
         optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, scenarios.PERIOD)
         model.compile(optimizer, loss=half_square, jit_compile=False)
-        state = elastic.State(model, commit="exchange", batch=0, epoch=0)
+        state = elastic.State(model, commit="exchange", note=note, batch=0, epoch=0)
         synchronizer = optimizer.synchronizer
+    state.register_reset_callbacks([lambda: note.assign(hvd.size())])
 
     def descend(targets: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
@@ -103,7 +104,7 @@ def main(scenario: scenarios.Scenario) -> None:
     found: dict[str, Any] = {"x": point.numpy().tolist(), "center": center, "mean": moving.numpy().tolist()}
     if scenario.loop == "fit":
         found["epoch"] = state.epoch
-    end(hvd.rank(), **found, steps=synchronizer.local_steps, batch=state.batch)
+    end(hvd.rank(), **found, note=int(note), steps=synchronizer.local_steps, batch=state.batch)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def main(scenario: scenarios.Scenario) -> None:
     options = {"overlap": scenario.overlap, "center": scenario.center}
     optimizer = hvdp.PeriodicOptimizer(local, model, algorithm[scenario.algorithm](), scenarios.PERIOD, **options)
     state = elastic.State(model, optimizer, commit="exchange", batch=0)
+    state.register_reset_callbacks([lambda: optimizer.param_groups[0].update(note=hvd.size())])
 
     @hvd.elastic.run
     def train(state: Any) -> None:
@@ -48,7 +49,8 @@ def main(scenario: scenarios.Scenario) -> None:
     train(state)
     with optimizer.center():
         center = model.x.tolist()
-    end(hvd.rank(), x=model.x.tolist(), center=center, steps=optimizer.synchronizer.local_steps, batch=state.batch)
+    found = {"x": model.x.tolist(), "center": center, "note": optimizer.param_groups[0]["note"]}
+    end(hvd.rank(), **found, steps=optimizer.synchronizer.local_steps, batch=state.batch)
 
 
 if __name__ == "__main__":

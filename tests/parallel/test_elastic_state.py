@@ -61,6 +61,7 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
         end = json.loads((tmp_path / f"end.{rank}.json").read_text())
         assert (end["pid"], end["steps"], end["batch"]) == (process, STEPS, STEPS)
         assert end.get("epoch", 1) == 1
+        assert end["note"] == len(workers), "what reset callbacks do stays, and reaches those that join"
         np.testing.assert_allclose(end["center"], center, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end["x"], worker.x, rtol=0, atol=1e-12)
         np.testing.assert_allclose(end.get("mean", worker.mean), worker.mean, rtol=0, atol=1e-12)
