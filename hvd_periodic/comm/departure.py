@@ -13,6 +13,9 @@ from types import TracebackType
 _HANGS = 10.0
 """Seconds after which a process that has waited too long ends, also where a library waits for others then."""
 
+OVER = "its program is over, or has called sys.exit()"
+"""Why a process ends that no error has ended: Python tells its exit code to nobody before its end."""
+
 
 def watch_end(tell: Callable[[str], None], first_error: Callable[[BaseException], str | None]) -> None:
     """Tell others when this process ends, and why where an error ends it.
@@ -40,7 +43,7 @@ def watch_end(tell: Callable[[str], None], first_error: Callable[[BaseException]
 
     def leaving() -> None:
         if os.getpid() == process:
-            tell(failed[-1] if failed else "its program is over, or has called sys.exit()")
+            tell(failed[-1] if failed else OVER)
 
     sys.excepthook = failing
     atexit.register(leaving)
