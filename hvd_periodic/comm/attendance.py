@@ -154,15 +154,20 @@ class Attendance:
         """Read the local steps of an optimizer there, as long as it exists."""
         self._counts[optimizer] = weakref.ref(counts)
 
-    def wait_for(self, number: int, done: Callable[[], bool]) -> None:
+    def wait_for(self, number: int, done: Callable[[], bool], longest: float = _LONGEST) -> None:
         """Wait, asleep, until a collective is done.
+
+        Args:
+            number: that of :meth:`come`.
+            done: looks.
+            longest: seconds between two looks; 0: none, where looking is what moves data.
 
         Raises:
             Exception: what :attr:`Wait.error` was set to meanwhile.
         """
         if done():
             return
-        wait, pause = Wait(number, raises=True), _FIRST
+        wait, pause = Wait(number, raises=True), min(_FIRST, longest)
         if not _is_aside():
             self.wait = wait
         try:
@@ -170,7 +175,7 @@ class Attendance:
                 if wait.error is not None:
                     raise wait.error
                 time.sleep(pause)
-                pause = min(_LONGEST, pause * _GROWTH)
+                pause = min(longest, pause * _GROWTH)
         finally:
             if self.wait is wait:
                 self.wait = None
