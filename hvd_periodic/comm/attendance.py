@@ -160,7 +160,7 @@ class Attendance:
         Args:
             number: that of :meth:`come`.
             done: looks.
-            longest: seconds between two looks; 0: none, where looking is what moves data.
+            longest: seconds between two looks; 0: none, where to look is what moves data.
 
         Raises:
             Exception: what :attr:`Wait.error` was set to meanwhile.
@@ -174,7 +174,8 @@ class Attendance:
             while not done():
                 if wait.error is not None:
                     raise wait.error
-                time.sleep(pause)
+                if pause:
+                    time.sleep(pause)
                 pause = min(longest, pause * _GROWTH)
         finally:
             if self.wait is wait:
