@@ -25,8 +25,10 @@ FRAMEWORK, PLACE, END, *MODE = sys.argv[1:] if len(sys.argv) > 3 else ("", "", "
 OPTIONS: dict[str, Any] = {"asynchronous": True} if MODE else {"timeout_seconds": 1000.0}
 steps = 0
 """That were taken here."""
-ranks: list[Any] = []
+ranks: list[int] = []
 """This one, once it is known."""
+made: list[Any] = []
+"""The optimizer, once it is there."""
 
 
 def end_at(place: str, steps_taken: int = LAST) -> None:
@@ -68,9 +70,11 @@ def batches() -> Iterator[tuple[Any, Any]]:
 
 
 def count() -> None:
-    """Note that a step was taken."""
+    """Note that a step was taken; from the last one of rank 1 on, waiting has a limit."""
     global steps
     steps += 1
+    if END == "hang" and steps == LAST:
+        made[0].synchronizer.membership.communicator.attendance.timeout = LIMIT
 
 
 def of_torch() -> tuple[Any, Callable[[], None]]:
@@ -84,8 +88,8 @@ def of_torch() -> tuple[Any, Callable[[], None]]:
     ranks.append(hvd.rank())
     model = torch.nn.Linear(3, 2)
     local = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = optimizer_of(hvdp, local, model)
-    made.register_step_post_hook(lambda *_: end_at("callback", LAST - 1))
+    optimizer = optimizer_of(hvdp, local, model)
+    optimizer.register_step_post_hook(lambda *_: end_at("callback", LAST - 1))
 
     def train() -> None:
         for inputs, _ in batches():
@@ -97,10 +101,10 @@ def of_torch() -> tuple[Any, Callable[[], None]]:
                 loss.backward()
                 return loss
 
-            made.step(closure)
+            optimizer.step(closure)
             count()
 
-    return made, train
+    return optimizer, train
 
 
 def of_tensorflow() -> tuple[Any, Callable[[], None]]:
@@ -118,8 +122,8 @@ def of_tensorflow() -> tuple[Any, Callable[[], None]]:
     hvd.init()
     ranks.append(hvd.rank())
     network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    made = optimizer_of(hvdp, keras.optimizers.SGD(0.1), network)
-    network.compile(made, "mse")
+    optimizer = optimizer_of(hvdp, keras.optimizers.SGD(0.1), network)
+    network.compile(optimizer, "mse")
 
     def train() -> None:
         if PLACE == "loader":
@@ -129,7 +133,7 @@ def of_tensorflow() -> tuple[Any, Callable[[], None]]:
             end_at("training")
             network.fit(inputs, outputs, verbose=0, callbacks=[Counting()])
 
-    return made, train
+    return optimizer, train
 
 
 def of_numpy() -> tuple[Any, Callable[[], None]]:
@@ -140,15 +144,26 @@ def of_numpy() -> tuple[Any, Callable[[], None]]:
     communicator = MPICommunicator()
     ranks.append(communicator.rank)
     OPTIONS["communicator"] = communicator
-    made = optimizer_of(hvd_periodic, hvd_periodic.SGD(0.1), {"x": np.zeros(3)})
+    optimizer = optimizer_of(hvd_periodic, hvd_periodic.SGD(0.1), {"x": np.zeros(3)})
 
     def train() -> None:
         for _ in batches():
             end_at("training")
-            made.step([np.ones(3)])
+            optimizer.step([np.ones(3)])
             count()
 
-    return made, train
+    return optimizer, train
+
+
+def breaking(exchange: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return an asynchronous exchange in which one rank may end when it has pulled the first bucket."""
+
+    def run(*arguments: Any) -> Iterator[Any]:
+        for pulled in exchange(*arguments):
+            end_at("exchange", PERIOD - 1)
+            yield pulled
+
+    return run
 
 
 def optimizer_of(package: Any, local: Any, model: Any) -> Any:
@@ -161,8 +176,10 @@ def optimizer_of(package: Any, local: Any, model: Any) -> Any:
 
 if __name__ == "__main__":
     optimizer, train = {"torch": of_torch, "tensorflow": of_tensorflow, "numpy": of_numpy}[FRAMEWORK]()
-    if not MODE:
-        optimizer.synchronizer.membership.communicator.attendance.timeout = LIMIT if END == "hang" else 1000.0
+    made.append(optimizer)
+    if MODE and PLACE == "exchange":
+        transport = optimizer.synchronizer.course.worker.transport
+        transport.exchange = breaking(transport.exchange)
     train()
     if MODE == ["asynchronous", "broadcast"] and ranks != [1]:
         optimizer.synchronizer.broadcast()

@@ -210,3 +210,10 @@ def test_an_interrupt_in_asynchronous_training_ends_all(framework: str, place: s
     code, output = end("mpirun", framework, place, "interrupt", "asynchronous")
     assert code != 0
     assert "KeyboardInterrupt" in output
+
+
+def test_who_exits_in_an_asynchronous_exchange_ends_all() -> None:
+    """A holder of the center could wait for the rest of it."""
+    code, output = end("mpirun", "numpy", "exchange", "exit 0", "asynchronous")
+    assert code != 0
+    assert "Rank 1 fails in asynchronous training, and ends the job" in output
