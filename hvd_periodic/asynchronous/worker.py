@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.memory import NoSharedMemoryError
+from hvd_periodic.comm.watcher import tell_leaving
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, chunk
@@ -81,6 +83,9 @@ class Worker:
         sharded: every rank holds one n-th of the center, where it is not in memory that all share.
         use_locking: whether transactions in shared memory exclude each other.
 
+    Attributes:
+        broken_off: something has ended an exchange of this worker in its midst; a holder may wait for the rest.
+
     Raises:
         TypeError, ValueError: the center cannot have the optimizer that it needs.
     """
@@ -101,6 +106,7 @@ class Worker:
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
+        self.broken_off = False
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
         self._count = firsts[-1]
         self.placements = [
@@ -167,17 +173,25 @@ class Worker:
         requests, replies = communicator.messages(), communicator.messages()
         return ServiceTransport(requests, replies, self._shared, holders, bounds, self._outer)
 
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Let an exchange of this worker take place inside a ``with`` block."""
+        self.go_on()
+        self.broken_off = True
+        yield
+        self.broken_off = False
+
     def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the bytes it pushed."""
-        self.go_on()
         buckets = list(all_buckets(parts))
 
         def payloads() -> Iterator[np.ndarray]:
             for part, bucket in buckets:
                 yield self._replica.to_host(part.payload(bucket, exchange), bucket)
 
-        for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
-            part.pull(bucket, self._replica.from_host(pulled, bucket), exchange)
+        with self.transaction():
+            for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
+                part.pull(bucket, self._replica.from_host(pulled, bucket), exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
 
     def read(self, index: int, bucket: Bucket) -> Any:
@@ -306,7 +320,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
     """Take part in every end that others wait for, until all ranks leave; yield while there is nothing to do."""
     if not communicator.alive():
         return
-    if getattr(sys, "last_type", None) is not None:
+    if getattr(sys, "last_type", None) is not None or any(worker.broken_off for worker in workers):
         logger.error("Rank %d fails in asynchronous training, and ends the job", communicator.rank)
         communicator.abort()
     if not all(worker.at_rest for worker in workers):
@@ -321,6 +335,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
 
 def _leave_all() -> None:
     """End with the process, all workers at once: other ranks may finish those of other ranks first."""
+    tell_leaving()  # Before the first assembly: who waits for something else will know that this rank never comes.
     channels: dict[int, list[Worker]] = {}
     for worker in _opened:
         channels.setdefault(id(worker.communicator.channel), []).append(worker)

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_real
-from hvd_periodic.comm.presence import Note, Peer, from_integers
+from hvd_periodic.comm.presence import Kind, Note, Peer, from_integers
 
 T = TypeVar("T")
 
@@ -69,16 +69,16 @@ class Wait:
         since: when the wait began, in seconds of the monotonic clock.
         over: says that it is over, where whoever has begun it cannot say so.
         raises: the one who waits looks at ``error`` now and then.
-        limited: to wait for very long is an error.
+        assembly: of ranks that are done, which may take very long; those that have left take part.
         error: to be raised there.
     """
 
-    __slots__ = ("error", "limited", "number", "over", "raises", "since")
+    __slots__ = ("assembly", "error", "number", "over", "raises", "since")
 
     def __init__(
-        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, limited: bool = True
+        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, assembly: bool = False
     ) -> None:
-        self.number, self.raises, self.over, self.limited = number, raises, over, limited
+        self.number, self.raises, self.over, self.assembly = number, raises, over, assembly
         self.since = time.monotonic()
         self.error: Exception | None = None
 
@@ -99,7 +99,7 @@ class Attendance:
         last: what this rank told when it met the others last.
         seen: what all told then, in the order of ``ranks``.
         peers: where they are reached, by rank; those that can be.
-        gone: notes of those that have ended, by rank.
+        gone: notes of those that have ended, or that only take part in assemblies from now on, by rank.
         task: what this rank does among them, where that is no meeting.
         timeout: seconds after which waiting is an error; None: never.
         elastic: ranks may go and come: those that go are not told of, and until ranks have met nobody waits too long.
@@ -131,13 +131,20 @@ class Attendance:
         self.peers = {rank: peer for rank, peer in found if peer is not None}
         self.gone = {}
 
-    def gone_before(self, number: int) -> Note | None:
-        """Return the note of a rank that has ended, and had not come to a collective; None if there is none.
+    def note_end(self, note: Note) -> None:
+        """Take note that a rank has ended, or will do no more than take part in assemblies; the first reason counts."""
+        known = self.gone.get(note.rank)
+        if known is None or known.kind == Kind.LEAVE:
+            self.gone[note.rank] = note
+
+    def gone_before(self, wait: Wait) -> Note | None:
+        """Return the note of a rank that will never come to what this one waits for; None if there is none.
 
         Where ranks may go, it is Horovod that tells the others, who recover from that.
         """
-        ended = [] if self.elastic else list(self.gone.items())
-        return next((note for rank, note in ended if not self.has_come(rank, note.begun, number)), None)
+        gone = [] if self.elastic else list(self.gone.items())
+        ended = [(rank, note) for rank, note in gone if not (wait.assembly and note.kind == Kind.LEAVE)]
+        return next((note for rank, note in ended if not self.has_come(rank, note.begun, wait.number)), None)
 
     def has_come(self, rank: int, begun: int, number: int) -> bool:
         """Return whether a rank that has begun so many collectives has come to one that this rank numbers so."""
@@ -147,23 +154,29 @@ class Attendance:
         """Read the local steps of an optimizer there, as long as it exists."""
         self._counts[optimizer] = weakref.ref(counts)
 
-    def wait_for(self, number: int, done: Callable[[], bool]) -> None:
+    def wait_for(self, number: int, done: Callable[[], bool], longest: float = _LONGEST) -> None:
         """Wait, asleep, until a collective is done.
+
+        Args:
+            number: that of :meth:`come`.
+            done: looks.
+            longest: seconds between two looks; 0: none, where to look is what moves data.
 
         Raises:
             Exception: what :attr:`Wait.error` was set to meanwhile.
         """
         if done():
             return
-        wait, pause = Wait(number, raises=True), _FIRST
+        wait, pause = Wait(number, raises=True), min(_FIRST, longest)
         if not _is_aside():
             self.wait = wait
         try:
             while not done():
                 if wait.error is not None:
                     raise wait.error
-                time.sleep(pause)
-                pause = min(_LONGEST, pause * _GROWTH)
+                if pause:
+                    time.sleep(pause)
+                pause = min(longest, pause * _GROWTH)
         finally:
             if self.wait is wait:
                 self.wait = None
@@ -175,6 +188,24 @@ class Attendance:
     def leave(self) -> None:
         """Note that this rank waits no longer."""
         self.wait = None
+
+    def assembly(self, look: Callable[[], T | None]) -> Callable[[], T | None]:
+        """Note that this rank comes to an assembly; return what looks whether all are there, None until they are.
+
+        Raises:
+            Exception: from what is returned, what :attr:`Wait.error` was set to meanwhile.
+        """
+        self.wait = wait = Wait(self.come(), raises=True, assembly=True)
+
+        def watched() -> T | None:
+            if wait.error is not None:
+                raise wait.error
+            found = look()
+            if found is not None:
+                self.leave()
+            return found
+
+        return watched
 
     def during(self, call: Callable[[], T]) -> T:
         """Return what a collective returns that cannot be interrupted."""
@@ -200,7 +231,7 @@ class Attendance:
     def is_too_long(self, wait: Wait, seconds: float) -> bool:
         """Return whether to wait for so long is an error."""
         joining = self.elastic and not self.peers
-        return self.timeout is not None and wait.limited and not joining and seconds >= self.timeout
+        return self.timeout is not None and not wait.assembly and not joining and seconds >= self.timeout
 
     @contextmanager
     def at(self, task: str) -> Iterator[None]:

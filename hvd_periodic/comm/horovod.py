@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.comm.attendance import Wait, attendance_of
+from hvd_periodic.comm.attendance import attendance_of
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
@@ -229,18 +229,7 @@ class HorovodCommunicator(Communicator):
         """Start to wait for all ranks, outside of Horovod, which would report a stall."""
         if self.size == 1:
             return lambda: number
-        look, attendance = self._mpi.assembly(number), self.attendance
-        attendance.wait = wait = Wait(attendance.come(), raises=True, limited=False)
-
-        def watched() -> int | None:
-            if wait.error is not None:
-                raise wait.error
-            found = look()
-            if found is not None:
-                attendance.leave()
-            return found
-
-        return watched
+        return self.attendance.assembly(self._mpi.assembly(number))
 
     @property
     def namespace(self) -> Hashable:
@@ -263,7 +252,8 @@ class HorovodCommunicator(Communicator):
 
     def alive(self) -> bool:
         """Whether Horovod has not been shut down, here or elsewhere."""
-        return bool(self._hvd.is_initialized()) and (self.size == 1 or self._mpi.alive())
+        opened = self.size > 1 and "_mpi" in vars(self)  # Opening it is collective, and to ask is not.
+        return bool(self._hvd.is_initialized()) and (not opened or self._mpi.alive())
 
     def abort(self) -> None:
         """End all processes of the job."""

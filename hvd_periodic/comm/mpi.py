@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hvd_periodic.comm.attendance import attendance_of
 from hvd_periodic.comm.base import Communicator, awaited
 from hvd_periodic.comm.hall import Hall
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.objects import gather_objects
+from hvd_periodic.comm.presence import number_of
+from hvd_periodic.comm.roster import sign
+from hvd_periodic.comm.watcher import watcher
 from hvd_periodic.comm.window import on_one_host, open_window
 from hvd_periodic.vectors.layout import chunk
 
@@ -19,11 +28,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+T = TypeVar("T")
+
 _ABOVE_ALL = 2**31
 """Above every number of an optimizer."""
 
 _of_ranks: dict[tuple[int, ...], MPICommunicator] = {}
 """Communicators of this process by ranks of the job: MPI has a limited number, and optimizers share them."""
+
+_watched: Counter[tuple[int, ...]] = Counter()
+"""How many communicators of the same ranks are watched: as many on all of these."""
 
 
 class MPICommunicator(Communicator):
@@ -31,9 +45,10 @@ class MPICommunicator(Communicator):
 
     Args:
         comm: the ranks that exchange. Default: all of the job.
+        watched: whether ranks that do not come are named; where others do not see to that.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm | None = None, watched: bool = True) -> None:
         from mpi4py import MPI  # importing it starts MPI
 
         self._in_place, self._operations = MPI.IN_PLACE, {"sum": MPI.SUM, "max": MPI.MAX}
@@ -41,61 +56,57 @@ class MPICommunicator(Communicator):
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
         self._hall: Hall | None = None
+        self._watched = watched and self.size > 1
+        if self._watched:
+            ranks = tuple(_in_the_job(self._comm))
+            _watched[ranks] += 1
+            name = f"hvd_periodic.mpi.{number_of(str(ranks))}.{_watched[ranks]}"
+            self.attendance = attendance_of(name, ranks[self.rank], ranks)
+
+    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+        """Return where the watcher of this process is reached."""
+        if not self._watched:
+            return None, None
+        on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+        try:
+            found = watcher(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
+        except ValueError as error:
+            return None, error
+        _end_together()
+        if not self.attendance.peers:
+            sign(self.attendance.name, self.attendance.rank)
+        return None if found is None else found.introduction(self.attendance), None
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
-        request = self._comm.Iallreduce(self._in_place, buffer, op=self._operations[op])
-
-        def wait() -> Any:
-            request.Wait()
-            return buffer
-
-        return wait
+        return self._begun(self._comm.Iallreduce(self._in_place, buffer, op=self._operations[op]), buffer)
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast, in place."""
-        self._comm.Bcast(buffer, root=root)
-        return buffer
+        return self._begun(self._comm.Ibcast(buffer, root=root), buffer)()
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start a nonblocking reduce-scatter; the result is the beginning of ``buffer``."""
         bounds = [chunk(len(buffer), rank, self.size) for rank in range(self.size)]
         counts = [stop - start for start, stop in bounds]
         request = self._comm.Ireduce_scatter(self._in_place, buffer, counts, op=self._operations["sum"])
-
-        def wait() -> Any:
-            request.Wait()
-            return buffer[: counts[self.rank]]
-
-        return wait
+        return self._begun(request, buffer[: counts[self.rank]])
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather into ``out``, or into a new array."""
-        counts = self._comm.allgather(len(buffer))
+        counts = np.empty(self.size, np.int64)
+        self._begun(self._comm.Iallgather(np.array([len(buffer)]), counts), counts)()
         if out is None:
-            out = np.empty(sum(counts), buffer.dtype)
-        self._comm.Allgatherv(buffer, [out, counts])
-        return out
+            out = np.empty(counts.sum(), buffer.dtype)
+        return self._begun(self._comm.Iallgatherv(buffer, [out, counts.tolist()]), out)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start a nonblocking gather into ``out``."""
-        request = self._comm.Iallgather(buffer, out)
-
-        def wait() -> Any:
-            request.Wait()
-            return out
-
-        return wait
+        return self._begun(self._comm.Iallgather(buffer, out), out)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start a nonblocking exchange, in place."""
-        request = self._comm.Ialltoall(self._in_place, buffer)
-
-        def wait() -> Any:
-            request.Wait()
-            return buffer
-
-        return wait
+        return self._begun(self._comm.Ialltoall(self._in_place, buffer), buffer)
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Gather pickled objects; mpi4py's own function of this name stops at 2³¹ bytes."""
@@ -107,31 +118,35 @@ class MPICommunicator(Communicator):
 
     def shares_memory(self) -> bool:
         """Whether all ranks are on one host."""
-        return on_one_host(self._comm)
+        return self._during(lambda: on_one_host(self._comm))
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a window of shared memory; from then on, ranks that die are not waited for."""
-        memory = open_window(self._comm, nbytes)
-        if self._hall is None:
-            self._hall = Hall(open_window(self._comm, Hall.nbytes(self.size)), self.rank, self.size)
-            self._comm.Barrier()
-        return memory
+
+        def opened() -> SharedMemory:
+            memory = open_window(self._comm, nbytes)
+            if self._hall is None:
+                self._hall = Hall(open_window(self._comm, Hall.nbytes(self.size)), self.rank, self.size)
+                self._comm.Barrier()
+            return memory
+
+        return self._during(opened)
 
     def messages(self) -> Messages:
         """Return those of a duplicate."""
-        return Messages(self._comm.Dup())
+        return Messages(self._during(self._comm.Dup))
 
     def assembly(self, number: int) -> Callable[[], int | None]:
         """Start a nonblocking reduction: MPI's own waiting takes a core. On one host, see :class:`Hall`."""
         if self._hall is not None:
-            return self._hall.assembly(number)
+            return self.attendance.assembly(self._hall.assembly(number))
         extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
         request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
 
         def look() -> int | None:
             return awaited([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
 
-        return look
+        return self.attendance.assembly(look)
 
     def leave(self) -> None:
         """Say that this process ends as it should, before it does."""
@@ -151,6 +166,45 @@ class MPICommunicator(Communicator):
     def abort(self) -> None:
         """End all processes of the job."""
         self._comm.Abort(1)
+
+    def _begun(self, request: MPI.Request, result: T) -> Callable[[], T]:
+        """Return what waits for a collective that has begun, and returns its result."""
+        number = self.attendance.come()
+
+        def wait() -> T:
+            self.attendance.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is looked at.
+            return result
+
+        return wait
+
+    def _during(self, call: Callable[[], T]) -> T:
+        """Return what a collective returns that makes a way to an asynchronous center."""
+        with self.attendance.at("the start of asynchronous exchange"):
+            return self.attendance.during(call)
+
+
+def _in_the_job(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks of a communicator as the job counts them; as it does, where some are of another job."""
+    from mpi4py import MPI
+
+    own = list(range(comm.Get_size()))
+    found = list(MPI.Group.Translate_ranks(comm.Get_group(), own, MPI.COMM_WORLD.Get_group()))
+    return own if MPI.UNDEFINED in found else found
+
+
+@cache
+def _end_together() -> None:
+    """Let an error that ends this process end the job: MPI's own end would wait for all ranks, for ever."""
+    atexit.register(_abort_after_error)
+
+
+def _abort_after_error() -> None:
+    from mpi4py import MPI
+
+    if getattr(sys, "last_type", None) is not None and not hasattr(sys, "ps1") and not MPI.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
 
 
 def world_rank() -> int:
@@ -182,5 +236,6 @@ def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
         )
     key = tuple(ranks)
     if key not in _of_ranks:
-        _of_ranks[key] = MPICommunicator(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks)))
+        group = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
+        _of_ranks[key] = MPICommunicator(group, watched=False)  # Horovod's watches what it does.
     return _of_ranks[key]

@@ -35,6 +35,7 @@ class Kind(IntEnum):
     ASK = 0
     ANSWER = 1
     END = 2
+    LEAVE = 3
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from hvd_periodic.comm.attendance import Attendance, Wait, attendances
-from hvd_periodic.comm.departure import watch_end
+from hvd_periodic.comm.departure import OVER, watch_end
 from hvd_periodic.comm.inquiry import TICK, Inquiry, at_step, position, report
 from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
 
@@ -137,8 +137,8 @@ class Watcher:
             inquiry = self._inquiries.get(attendance.name)
             if inquiry is not None and inquiry.number == note.wait:
                 inquiry.answers[note.rank] = note
-        elif note.kind == Kind.END:
-            attendance.gone.setdefault(note.rank, note)
+        elif note.kind in (Kind.END, Kind.LEAVE):
+            attendance.note_end(note)
             self.told.set()
 
     def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
@@ -164,7 +164,7 @@ class Watcher:
         """Ask where a wait has been long, and report what was answered."""
         for attendance in self._attendances():
             wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
-            gone = None if wait is None else attendance.gone_before(wait.number)
+            gone = None if wait is None else attendance.gone_before(wait)
             if wait is not None and gone is not None and not _is_over(wait):
                 self._end_with(attendance, wait, gone, now)
             elif inquiry is not None and inquiry.wait is not wait:
@@ -236,8 +236,8 @@ class Watcher:
         notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
         return f"rank {notes[0].rank}{at_step(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
 
-    def tell_end(self, text: str) -> None:
-        """Tell all processes that were met that this one ends, and why."""
+    def tell_end(self, text: str, kind: Kind = Kind.END) -> None:
+        """Tell all processes that were met that this one ends, and why; or that only assemblies will see it."""
         for attendance in self._attendances():
             steps = attendance.local_steps()
             for rank, peer in list(attendance.peers.items()):
@@ -245,7 +245,7 @@ class Watcher:
                     continue
                 numbers = {"begun": attendance.begun, "local_steps": -1 if steps is None else steps}
                 name = number_of(attendance.name)
-                self.send(Note(Kind.END, peer.token, name, attendance.rank, text=text, **numbers), peer)
+                self.send(Note(kind, peer.token, name, attendance.rank, text=text, **numbers), peer)
 
     def send(self, note: Note, peer: Peer) -> None:
         """Send a note to another process, in every way that it may be reached."""
@@ -283,3 +283,9 @@ def watcher(one_host: bool) -> Watcher | None:
             except OSError as error:
                 logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
         return _watcher
+
+
+def tell_leaving() -> None:
+    """Tell all processes that were met that this one, at the end of its program, only waits for theirs."""
+    if _watcher is not None:
+        _watcher.tell_end(OVER, Kind.LEAVE)

@@ -95,8 +95,8 @@ class GraphAsynchronous(Asynchronous[Any]):
                 raise ValueError(problem)
             plan = setting.planner.following_alone(own)
             alone = Exchange(setting.membership.communicator.size, own.clock.period, max(own.counters.gradients, 1))
-            worker.go_on()
-            pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
+            with worker.transaction():
+                pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
             missed = worker.transport.missed
             pushed = _Pushed(missed, max(missed, own.counters.staleness_max), plan.next_exchange)
             return [np.array(to_integers(asdict(pushed) | ledger.noted(Notes(memory=plan.memory)), kinds)), *pulled]

@@ -111,6 +111,20 @@ def test_the_exit_code_is_that_of_the_ranks(script: str, cluster: dict[str, str]
     assert end_of(cluster, job) == ("FAILED", "7"), (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("script", "place", "how", "told"),
+    [("slurm_mpirun", "loader", "error", "ValueError: a bad batch"), ("slurm_srun", "closure", "exit", "sys.exit()")],
+)
+def test_what_ends_one_rank_ends_all(
+    script: str, place: str, how: str, told: str, cluster: dict[str, str], tmp_path: Path
+) -> None:
+    require_pmix(cluster, script)
+    log = tmp_path / "log"
+    job = submit(cluster, script, log, "-m", "tests.parallel.ending_program", "torch", place, how)
+    assert end_of(cluster, job)[0] == "FAILED", log.read_text()
+    assert told in log.read_text()
+
+
 def test_a_job_can_be_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     job = submit(cluster, "slurm_mpirun", log, "-c", "import time; print('here', flush=True); time.sleep(600)")

@@ -19,6 +19,7 @@ JOBS = [
     ("mpirun", 3, "torch"),
     ("horovodrun --gloo", 2, "torch"),
     ("mpirun", 2, "tensorflow"),
+    ("mpirun", 3, "numpy"),
     thorough(("horovodrun --gloo", 2, "tensorflow")),
     thorough(("horovodrun --mpi", 2, "torch")),
 ]
@@ -30,12 +31,18 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it. Horovod's own warnings are off."""
     launcher, size, framework = request.param
-    pytest.importorskip(f"horovod.{framework}")
+    shared = shared_by(framework)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HVD_PERIODIC_WARN_SECONDS", "0.3")
         patch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
         folder = tmp_path_factory.mktemp("job")
-        return run_scenarios(launcher, size, "waiting_scenarios", folder, 200, framework, framework=framework)
+        return run_scenarios(launcher, size, "waiting_scenarios", folder, 200, framework, framework=shared)
+
+
+def shared_by(framework: str) -> str | None:
+    """Return what ranks share the imports of; skip a test whose framework is not installed."""
+    pytest.importorskip("mpi4py" if framework == "numpy" else f"horovod.{framework}")
+    return None if framework == "numpy" else framework
 
 
 def naming_rank_1(texts: list[str]) -> str:
@@ -92,43 +99,121 @@ def test_asynchronous_starts_and_ends(ranks: Reports) -> None:
             )
 
 
+HANG = "TimeoutError: Rank 0 has waited"
+EXIT = "its program is over, or has called sys.exit()"
 ENDS = {
-    "hang": "TimeoutError: Rank 0 has waited",
-    "error": "ValueError: a bad batch",
-    "interrupt": "KeyboardInterrupt",
-    "exit": "its program is over, or has called sys.exit()",
+    "hang": [HANG],
+    "error": ["ValueError: a bad batch"],
+    "interrupt": ["KeyboardInterrupt"],
+    "exit": [EXIT, "SystemExit: 3"],  # Of what a graph has called, TensorFlow makes an error of its own.
+    "exit 0": [EXIT],
 }
 
 
+def end(launcher: str, framework: str, *arguments: str) -> tuple[int, str]:
+    """Return exit code and output of a job in which rank 1 ends."""
+    command = ["-m", "tests.parallel.ending_program", framework, *arguments]
+    return run(launcher, 2, command, 120, shared_by(framework))
+
+
+def last_told(output: str, how: str) -> str:
+    """Return the last line that says what has ended rank 1; nothing but what launchers say is below."""
+    told = [line for line in output.splitlines() if any(text in line for text in ENDS[how])]
+    assert told, output
+    after = output[output.rindex(told[-1]) + len(told[-1]) :]
+    assert "Error: " not in after.replace("RuntimeError: Horovod detected", ""), output
+    return told[-1]
+
+
 @pytest.mark.parametrize(
-    ("launcher", "framework", "end"),
+    ("launcher", "framework", "place", "how"),
     [
-        ("mpirun", "torch", "hang"),
-        ("mpirun", "torch", "exit"),
-        ("horovodrun --gloo", "torch", "error"),
-        ("mpirun", "tensorflow", "hang"),
-        ("mpirun", "tensorflow", "error"),
+        ("mpirun", "torch", "loader", "exit"),
+        ("horovodrun --gloo", "torch", "schedule", "error"),
+        ("mpirun", "tensorflow", "callback", "error"),
+        ("mpirun", "numpy", "loader", "interrupt"),
         *(
-            thorough(launcher, framework, end)
-            for launcher in ("mpirun", "horovodrun --gloo", "horovodrun --mpi")
-            for framework in ("torch", "tensorflow")
-            for end in ENDS
+            thorough(launcher, framework, place, how)
+            for launcher, framework, of_ends in (
+                ("mpirun", "torch", {"error": "closure", "interrupt": "exchange"}),
+                ("mpirun", "tensorflow", {"interrupt": "schedule", "exit": "training"}),
+                ("horovodrun --gloo", "torch", {"interrupt": "closure", "exit": "exchange"}),
+                ("horovodrun --gloo", "tensorflow", {"error": "loader", "interrupt": "callback", "exit": "training"}),
+                ("horovodrun --mpi", "torch", {"error": "loader", "interrupt": "callback", "exit": "closure"}),
+                ("horovodrun --mpi", "tensorflow", {"error": "exchange", "interrupt": "training", "exit": "schedule"}),
+            )
+            for how, place in of_ends.items()
         ),
+        thorough("mpirun", "numpy", "exchange", "error"),
+        thorough("mpirun", "numpy", "training", "exit 0"),
     ],
 )
 def test_what_ends_one_rank_ends_all_and_is_told_last(
-    launcher: str, framework: str, end: str, monkeypatch: pytest.MonkeyPatch
+    launcher: str, framework: str, place: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(f"horovod.{framework}")
+    """In every place of a program, and of every kind, at least once under each launcher."""
     monkeypatch.setenv("HVD_PERIODIC_WARN_SECONDS", "0")
-    code, output = run(launcher, 2, ["-m", "tests.parallel.ending_program", framework, end], 120, framework)
+    code, output = end(launcher, framework, place, how)
     assert code != 0
-    told = [line for line in output.splitlines() if ENDS[end] in line]
-    assert told, output
-    after = output[output.rindex(told[-1]) + len(told[-1]) :]
-    assert "Error: " not in after.replace("RuntimeError: Horovod detected", ""), "only launchers have more to say"
-    if end == "hang":
-        assert "rank 1 at local step 4 does not come: it is in end(), " in told[-1]
-        assert "in exchange of optimizer 1 at local step 6" in told[-1]
-    else:
-        assert "rank 1 at local step 4 has ended: " in told[-1]
+    told = last_told(output, how)
+    if how.startswith("exit"):  # It has said nothing itself.
+        assert re.search(r"rank 1 at local step \d has ended: ", told)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework"),
+    [
+        ("mpirun", "torch"),
+        ("mpirun", "tensorflow"),
+        ("mpirun", "numpy"),
+        *(thorough("horovodrun --gloo", framework) for framework in ("torch", "tensorflow")),
+        *(thorough("horovodrun --mpi", framework) for framework in ("torch", "tensorflow")),
+    ],
+)
+def test_a_rank_that_never_comes_ends_all(launcher: str, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_WARN_SECONDS", "0")
+    code, output = end(launcher, framework, "training", "hang")
+    assert code != 0
+    told = last_told(output, "hang")
+    assert "rank 1 at local step 4 does not come: it is in end_at(), " in told
+    assert "in exchange of optimizer 1 at local step 6" in told
+
+
+@pytest.mark.parametrize(
+    ("launcher", "framework", "place", "how"),
+    [
+        ("mpirun", "tensorflow", "callback", "exit"),
+        ("mpirun", "numpy", "training", "exit 0"),
+        thorough("mpirun", "torch", "closure", "exit 0"),
+        thorough("mpirun", "tensorflow", "training", "exit 0"),
+        thorough("horovodrun --mpi", "torch", "loader", "exit"),
+    ],
+)
+def test_who_exits_in_asynchronous_training_is_done(launcher: str, framework: str, place: str, how: str) -> None:
+    code, output = end(launcher, framework, place, how, "asynchronous")
+    assert code == (0 if how == "exit 0" else 3), output
+    assert "Rank 1 ends without finalize(), and waits for the others" in output
+
+
+def test_who_exits_in_asynchronous_training_is_not_waited_for_elsewhere() -> None:
+    """It comes to nothing but the end of the others."""
+    code, output = end("mpirun", "torch", "loader", "exit 0", "asynchronous", "broadcast")
+    assert code != 0
+    place = "Rank 0 waits in broadcast() of optimizer 1 at local step 8"
+    assert f"RuntimeError: {place}, and rank 1 at local step 4 has ended: {EXIT}" in output
+
+
+@pytest.mark.parametrize(
+    ("framework", "place"), [("numpy", "training"), thorough("torch", "closure"), thorough("tensorflow", "callback")]
+)
+def test_an_interrupt_in_asynchronous_training_ends_all(framework: str, place: str) -> None:
+    code, output = end("mpirun", framework, place, "interrupt", "asynchronous")
+    assert code != 0
+    assert "KeyboardInterrupt" in output
+
+
+def test_who_exits_in_an_asynchronous_exchange_ends_all() -> None:
+    """A holder of the center could wait for the rest of it."""
+    code, output = end("mpirun", "numpy", "exchange", "exit 0", "asynchronous")
+    assert code != 0
+    assert "Rank 1 fails in asynchronous training, and ends the job" in output

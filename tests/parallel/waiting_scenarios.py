@@ -18,9 +18,38 @@ import numpy as np
 
 from tests.parallel.program import Scenarios
 
-FRAMEWORK = "tensorflow" if "tensorflow" in sys.argv[2:] else "torch"
-hvd: Any = importlib.import_module(f"horovod.{FRAMEWORK}")
-hvdp: Any = importlib.import_module(f"hvd_periodic.{FRAMEWORK}")
+
+class OverMPI:
+    """What these scenarios need of Horovod, over MPI alone."""
+
+    def init(self, process_sets: str) -> None:
+        from hvd_periodic.comm.mpi import MPICommunicator
+
+        self.world = MPICommunicator()
+
+    def rank(self) -> int:
+        return self.world.rank
+
+    def size(self) -> int:
+        return self.world.size
+
+    def mpi_enabled(self) -> bool:
+        return True
+
+    def add_process_set(self, ranks: Sequence[int]) -> Any:
+        from mpi4py import MPI
+
+        from hvd_periodic.comm.mpi import MPICommunicator
+
+        return MPICommunicator(MPI.COMM_WORLD.Split(self.rank() in ranks, self.rank()))
+
+    def allreduce(self, value: np.ndarray, name: str) -> None:
+        self.world.allreduce(value, name)()
+
+
+FRAMEWORK = next((name for name in ("tensorflow", "numpy") if name in sys.argv[2:]), "torch")
+hvd: Any = OverMPI() if FRAMEWORK == "numpy" else importlib.import_module(f"horovod.{FRAMEWORK}")
+hvdp: Any = importlib.import_module("hvd_periodic" if FRAMEWORK == "numpy" else f"hvd_periodic.{FRAMEWORK}")
 
 scenario = Scenarios()
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -80,6 +109,10 @@ def construct(**options: Any) -> tuple[Any, Callable[[], None]]:
             made.step()
 
         return made, step
+    if FRAMEWORK == "numpy":
+        options["process_set"] = options.get("process_set") or hvd.world
+        averaging = hvdp.ElasticAverageOptimizer(hvdp.SGD(0.1), {"x": np.zeros(3)}, 3, **options)
+        return averaging, lambda: averaging.step([np.ones(3)])
     import keras
 
     network = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -123,7 +156,7 @@ def some_ranks() -> Any:
         step()
         step()
         _, told["exchange"] = holding_up(step, [0])
-    zero: Any = np.zeros(1) if FRAMEWORK == "tensorflow" else importlib.import_module("torch").zeros(1)
+    zero: Any = importlib.import_module("torch").zeros(1) if FRAMEWORK == "torch" else np.zeros(1)
     hvd.allreduce(zero, name="together")
     return told
 
@@ -131,7 +164,7 @@ def some_ranks() -> Any:
 @scenario
 def asynchronous() -> Any:
     """One rank is late with its start, where MPI makes the center, and then with its end."""
-    if not (FRAMEWORK == "torch" and hvd.mpi_enabled()):
+    if FRAMEWORK == "tensorflow" or not hvd.mpi_enabled():
         return None
     from hvd_periodic.asynchronous.worker import Worker
 
@@ -146,7 +179,7 @@ def asynchronous() -> Any:
     Worker.open = opened  # type: ignore[method-assign]
     for _ in range(4):
         step()
-    _, told["end"] = holding_up(optimizer.finalize, everybody_else())
+    _, told["end"] = holding_up(optimizer.synchronizer.finalize, everybody_else())
     return told
 
 

@@ -118,7 +118,7 @@ def test_who_does_not_come_is_named_and_nobody_else(heard: Heard) -> None:
 
 def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
     with ranks(2) as (first, second):
-        second.attendance.wait = SimpleNamespace(number=0, since=0.0, over=None, raises=False, limited=True)
+        second.attendance.wait = SimpleNamespace(number=0, since=0.0, over=None, raises=False, assembly=False)
         second.attendance.task = "center()"
         done = threading.Event()
         thread, _ = wait_in_thread(first, done.is_set)
@@ -203,10 +203,26 @@ def test_waiting_for_a_rank_that_has_ended_is_an_error() -> None:
 def test_elastic_ranks_leave_it_to_horovod() -> None:
     with ranks(2) as (first, second):
         first.attendance.elastic = True
-        number = first.attendance.come()
+        wait = Wait(first.attendance.come())
         second.watcher.tell_end("killed")
         assert first.watcher.told.wait(PATIENCE)
-        assert first.attendance.gone_before(number) is None
+        assert first.attendance.gone_before(wait) is None
+
+
+def test_a_rank_that_has_left_comes_to_assemblies_and_to_nothing_else() -> None:
+    with ranks(2) as (first, second):
+        second.watcher.tell_end("its program is over", Kind.LEAVE)
+        second.attendance.come()
+        assert first.watcher.told.wait(PATIENCE)
+        look = first.attendance.assembly(iter([None, 7]).__next__)
+        assert first.attendance.wait is not None
+        assert first.attendance.gone_before(first.attendance.wait) is None
+        assert [look(), look()] == [None, 7]
+        assert first.attendance.wait is None
+        thread, errors = wait_in_thread(first, lambda: False)
+        thread.join(PATIENCE)
+    assert [type(error) for error in errors] == [RuntimeError]
+    assert "rank 1 at local step 6 has ended: its program is over" in str(errors[0])
 
 
 def test_what_strangers_send_is_passed_over(heard: Heard) -> None:
