@@ -70,6 +70,10 @@ class Inquiry:
         come = {rank for rank, note in self.answers.items() if has_come(rank, note.begun, self.wait.number)}
         return [rank for rank in self.others() if rank not in come]
 
+    def holding_up(self) -> list[int]:
+        """Return the ranks that have not come, and do not wait for others themselves, as they have said."""
+        return [rank for rank in self.missing() if rank in self.answers and not self.answers[rank].seconds > 0]
+
 
 def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
     """Return who has not come, in words.

@@ -30,12 +30,23 @@ SIZE = _FORM.size
 
 
 class Kind(IntEnum):
-    """What a datagram is for."""
+    """What a datagram is for.
+
+    Attributes:
+        ASK: where are you?
+        ANSWER: to that.
+        END: the sender ends.
+        LEAVE: it only takes part in assemblies from now on.
+        GIVE_UP: the receiver is to end, so that the others can go on without it.
+        GIVEN_UP: another was told so.
+    """
 
     ASK = 0
     ANSWER = 1
     END = 2
     LEAVE = 3
+    GIVE_UP = 4
+    GIVEN_UP = 5
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from hvd_periodic.comm.agreement import join
 from hvd_periodic.comm.attendance import Attendance, Wait, attendances
 from hvd_periodic.comm.departure import OVER, watch_end
 from hvd_periodic.comm.inquiry import TICK, Inquiry, at_step, position, report
@@ -82,6 +84,7 @@ class Watcher:
         self._next: dict[str, tuple[Wait, float]] = {}
         self._inquiries: dict[str, Inquiry] = {}
         self._ending: dict[int, float] = {}
+        self._given_up: dict[str, Wait] = {}
         self.told = threading.Event()
         """Another process has said that it ends."""
         self._asked = 0
@@ -140,6 +143,10 @@ class Watcher:
         elif note.kind in (Kind.END, Kind.LEAVE):
             attendance.note_end(note)
             self.told.set()
+        elif note.kind == Kind.GIVEN_UP and attendance.wait is not None:
+            self._given_up[attendance.name] = attendance.wait
+        elif note.kind == Kind.GIVE_UP:
+            self._be_given_up(note, attendance)
 
     def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
         """Return where this process is."""
@@ -193,8 +200,7 @@ class Watcher:
                 self._next[attendance.name] = inquiry.wait, 2 * (now - inquiry.wait.since)
                 text = report(inquiry, time.monotonic(), self._one_host)
                 if inquiry.final:
-                    error = TimeoutError(f"{text}. It is longer than timeout_seconds={attendance.timeout:g}. {_ADVICE}")
-                    self._raise(inquiry.wait, error)
+                    self._give_up(inquiry, f"{text}. It is longer than timeout_seconds={attendance.timeout:g}")
                 else:
                     logger.warning("%s", text)
         else:
@@ -202,10 +208,27 @@ class Watcher:
                 inquiry.asked[rank] = now
                 self._ask(inquiry, rank)
 
+    def _give_up(self, inquiry: Inquiry, text: str) -> None:
+        """Let waiting end with an error; or, where others can go on without them, the processes that hold them up."""
+        attendance, wait = inquiry.attendance, inquiry.wait
+        sick = inquiry.holding_up() if attendance.elastic else []
+        if sick:
+            logger.warning("%s. Rank %s is told to end; the others go on without it", text, join(sick))
+            self._given_up[attendance.name] = wait
+            for rank in inquiry.others():
+                self._send(Kind.GIVE_UP if rank in sick else Kind.GIVEN_UP, attendance, rank, begun=wait.number)
+        elif self._given_up.get(attendance.name) is not wait:  # Of those that ended, Horovod tells, in its time.
+            self._raise(wait, TimeoutError(f"{text}. {_ADVICE}"))
+
+    def _be_given_up(self, note: Note, attendance: Attendance) -> None:
+        """End this process, unless it has come meanwhile."""
+        if attendance.elastic and attendance.has_come(note.rank, note.begun, attendance.begun + 1):
+            line = f"Rank {attendance.rank} is in {position()}, and is given up by rank {note.rank}, which has waited"
+            print(f"{line} longer than timeout_seconds={attendance.timeout:g}", file=sys.stderr, flush=True)
+            os._exit(1)
+
     def _ask(self, inquiry: Inquiry, rank: int) -> None:
-        peer, attendance = inquiry.attendance.peers.get(rank), inquiry.attendance
-        if peer is not None:
-            self.send(Note(Kind.ASK, peer.token, number_of(attendance.name), attendance.rank, inquiry.number), peer)
+        self._send(Kind.ASK, inquiry.attendance, rank, wait=inquiry.number)
 
     def _end_with(self, attendance: Attendance, wait: Wait, gone: Note, now: float) -> None:
         """Let this rank end, too: the one that has will never come."""
@@ -240,12 +263,15 @@ class Watcher:
         """Tell all processes that were met that this one ends, and why; or that only assemblies will see it."""
         for attendance in self._attendances():
             steps = attendance.local_steps()
-            for rank, peer in list(attendance.peers.items()):
-                if rank == attendance.rank:
-                    continue
+            for rank in set(attendance.peers) - {attendance.rank}:
                 numbers = {"begun": attendance.begun, "local_steps": -1 if steps is None else steps}
-                name = number_of(attendance.name)
-                self.send(Note(kind, peer.token, name, attendance.rank, text=text, **numbers), peer)
+                self._send(kind, attendance, rank, text=text, **numbers)
+
+    def _send(self, kind: Kind, attendance: Attendance, rank: int, **more: Any) -> None:
+        """Send a note to the process of a rank, if it can be reached."""
+        peer = attendance.peers.get(rank)
+        if peer is not None:
+            self.send(Note(kind, peer.token, number_of(attendance.name), attendance.rank, **more), peer)
 
     def send(self, note: Note, peer: Peer) -> None:
         """Send a note to another process, in every way that it may be reached."""

@@ -77,6 +77,9 @@ def happen(events: Sequence[Event], step: int, rank: int, size: int, state: Any,
                 time.sleep(0.05)
         elif event.what == "forget" and once(f"{event.name}.{rank}"):
             del state.commits.held[max(state.commits.held)]
+        elif event.what == "hang" and once(event.name):
+            while True:
+                signal.pause()
         elif event.what == "kill" and once(event.name):
             die()
         elif event.what in ("before", "in", "after") and once(event.name):

@@ -17,7 +17,7 @@ class Event:
 
     Attributes:
         what: ``kill``; ``before``, ``in`` or ``after``: the same there in a collective, counted from this step on;
-            ``wait`` for other ranks; ``dismiss`` the last one; ``forget`` the newest commit.
+            ``hang``, for ever; ``wait`` for other ranks; ``dismiss`` the last one; ``forget`` the newest commit.
         step: local steps before it.
         size: of the job at that time.
         rank: to whom; None: all.
@@ -48,6 +48,7 @@ class Scenario:
         collectives: an exchange takes one for the meeting, and one for data.
         overlap: of exchanges.
         center: where it lives.
+        timeout: seconds for which ranks wait for each other.
         loop: in Keras: ``fit``; ``compiled`` or ``eager`` steps; or ``synchronizer``, around one's own.
     """
 
@@ -58,6 +59,7 @@ class Scenario:
     collectives: bool = False
     overlap: int = 0
     center: str = "replicated"
+    timeout: float | None = None
     loop: str = ""
 
 
@@ -94,6 +96,9 @@ SCENARIOS = {
     ),
     "a share, in a commit": Scenario(
         "diloco", 3, [Event("in", 7, 3, rank=0, number=3)], [(3, 0), (2, 4)], collectives=True, center="sharded"
+    ),
+    "a rank that hangs is given up": Scenario(
+        "averaging", 3, [Event("hang", 9, 3, rank=1)], [(3, 0), (2, 8)], timeout=10.0
     ),
     "a rank is dismissed": Scenario("easgd", 2, [Event("dismiss", 5, 2, rank=0)], [(2, 0), (1, 8)]),
     "a share is dismissed": Scenario("agn", 3, [Event("dismiss", 5, 3, rank=0)], [(3, 0), (2, 8)], center="sharded"),

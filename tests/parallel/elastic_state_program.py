@@ -30,7 +30,7 @@ def main(scenario: scenarios.Scenario) -> None:
     model.x = torch.nn.Parameter(torch.zeros(scenarios.SIZE, dtype=torch.float64))
     local = torch.optim.SGD(model.parameters(), lr=scenarios.RATE, momentum=scenarios.MOMENTUM)
     algorithm = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
-    options = {"overlap": scenario.overlap, "center": scenario.center}
+    options = {"overlap": scenario.overlap, "center": scenario.center, "timeout_seconds": scenario.timeout}
     optimizer = hvdp.PeriodicOptimizer(local, model, algorithm[scenario.algorithm](), scenarios.PERIOD, **options)
     state = elastic.State(model, optimizer, commit="exchange", batch=0)
     state.register_reset_callbacks([lambda: optimizer.param_groups[0].update(note=hvd.size())])

@@ -225,6 +225,42 @@ def test_a_rank_that_has_left_comes_to_assemblies_and_to_nothing_else() -> None:
     assert "rank 1 at local step 6 has ended: its program is over" in str(errors[0])
 
 
+def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, and of those that wait nobody does: Horovod will tell them."""
+    ended = threading.Event()
+    monkeypatch.setattr("os._exit", lambda code: ended.set())
+    with ranks(3, warns_after=0) as (first, second, third):
+        for rank in (first, second, third):
+            rank.attendance.elastic, rank.attendance.timeout = True, 0.2
+        done = threading.Event()
+        threads, errors = zip(*(wait_in_thread(rank, done.is_set) for rank in (first, third)), strict=True)
+        assert ended.wait(PATIENCE)
+        second.watcher.close()
+        for rank in (first, third):  # Whoever gives up the second, the other knows.
+            while rank.watcher._given_up.get("some ranks") is not rank.attendance.wait:
+                assert heard.told.wait(PATIENCE)
+        done.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert errors == ([], [])
+    assert "Rank 1 is told to end; the others go on without it" in heard.texts[0]
+
+
+def test_who_comes_late_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os._exit", lambda code: pytest.fail("it has come"))
+    with ranks(2, warns_after=0) as (first, second):
+        second.attendance.elastic = True
+        first.attendance.come()
+        note = Note(Kind.GIVE_UP, second.watcher.own.token, 0, 0, begun=first.attendance.begun)
+        second.attendance.come()
+        second.watcher._be_given_up(note, second.attendance)
+        second.attendance.elastic = False
+        first.attendance.come()
+        second.watcher._be_given_up(replace(note, begun=first.attendance.begun), second.attendance)
+
+
 def test_what_strangers_send_is_passed_over(heard: Heard) -> None:
     with ranks(2) as (first, second):
         stranger = Note(Kind.END, bytes(16), 0, 1, text="no")
