@@ -38,7 +38,7 @@ class Root(Placement):
 
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:
         """Give all ranks the root's state, so that any of them may save."""
-        return communicator.allgather_object(state if self._rank == self._root else None, name)[self._root]
+        return communicator.broadcast_object(state, name, self._root)
 
     def select(self, saved: Any) -> Any:
         """Return all of it on the root."""

@@ -133,6 +133,10 @@ class Communicator(ABC):
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
 
+    def broadcast_object(self, value: object, name: str, root: int) -> Any:
+        """Return the picklable value of rank ``root``; those of the others stay where they are."""
+        return self.allgather_object(value if self.rank == root else None, name)[root]
+
     def pass_object(self, value: object, name: str) -> Any:
         """Give a picklable value to the next rank, the last one to the first; return that of the rank before."""
         return self.allgather_object(value, name)[self.rank - 1]

@@ -160,7 +160,7 @@ class Beginning(Generic[V]):
         known, state = checkpoint.has_loaded() or ledger.local_steps > 0, checkpoint.state
         optimizer_state = course.optimizer_state_to_give(state)
         mine = (ledger.counters, ledger.notes, checkpoint.run, known, state is not None, optimizer_state)
-        gathered = communicator.allgather_object(mine if is_root else None, f"{name}.progress")[root]
+        gathered = communicator.broadcast_object(mine, f"{name}.progress", root)
         counters, notes, checkpoint.run, known, whole, optimizer_state = gathered
         if known and communicator is self._setting.membership.together.group and not placement.everywhere:
             raise RuntimeError(

@@ -162,7 +162,7 @@ class Commits:
         else:
             for kept in self._kept().values():
                 kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
-            objects = _given(communicator, objects, 0)
+            objects = communicator.broadcast_object(objects, "hvd_periodic.objects", 0)
         for each in self._exchanges().values():
             each.ready()
         self.held = {}
@@ -189,7 +189,7 @@ class Commits:
             own = replace(own, states=self._copies())
         for kept in self._kept().values():
             kept.take_from(giver)
-        objects = _given(communicator, objects, giver)
+        objects = communicator.broadcast_object(objects, "hvd_periodic.objects", giver)
         if own is not None:
             self._put_back(own, wholes)
             return objects
@@ -327,10 +327,3 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bo
                 f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set"
                 + ("" if mirrors else ", with center='replicated'")
             )
-
-
-def _given(communicator: Communicator, objects: Objects, giver: int) -> Objects:
-    """Return the objects of one rank, on all."""
-    mine = objects if communicator.rank == giver else None
-    given: Objects = communicator.allgather_object(mine, "hvd_periodic.objects")[giver]
-    return given

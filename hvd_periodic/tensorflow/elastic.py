@@ -84,7 +84,7 @@ class State(CommittedState, ObjectState):
             refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages, mirrors=False)
         for name, value in self._tracked.items():
             setattr(self, name, value)
-        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **objects)
+        super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
         self.commits = Commits(self._all_kept)
         if commit == "exchange":
             if not self._exchanging():
@@ -155,7 +155,7 @@ class _KeptVariables(Kept):
 
     def take_from(self, giver: int) -> None:
         """Take those of one rank."""
-        self.put_back(hvd.broadcast_object(self.copied(), giver))
+        self.put_back(_of_rank(self.copied(), giver))
 
 
 class _KeptState(Kept):
@@ -178,7 +178,7 @@ class _KeptState(Kept):
 
     def take_from(self, giver: int) -> None:
         """Take what one rank has."""
-        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), giver))
+        self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
 
 
 class _KeptSynchronizer(KeptExchanges):
@@ -223,6 +223,11 @@ class _KeptSynchronizer(KeptExchanges):
     def ready(self) -> None:
         """Begin now: a compiled step does not ask."""
         self.synchronizer.begin()
+
+
+def _of_rank(value: Any, rank: int = 0) -> Any:
+    """Return the value that one rank has, on all."""
+    return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
 def _kept(value: Any) -> Kept | None:

@@ -77,7 +77,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
             refuse_fixed(name, periodic.synchronizer, nested, averages, mirrors=True)
         for name, value in self._tracked.items():
             setattr(self, name, value)
-        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **objects)
+        super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
         self.commits = Commits(lambda: {name: _kept(value) for name, value in self._tracked.items()})
         if commit == "exchange":
             if not self._periodic():
@@ -128,7 +128,7 @@ class _KeptState(Kept):
         elif isinstance(self.value, torch.optim.Optimizer):
             hvd.broadcast_optimizer_state(self.value, root_rank=giver)
         else:
-            self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), giver))
+            self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
 
 
 class _KeptOptimizer(_KeptState, KeptExchanges):
@@ -162,7 +162,7 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
     def take_from(self, giver: int) -> None:
         """Take replica, center and counters of one rank, and before the hyper-parameters of its local optimizer."""
         hyperparameters = [_without_parameters(group) for group in self.value.param_groups]
-        given = hvd.broadcast_object(hyperparameters, giver)
+        given = _of_rank(hyperparameters, giver)
         for group, settings in zip(self.value.param_groups, given, strict=True):
             group.update(settings)
         self.synchronizer.check_agreement()
@@ -175,6 +175,11 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
     def start_from_center(self, whole: Whole | None) -> None:
         """Leave the replica that was taken over."""
         self.synchronizer.start_from_center(whole)
+
+
+def _of_rank(value: Any, rank: int = 0) -> Any:
+    """Return the value that one rank has, on all."""
+    return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
 def _has_state(value: Any) -> bool:
