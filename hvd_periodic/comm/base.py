@@ -44,6 +44,8 @@ class Communicator(ABC):
     """How many optimizers of this process were constructed on these ranks."""
     elastic: bool = False
     """Ranks may come and go: one that is constructed cannot count on the others to be constructed now."""
+    host: int = 0
+    """A number that is the same for ranks of one host."""
     meeting_name: str = "hvd_periodic.meeting"
     """Under which all optimizers of these ranks meet."""
     attendance: Attendance = Unattended()
@@ -137,9 +139,10 @@ class Communicator(ABC):
         """Return the picklable value of rank ``root``; those of the others stay where they are."""
         return self.allgather_object(value if self.rank == root else None, name)[root]
 
-    def pass_object(self, value: object, name: str) -> Any:
-        """Give a picklable value to the next rank, the last one to the first; return that of the rank before."""
-        return self.allgather_object(value, name)[self.rank - 1]
+    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+        """Give a picklable value to one rank; return those that the others have given to this one, by rank."""
+        given = enumerate(self.allgather_object((to, value), name))
+        return {rank: value for rank, (receiver, value) in given if receiver == self.rank}
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of all ranks, one rank after another, as int64; their number may differ."""

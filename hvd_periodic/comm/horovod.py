@@ -92,6 +92,7 @@ class HorovodCommunicator(Communicator):
         self.size = len(self.ranks)
         self.attendance = attendance_of(self.meeting_name, self._hvd.rank(), self.ranks)
         self._place = (self._hvd.rank(), self._hvd.size())
+        self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank there.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.attendance.elastic = self.elastic
 
@@ -182,17 +183,16 @@ class HorovodCommunicator(Communicator):
         """Gather pickled objects; Horovod's own function of this name knows no process sets."""
         return gather_objects(value, self._allgather, name)
 
-    def pass_object(self, value: object, name: str) -> Any:
-        """Give a pickled object to the next rank alone."""
-        following = np.arange(self.size) == (self.rank + 1) % self.size
+    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+        """Give a pickled object to one rank, and to no other."""
 
-        def shift(data: np.ndarray) -> np.ndarray:
-            splits = self._tensor((data.size * following).astype(np.int32))
+        def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
+            splits = self._tensor((data.size * (np.arange(self.size) == to)).astype(np.int32))
             options = {"splits": splits, "name": f"{name}.data", "process_set": self.process_set}
-            received, _ = self._begun(self._hvd.alltoall_async(self._tensor(data.copy()), **options))()
-            return np.asarray(received)
+            received, counts = self._begun(self._hvd.alltoall_async(self._tensor(data.copy()), **options))()
+            return np.asarray(received), counts.tolist()
 
-        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), shift)
+        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank within the process set of a global Horovod rank; of None, the lowest."""

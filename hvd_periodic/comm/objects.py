@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,26 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
     return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Of large objects, no more copies than it takes.
 
 
-def pass_object(value: object, sizes: Callable[[int], np.ndarray], shift: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """Give a picklable value to the next rank, in as many pieces as it takes; return that of the rank before.
+def pass_object(
+    value: object,
+    sizes: Callable[[int], np.ndarray],
+    send: Callable[[np.ndarray], tuple[np.ndarray, Sequence[int]]],
+) -> dict[int, Any]:
+    """Give a picklable value to one rank, in as many pieces as it takes; return those that came here, by sender.
 
     Args:
         value: of this rank.
         sizes: returns what every rank has given it, in rank order.
-        shift: gives bytes to the next rank, and returns those of the rank before.
+        send: gives bytes to that rank; returns those that came, one sender after the other, and how many from each.
     """
     data = _pickled(value)
-    pieces = range(0, int(sizes(data.size).max()), AT_ONCE)
-    return pickle.loads(np.concatenate([shift(data[start : start + AT_ONCE]) for start in pieces]).data)
+    parts: dict[int, list[np.ndarray]] = {}
+    for start in range(0, int(sizes(data.size).max()), AT_ONCE):
+        received, counts = send(data[start : start + AT_ONCE])
+        for sender, part in enumerate(np.split(received, np.cumsum(counts)[:-1])):
+            if part.size:
+                parts.setdefault(sender, []).append(part)
+    return {sender: pickle.loads(np.concatenate(found).data) for sender, found in parts.items()}
 
 
 def _pickled(value: object) -> np.ndarray:

@@ -90,8 +90,10 @@ class Beginning(Generic[V]):
         """Give all ranks what one of them has."""
         membership = self._setting.membership
         root, membership.root = membership.root, giver
-        self.broadcast()
-        membership.root = root
+        try:
+            self.broadcast()
+        finally:
+            membership.root = root
 
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.

@@ -14,7 +14,7 @@ from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.shares import Whole
+from hvd_periodic.sync.shares import Share, Whole, own_share, whole_of
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -69,9 +69,19 @@ class KeptExchanges(Kept):
             whole: the center, where no rank has the whole of it.
         """
 
-    def recovered(self, communicator: Communicator, mirror: Mirror | None) -> Whole:
+    def share(self) -> Share:
+        """Return what this rank holds of the center, in copies that travel."""
+        return own_share(self.synchronizer)
+
+    def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
+        """Return the state of the exchanges in what :meth:`copied` returned."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no shares of a center")
+
+    def recovered(self, communicator: Communicator, copied: Any, mirror: Mirror | None) -> Whole:
         """Return the center of what ranks have kept, as :func:`~hvd_periodic.sync.mirrors.recovered`."""
-        return recovered(communicator, self.synchronizer, mirror)
+        has_whole = copied is not None and mirror is None
+        whole = whole_of(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
+        return recovered(communicator, self.synchronizer, mirror, whole)
 
     def completed(self, copied: Any, whole: Whole) -> Any:
         """Return what :meth:`copied` returned, which lacks the center, with it."""
@@ -79,8 +89,13 @@ class KeptExchanges(Kept):
 
     @property
     def divided(self) -> bool:
-        """Whether no rank has the whole center, but perhaps the root, so that shares are mirrored."""
+        """Whether the center is not on every rank, and so not what each has kept of it."""
         return not self.synchronizer.course.placement.everywhere
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether ranks hold shares of the center now: before training begins, each has the whole."""
+        return self.divided and bool(self.synchronizer.begun)
 
     def ready(self) -> None:
         """Be ready to train, once all ranks have what they go on from; all of them together."""
@@ -100,6 +115,10 @@ class Commit:
     states: dict[str, Any]
     mirrors: dict[str, Mirror]
 
+    def parts(self, name: str) -> tuple[Any, Mirror | None]:
+        """Return the state under a name, and the mirror of the center that it lacks, if it does."""
+        return self.states[name], self.mirrors.get(name)
+
 
 class Commits:
     """Keeps numbered copies, and lets ranks that have come together go on from one of them.
@@ -118,6 +137,11 @@ class Commits:
         self._kept = kept
         self._generation = 0
         self.held: dict[int, Commit] = {}
+
+    def refuse_inside(self) -> None:
+        """Raise a RuntimeError inside ``center()``, where models hold the center and not their replicas."""
+        for each in self._exchanges().values():
+            each.synchronizer.view.refuse_inside("commit")
 
     def keep(self, objects: Objects) -> None:
         """Keep a copy of everything, beside the one before."""
@@ -160,6 +184,7 @@ class Commits:
         if holders:
             objects = self._go_on(communicator, objects, self.held.get(max(common)), min(holders), change)
         else:
+            change()
             for kept in self._kept().values():
                 kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
             objects = communicator.broadcast_object(objects, "hvd_periodic.objects", 0)
@@ -179,7 +204,7 @@ class Commits:
     ) -> Objects:
         """Go on from a commit that the ranks hold, of which one gives it to those that join; return its objects."""
         wholes = {
-            name: kept.recovered(communicator, None if own is None else own.mirrors[name])
+            name: kept.recovered(communicator, *(own.parts(name) if own is not None else (None, None)))
             for name, kept in self._exchanges().items()
             if kept.divided
         }
@@ -201,7 +226,11 @@ class Commits:
 
     def _keep(self, number: int, objects: Objects) -> None:
         """Keep a copy of everything under a number."""
-        mirrors = {name: mirrored(each.synchronizer) for name, each in self._exchanges().items() if each.divided}
+        mirrors = {
+            name: mirrored(each.synchronizer, each.share())
+            for name, each in self._exchanges().items()
+            if each.has_shares
+        }
         self.held[number] = Commit(copy.deepcopy(objects), self._copies(), mirrors)
         for old in sorted(self.held)[:-_KEPT]:
             del self.held[old]
@@ -213,10 +242,10 @@ class Commits:
         """Set everything that has a state to what it was, but for centers that are missing; return the objects."""
         for name, kept in self._kept().items():
             copied = commit.states[name]
-            if isinstance(kept, KeptExchanges) and name in wholes:
-                copied = kept.completed(copied, wholes[name])
-            if name in wholes or name not in commit.mirrors:
+            if not (isinstance(kept, KeptExchanges) and kept.divided):
                 kept.put_back(copied)
+            elif name in wholes:
+                kept.put_back(kept.completed(copied, wholes[name]))
         return copy.deepcopy(commit.objects)
 
     def _rejoin(self, generation: int) -> None:
@@ -250,6 +279,7 @@ class CommittedState(ABC):
 
     def save(self) -> None:
         """Keep a copy of everything, beside the one before."""
+        self.commits.refuse_inside()
         super().save()  # type: ignore[misc]
         self.commits.keep(self._saved_state)
 

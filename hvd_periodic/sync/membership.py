@@ -15,10 +15,11 @@ class Membership:
 
     Args:
         communicator: the ranks that exchange.
-        root: the rank, within the communicator, whose values all start from.
+        root: the rank, within the communicator, whose values all start from; where there is none, the first.
         name: prefix of the names of its collectives.
 
     Attributes:
+        asked_root: as given.
         together: all ranks that train together, those that average gradients with one that exchanges included.
         in_groups: gradients are averaged at every step inside of groups, between which ranks exchange.
     """
@@ -28,7 +29,8 @@ class Membership:
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Be a member of these ranks, and no longer of those before."""
-        self.communicator, self.root, self.name = communicator, root, name
+        self.communicator, self.asked_root, self.name = communicator, root, name
+        self.root = root if root < communicator.size else 0
         self.together = Together(communicator)
         self.in_groups = False
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_periodic.comm.agreement import join
+import numpy as np
+
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.meeting import Purpose
-from hvd_periodic.sync.shares import Share, Whole, own_share, put_together
+from hvd_periodic.sync.shares import Share, Whole, put_together
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 logger = logging.getLogger("hvd_periodic")
@@ -22,56 +23,79 @@ class Mirror:
 
     Attributes:
         rank: that this one had.
-        size: how many ranks there were.
-        holders: those that had a share.
-        shares: of this rank, and of the one before.
+        holders: the ranks that had a share.
+        keepers: who has the copy of the share of each rank.
+        shares: of this rank, and copies of those of others, by rank.
     """
 
     rank: int
-    size: int
     holders: list[int]
+    keepers: list[int]
     shares: Mapping[int, Share]
 
 
-def mirrored(synchronizer: ReplicaSynchronizer[Any]) -> Mirror:
-    """Give a copy of this rank's share to the next rank; all ranks together. Training begins, if it has not."""
+def keepers(hosts: Sequence[int]) -> list[int]:
+    """Return who keeps the copy of the share of each rank: one of the next host, where there are several.
+
+    Args:
+        hosts: of the ranks, each by a number.
+
+    Example:
+        >>> keepers([0, 0, 0]), keepers([0, 0, 2, 2]), keepers([0, 1, 1])
+        ([1, 2, 0], [2, 3, 0, 1], [1, 0, 0])
+    """
+    members = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
+    following = dict(zip(members, [*list(members)[1:], *list(members)[:1]], strict=True))
+    if len(members) == 1:
+        return [(rank + 1) % len(hosts) for rank in range(len(hosts))]
+    places = [(members[following[host]], members[host].index(rank)) for rank, host in enumerate(hosts)]
+    return [ranks[place % len(ranks)] for ranks, place in places]
+
+
+def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> Mirror:
+    """Give a copy of this rank's share to another rank; all ranks together."""
     synchronizer.meeting.meet(Purpose.COMMIT)
-    if synchronizer.begin():
-        synchronizer.replica.discard_gradients()
-    membership, own = synchronizer.membership, own_share(synchronizer)
-    communicator = membership.communicator
-    before = communicator.pass_object(own, f"{membership.name}.share")
-    shares = {(communicator.rank - 1) % communicator.size: before, communicator.rank: own}
-    return Mirror(communicator.rank, communicator.size, synchronizer.course.placement.holders, shares)
+    membership = synchronizer.membership
+    communicator, name = membership.communicator, f"{membership.name}.share"
+    chosen = keepers(communicator.gather_integers(np.array([communicator.host]), f"{name}.hosts").tolist())
+    shares = communicator.pass_object(share, chosen[communicator.rank], name) | {communicator.rank: share}
+    return Mirror(communicator.rank, synchronizer.course.placement.holders, chosen, shares)
 
 
-def recovered(communicator: Communicator, synchronizer: ReplicaSynchronizer[Any], mirror: Mirror | None) -> Whole:
+def recovered(
+    communicator: Communicator, synchronizer: ReplicaSynchronizer[Any], mirror: Mirror | None, whole: Whole | None
+) -> Whole:
     """Return the center of what the ranks that are left have kept; all ranks together, those that join included.
 
     Args:
         communicator: the ranks that there are now.
         synchronizer: of this rank, which is one of them.
-        mirror: what this rank has kept; None where it joins.
+        mirror: what this rank has kept of it, if it has.
+        whole: all of it, if this rank has that: of a time when there were no shares.
 
     Raises:
         RuntimeError: a share was lost with its copy; on all ranks.
     """
-    kept = mirror and (mirror.rank, mirror.size, mirror.holders)
-    told = communicator.allgather_object(kept, "hvd_periodic.mirrors")
-    now = {found[0]: rank for rank, found in enumerate(told) if found is not None}
-    _, size, holders = next(found for found in told if found is not None)
-    givers = {holder: now.get(holder, now.get((holder + 1) % size)) for holder in holders}
-    lost = [holder for holder, giver in givers.items() if giver is None]
+    kept = mirror and (mirror.rank, mirror.holders, mirror.keepers)
+    told = communicator.allgather_object((kept, whole is not None), "hvd_periodic.mirrors")
+    complete = [rank for rank, (_, has_whole) in enumerate(told) if has_whole]
+    if complete:
+        found: Whole = communicator.broadcast_object(whole, "hvd_periodic.whole", complete[0])
+        return found
+    now = {found[0]: rank for rank, (found, _) in enumerate(told) if found is not None}
+    _, holders, chosen = next(found for found, _ in told if found is not None)
+    givers = {holder: now.get(holder, now.get(chosen[holder])) for holder in holders}
+    lost = [f"rank {holder} with rank {chosen[holder]}" for holder, giver in givers.items() if giver is None]
     if lost:
         raise RuntimeError(
-            f"Rank {join(lost)} was lost, and so was the next one, which had the copy of its share of the center: "
-            "start the job anew from a checkpoint"
+            "Shares of the center were lost together with their copies, which other ranks had: those of "
+            f"{', of '.join(lost)}. Start the job anew from a checkpoint"
         )
     mine = {} if mirror is None else {h: mirror.shares[h] for h, giver in givers.items() if giver == communicator.rank}
     for holder in mine:
         if mirror is not None and holder != mirror.rank:
             logger.warning(
-                "Rank %d was lost: its share of the center comes from the copy that rank %d has kept, now rank %d",
+                "Rank %d has gone: its share of the center comes from the copy that rank %d has kept, now rank %d",
                 *(holder, mirror.rank, communicator.rank),
             )
     shares: dict[int, Share] = {}

@@ -46,6 +46,16 @@ class Whole:
         return {**state, "vectors": vectors, "center_optimizer": self.optimizer_state}
 
 
+def whole_of(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]) -> Whole:
+    """Return the center that a synchronizer's state has whole; local."""
+    vectors = {
+        group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
+        for group in synchronizer.tensor_groups
+        if not group.placement.everywhere
+    }
+    return Whole(vectors, state["center_optimizer"])
+
+
 def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
     """Return copies of what this rank holds; local."""
     vectors: dict[str, dict[str, Sequence[Stretch]]] = {}

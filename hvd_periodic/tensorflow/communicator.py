@@ -54,9 +54,9 @@ class TensorFlowCommunicator(HorovodCommunicator):
         parts = self._run(self._hvd.alltoall, buffer, name)
         return lambda: parts
 
-    def pass_object(self, value: object, name: str) -> Any:
+    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
         """Gather pickled objects, of all ranks."""
-        return Communicator.pass_object(self, value, name)
+        return Communicator.pass_object(self, value, to, name)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather at once, under the name that the same has in a graph."""

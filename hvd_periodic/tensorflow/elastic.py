@@ -256,7 +256,7 @@ def _connect(value: Any) -> None:
     if isinstance(value, PeriodicOptimizer) and not value._exchanges.started:
         connection = value._exchanges.connection
         value._exchanges.plan.check(connection, value.gradient_group)
-        value.synchronizer.join(connection.ranks(), value.synchronizer.membership.root, connection.name)
+        value.synchronizer.join(connection.ranks(), value.synchronizer.membership.asked_root, connection.name)
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:

@@ -102,9 +102,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Raises:
             ValueError: hyper-parameters that make no sense for so many ranks.
         """
-        communicator, root = communicator_of(None), self.membership.root
+        communicator = communicator_of(None)
         self.algorithm.check(communicator.size)
-        self.join(communicator, root if root < communicator.size else 0, name)
+        self.join(communicator, self.membership.asked_root, name)
         self.meeting.failure, self.meeting.everyone_trains = None, True
         self.beginning.begun, self.started, self.opened = False, True, True
 

@@ -132,7 +132,7 @@ class Synchronizer(VariableSynchronizer):
             if not self.started:
                 self.started = True
                 communicator = self.membership.communicator
-                self.join(communicator, self.membership.root, communicator.unique_name())
+                self.join(communicator, self.membership.asked_root, communicator.unique_name())
                 self.start()
         return super().begin(moment)
 

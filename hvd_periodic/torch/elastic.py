@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from horovod.common.elastic import ObjectState
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.sync.mirrors import Mirror
-from hvd_periodic.sync.shares import Whole
+from hvd_periodic.sync.shares import Share, Whole
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.resharding import resharded
@@ -30,7 +31,8 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
     root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
-    the next rank; only where both are lost at once, the job cannot go on. With ``commit="exchange"``
+    a rank of the next host, on a single host to the next rank; only where both are lost at once, the job cannot go on.
+    With ``commit="exchange"``
     every exchange is one, and ``commit()`` need not be called: what a lost rank takes with it is one period.
 
         def train(state):
@@ -143,12 +145,22 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
 
     def copied(self) -> Any:
         """Return a copy of its state; of that of exchanges, what this rank has of it by itself."""
-        own = self.synchronizer.checkpoint.save_own() if self.divided else self.synchronizer.state_dict()
+        own = self.synchronizer.checkpoint.save_own() if self.has_shares else self.synchronizer.state_dict()
         return copy.deepcopy(self.value.inner.state_dict()) | {STATE_KEY: own}
 
-    def recovered(self, communicator: Communicator, mirror: Mirror | None) -> Whole:
+    def share(self) -> Share:
+        """Return what this rank holds of the center, in host memory: others may lack its device."""
+        share = super().share()
+        return Share(_on_host(share.vectors), _on_host(share.optimizer_state))
+
+    def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
+        """Return the state of the exchanges."""
+        found: Mapping[str, Any] = copied[STATE_KEY]
+        return found
+
+    def recovered(self, communicator: Communicator, copied: Any, mirror: Mirror | None) -> Whole:
         """Return the center, with the state of its optimizer cut for the ranks that there are now."""
-        whole = super().recovered(communicator, mirror)
+        whole = super().recovered(communicator, copied, mirror)
         return replace(whole, optimizer_state=resharded(whole.optimizer_state, self.synchronizer))
 
     def completed(self, copied: Any, whole: Whole) -> Any:
@@ -156,17 +168,24 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         return {**copied, STATE_KEY: whole.within(copied[STATE_KEY])}
 
     def begin(self, loaded: bool) -> None:
-        """Start, or find out who has loaded what."""
+        """Start, or find out who has loaded what: of the root alone, all take the hyper-parameters before."""
+        if loaded:
+            self._take_hyperparameters(0)
         self.synchronizer.start()
 
     def take_from(self, giver: int) -> None:
         """Take replica, center and counters of one rank, and before the hyper-parameters of its local optimizer."""
-        hyperparameters = [_without_parameters(group) for group in self.value.param_groups]
-        given = _of_rank(hyperparameters, giver)
-        for group, settings in zip(self.value.param_groups, given, strict=True):
-            group.update(settings)
+        self._take_hyperparameters(giver)
         self.synchronizer.check_agreement()
         self.synchronizer.take_from(giver)
+
+    def _take_hyperparameters(self, giver: int) -> None:
+        """Take those of the local optimizer of one rank, and of the one that its center's follows."""
+        followed = self.synchronizer.followed
+        groups = [*self.value.param_groups, *(() if followed is None else followed.param_groups)]
+        given = _of_rank([_without_parameters(group) for group in groups], giver)
+        for group, settings in zip(groups, given, strict=True):
+            group.update(settings)
 
     def rejoin(self, name: str) -> None:
         """Be constructed anew."""
@@ -175,6 +194,15 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
     def start_from_center(self, whole: Whole | None) -> None:
         """Leave the replica that was taken over."""
         self.synchronizer.start_from_center(whole)
+
+
+def _on_host(value: Any) -> Any:
+    """Return nested containers with their tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(each) for key, each in value.items()}
+    return type(value)(map(_on_host, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.torch.outer import TorchOuterOptimizer
-from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout, chunk
+
+if TYPE_CHECKING:
+    from hvd_periodic.torch.synchronizer import Synchronizer
 
 Stretch = tuple[int, int, int]
 """A parameter, and the first and the past-the-last element of a part of it."""
@@ -91,7 +94,9 @@ def _cut(whole: Any, groups: Sequence[Any], place: list[list[Stretch | None]], l
             continue
         owner, start, stop = stretch
         state[index] = {
-            key: value[start:stop].clone().reshape(_shape(stretch, layout)) if _is_flat(value, owner, layout) else value
+            key: value[start:stop].clone().reshape(_shape(stretch, layout))
+            if _is_flat(value, owner, layout)
+            else copy.deepcopy(value)  # Each counts its own steps.
             for key, value in whole[owner].items()
         }
     return {"state": state, "param_groups": numbered}

@@ -35,6 +35,7 @@ from hvd_periodic.torch.optimizer_state import TorchOptimizerState
 from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
+from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import translated
 from hvd_periodic.torch.state_making import makes_state_only
 
@@ -143,7 +144,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     def join(self, communicator: Communicator, name: str) -> None:
         """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
         self._alone = False
-        self.membership.join(communicator, self.membership.root, name)
+        self.membership.join(communicator, self.membership.asked_root, name)
         self.average_within(self.gradient_group)
         self.start()
 
@@ -163,16 +164,11 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         _, moving, arguments = self._constructed()
-        communicator, root = communicator_of(None), arguments["root"]
-        _assemble(
-            self,
-            self.replica,
-            moving,
-            arguments | {"communicator": communicator, "root": root if root < communicator.size else 0, "name": name},
-        )
+        changed = {"communicator": communicator_of(None), "name": name}
+        _assemble(self, self.replica, moving, arguments | changed)
         self._alone = False
         if loaded is not None:
-            self.load_state_dict(loaded)
+            self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
     @neutrally
     def take_from(self, giver: int) -> None:
@@ -238,15 +234,13 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
-        replica, membership, outer = self.replica, self.membership, self.exchanged.outer
+        replica, membership = self.replica, self.membership
         of_rank = (replica.named, replica.optimizer, replica.bucket_bytes)
-        first = outer.parts[0] if isinstance(outer, Divided) else outer
-        moving = first.source if isinstance(first, TorchOuterOptimizer) else None
         arguments = {
             "algorithm": self.exchanged.algorithm,
             "schedule": self.planner.schedule,
             "communicator": membership.communicator,
-            "root": membership.root,
+            "root": membership.asked_root,
             "name": membership.name,
             "center": self.course.placement.name,
             "optimizer_state": self.policy,
@@ -258,7 +252,19 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "audit_every": self.course.setting.audit_every,
             "timeout_seconds": membership.communicator.attendance.timeout,
         }
-        return of_rank, moving, arguments
+        return of_rank, self._moving(), arguments
+
+    def _moving(self) -> Any:
+        """Return what the center's optimizer was made from, if there is one."""
+        outer = self.exchanged.outer
+        first = outer.parts[0] if isinstance(outer, Divided) else outer
+        return first.source if isinstance(first, TorchOuterOptimizer) else None
+
+    @property
+    def followed(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose hyper-parameters the center's follows, where that is another than the local one."""
+        moving = self._moving()
+        return moving if isinstance(moving, torch.optim.Optimizer) and moving is not self.replica.optimizer else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.load_state_dict(state)

@@ -210,7 +210,8 @@ def check_objects(communicator: Communicator, tensor: Tensor) -> None:
     found = communicator.allgather_object("x" * (1000 * rank), "contract.strings")
     assert [len(text) for text in found] == [1000 * other for other in range(size)]
     assert communicator.allgather_object(None, "contract.nothing") == [None] * size
-    assert communicator.pass_object("x" * (1000 * rank), "contract.passed") == "x" * (1000 * ((rank - 1) % size))
+    found = communicator.pass_object("x" * (1000 * rank), 0, "contract.passed")
+    assert found == ({other: "x" * (1000 * other) for other in range(size)} if rank == 0 else {})
 
 
 def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
@@ -224,8 +225,9 @@ def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
             for rank, (_, number, array) in enumerate(found):
                 assert number == rank
                 assert_same(array, np.arange(count))
-            text, number, array = communicator.pass_object(mine, f"contract.passed.{count}")
-            assert (text, number) == ("é" * (count * number), (communicator.rank - 1) % communicator.size)
+            following, before = ((communicator.rank + step) % communicator.size for step in (1, -1))
+            ((sender, (text, number, array)),) = communicator.pass_object(mine, following, f"passed.{count}").items()
+            assert (sender, text, number) == (before, "é" * (count * before), before)
             assert_same(array, np.arange(count))
     finally:
         objects.AT_ONCE = limit

@@ -48,6 +48,7 @@ class Scenario:
         collectives: an exchange takes one for the meeting, and one for data.
         overlap: of exchanges.
         center: where it lives.
+        slots: ranks of each host, of which Horovod gives up all when one is lost.
         timeout: seconds for which ranks wait for each other.
         loop: in Keras: ``fit``; ``compiled`` or ``eager`` steps; or ``synchronizer``, around one's own.
     """
@@ -59,6 +60,7 @@ class Scenario:
     collectives: bool = False
     overlap: int = 0
     center: str = "replicated"
+    slots: int = 1
     timeout: float | None = None
     loop: str = ""
 
@@ -101,6 +103,7 @@ SCENARIOS = {
         "averaging", 3, [Event("hang", 9, 3, rank=1)], [(3, 0), (2, 8)], timeout=10.0
     ),
     "a rank is dismissed": Scenario("easgd", 2, [Event("dismiss", 5, 2, rank=0)], [(2, 0), (1, 8)]),
+    "shares of a host": Scenario("agn", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], center="sharded", slots=2),
     "a share is dismissed": Scenario("agn", 3, [Event("dismiss", 5, 3, rank=0)], [(3, 0), (2, 8)], center="sharded"),
     "shares, all replaced": Scenario(
         "agn",

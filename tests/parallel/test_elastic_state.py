@@ -43,15 +43,16 @@ def test_training_goes_on_in_keras(name: str, tmp_path: Path) -> None:
 def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
     """Run a scenario, and compare with the equations."""
     waits = [event for event in scenario.events if event.what == "wait"]
-    lines = ["#!/bin/sh", *(f"echo {host}:1" for host in HOSTS[: scenario.ranks])]
+    hosts = HOSTS[: scenario.ranks // scenario.slots]
+    lines = ["#!/bin/sh", *(f"echo {host}:{scenario.slots}" for host in hosts)]
     for event in scenario.events:
         if event.what == "dismiss":
             lines[scenario.ranks] = f"if ! [ -e {tmp_path / event.name} ]; then {lines[scenario.ranks]}; fi"
     for host, event in zip(HOSTS[scenario.ranks :], waits, strict=False):
         lines.append(f"if [ -e {tmp_path / event.name} ]; then echo {host}:1; fi")
     command = ["-m", f"tests.parallel.{program}", name, str(tmp_path)]
-    hosts, most = _discovery(tmp_path, lines), max(2, scenario.ranks)
-    code, output = run_elastic(scenario.ranks, hosts, command, timeout_seconds=120, most=most, joins=bool(waits))
+    script, most = _discovery(tmp_path, lines), max(2, scenario.ranks)
+    code, output = run_elastic(scenario.ranks, script, command, timeout_seconds=120, most=most, joins=bool(waits))
     assert code == 0, output
     stretches = _stretches(tmp_path / "begun")
     assert [(len(processes), step) for step, processes in stretches] == list(scenario.begun), output

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, AGNOptimizer, Communicator, DiLoCo, ElasticAverageOptimizer, PeriodicOptimizer
-from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
-from hvd_periodic.sync.shares import Whole
+from hvd_periodic.sync.mirrors import Mirror, keepers, mirrored, recovered
+from hvd_periodic.sync.shares import Whole, own_share, whole_of
 from tests.helpers import errors, read_center, run_ranks
 
 SHAPES = ((3, 2), (7,), ())
@@ -36,7 +36,7 @@ def train(name: str, size: int, center: str) -> list[tuple[Mirror, dict[str, Any
         optimizer, values = make(name, communicator, center)
         for step in range(5):
             optimizer.step([np.full_like(value, communicator.rank + step % 3) for value in values])
-        mirror = mirrored(optimizer.synchronizer)
+        mirror = mirrored(optimizer.synchronizer, own_share(optimizer.synchronizer))
         return mirror, optimizer.synchronizer.state_dict(), read_center(optimizer, values)
 
     return run_ranks(size, work)
@@ -47,7 +47,7 @@ def recover(name: str, center: str, mirrors: Sequence[Mirror | None]) -> list[Wh
 
     def work(communicator: Communicator) -> Whole:
         optimizer, _ = make(name, communicator, center)
-        return recovered(communicator, optimizer.synchronizer, mirrors[communicator.rank])
+        return recovered(communicator, optimizer.synchronizer, mirrors[communicator.rank], None)
 
     return run_ranks(len(mirrors), work)
 
@@ -95,21 +95,48 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
 
     def work(communicator: Communicator) -> None:
         optimizer, _ = make("elastic", communicator, "sharded")
-        recovered(communicator, optimizer.synchronizer, [kept[0], None, kept[3]][communicator.rank])
+        recovered(communicator, optimizer.synchronizer, [kept[0], None, kept[3]][communicator.rank], None)
 
     for kind, text in errors(3, work):
         assert kind is RuntimeError
         assert text == (
-            "Rank 1 was lost, and so was the next one, which had the copy of its share of the center: start the job "
-            "anew from a checkpoint"
+            "Shares of the center were lost together with their copies, which other ranks had: those of rank 1 with "
+            "rank 2. Start the job anew from a checkpoint"
         )
 
 
 def test_who_had_a_share_does_not_matter_where_the_root_has_all() -> None:
     kept = [mirror for mirror, _, _ in train("elastic", 4, "root")]
     recover("elastic", "root", [kept[0]])
-    with pytest.raises(RuntimeError, match="Rank 0 was lost, and so was the next one"):
+    with pytest.raises(RuntimeError, match="those of rank 0 with rank 1"):
         recover("elastic", "root", [kept[2], kept[3]])
+
+
+def test_copies_are_on_other_hosts() -> None:
+    """Horovod gives up a host of which a rank was lost."""
+    for hosts in ([0, 0, 0, 3, 3, 3], [0, 0, 2, 3, 3, 3], [0, 1], [0, 0, 2], [0, 1, 1, 1, 4, 4]):
+        for rank, keeper in enumerate(keepers(hosts)):
+            assert hosts[rank] != hosts[keeper]
+    assert sorted(keepers([0, 0, 0, 3, 3, 3])) == list(range(6)), "every rank keeps one"
+    assert keepers([0]) == [0]
+
+
+def test_some_have_all_of_it() -> None:
+    """Where a rank was lost while others had put the center back already: each still has the whole, or a mirror."""
+    found = train("diloco", 3, "sharded")
+    mirror, state, _ = found[1]
+
+    def work(communicator: Communicator) -> Whole:
+        optimizer, _ = make("diloco", communicator, "sharded")
+        whole = whole_of(optimizer.synchronizer, state)
+        mirrors, wholes = [mirror, None, None], [None, whole, None]
+        rank = communicator.rank
+        return recovered(communicator, optimizer.synchronizer, mirrors[rank], wholes[rank])
+
+    for whole in run_ranks(3, work):
+        for key, tensors in whole.vectors["parameters"].items():
+            for tensor, array in tensors.items():
+                np.testing.assert_array_equal(array, state["vectors"]["parameters"][key][tensor], strict=True)
 
 
 def test_the_log_says_where_a_share_came_from(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +144,7 @@ def test_the_log_says_where_a_share_came_from(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "hvd_periodic"):
         recover("elastic", "sharded", [kept[0], kept[2]])
     assert [record.getMessage() for record in caplog.records] == [
-        "Rank 1 was lost: its share of the center comes from the copy that rank 2 has kept, now rank 1"
+        "Rank 1 has gone: its share of the center comes from the copy that rank 2 has kept, now rank 1"
     ]
 
 
@@ -126,7 +153,7 @@ def test_some_commit_and_others_exchange() -> None:
         optimizer, values = make("elastic", communicator, "sharded")
         optimizer.step([np.ones_like(value) for value in values])
         if communicator.rank == 1:
-            mirrored(optimizer.synchronizer)
+            mirrored(optimizer.synchronizer, own_share(optimizer.synchronizer))
         optimizer.step([np.ones_like(value) for value in values])
 
     for kind, text in errors(2, work):
