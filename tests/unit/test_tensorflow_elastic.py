@@ -114,6 +114,31 @@ def test_every_exchange_is_a_commit(compiled: bool, monkeypatch: pytest.MonkeyPa
     assert sorted(state.commits.held) == [0, 1]
 
 
+def test_callbacks_of_horovod_commit_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Horovod's examples: the optimizer is there before its model is built, and scales the loss."""
+    from horovod.tensorflow.keras import elastic
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1))
+    made = hvdp.PeriodicOptimizer(inner, model, hvdp.EASGD, 3, process_set=Changing())
+    model.compile(made, loss="mse", jit_compile=False, auto_scale_loss=False)
+    model.build((None, 2))
+    state = hvdp.elastic.State(model, batch=0, epoch=0)
+    monkeypatch.setattr(state, "check_host_updates", lambda: None)
+    commit = elastic.CommitStateCallback(state, batches_per_commit=2)
+    callbacks = [elastic.UpdateEpochStateCallback(state), elastic.UpdateBatchStateCallback(state), commit]
+    data = np.ones((5, 2)), np.ones((5, 1))
+    model.fit(*data, batch_size=1, epochs=2, callbacks=callbacks, verbose=0)
+    held = {number: (kept.objects["epoch"], kept.objects["batch"]) for number, kept in state.commits.held.items()}
+    assert held == {5: (1, 4), 6: (2, 0)}
+    model.fit(*data, batch_size=1, callbacks=callbacks[:2], verbose=0)
+    made.learning_rate.assign(0.3)
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.communicator_of", lambda _: Changing())
+    state.reset()
+    assert (made.synchronizer.local_steps, int(made.iterations), state.epoch, state.batch) == (10, 10, 2, 0)
+    assert float(inner.inner_optimizer.learning_rate) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("loop", ["eager", "compiled", "fit"])
 def test_ranks_that_change_without_a_state(loop: str) -> None:
     ranks, model = Changing(), network()
