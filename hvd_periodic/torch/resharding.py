@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.outer.divided import Divided
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout, chunk
-
-if TYPE_CHECKING:
-    from hvd_periodic.torch.synchronizer import Synchronizer
 
 Stretch = tuple[int, int, int]
 """A parameter, and the first and the past-the-last element of a part of it."""
 
 
-def resharded(saved: Any, synchronizer: Synchronizer) -> Any:
+def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
     """Return what a checkpoint holds of the center's optimizer as these ranks hold it.
 
     An optimizer whose center may be cut is elementwise: what it keeps in the shape of a part of the center is put
