@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
@@ -11,6 +12,8 @@ from hvd_periodic.local_state import LocalStateLike
 from hvd_periodic.wires.given import Compression
 
 P = ParamSpec("P")
+
+PathLike = str | os.PathLike[str]
 
 WeightLike = float | Callable[[], float] | None
 """How much a rank counts in means: a number, what a function returns at every exchange, or None: all count alike."""
@@ -53,6 +56,10 @@ class ExchangeOptions(TypedDict, total=False):
             never, but at the end. Synchronously.
         timeout_seconds: for which a rank waits for others in one place, at most: then training ends with an error that
             names those that have not come. None: for ever. Of several optimizers of the same ranks the longest counts.
+        center_file: a path, in whose pages an asynchronous center lies: whatever ends the job, also all ranks at once,
+            leaves the center of the last transaction there, as a safetensors file with the names of the tensors. It can
+            be read while training goes on. A file that had this name takes the name ``PATH.previous`` at the first
+            exchange. The state of the center's optimizer is not in it. None: in memory alone.
     """
 
     center: Annotated[str, "replicated"]
@@ -64,6 +71,7 @@ class ExchangeOptions(TypedDict, total=False):
     weight: Annotated[WeightLike, None]
     audit_every: Annotated[int, 0]
     timeout_seconds: Annotated[float | None, None]
+    center_file: Annotated[PathLike | None, None]
 
 
 class Options(ExchangeOptions, total=False):
@@ -105,7 +113,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', 'weight', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., timeout_seconds
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., center_file
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

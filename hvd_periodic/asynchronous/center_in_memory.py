@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,16 @@ class ExchangedTensors:
     layout: Layout
     algorithm: Algorithm
     optimized: bool = False
+
+
+class _Arena(NamedTuple):
+    """Bytes of a flat array: of the center of a part, or of the gradients for its optimizer."""
+
+    part: int
+    of_center: bool
+    kind: str
+    start: int
+    stop: int
 
 
 class CenterInMemory:
@@ -58,8 +68,8 @@ class CenterInMemory:
         pieces = _pieces(parts, shares)
 
         def arena(kind: str, size: int) -> np.ndarray:
-            start, stop = next(pieces)
-            return buffer[start:stop].view(kind.split()[0])
+            piece = next(pieces)
+            return buffer[piece.start : piece.stop].view(kind.split()[0])
 
         for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
             self.centers.append(FlatStore(share, arena))
@@ -70,7 +80,14 @@ class CenterInMemory:
     @staticmethod
     def nbytes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> int:
         """Return the bytes that shares of these parts take."""
-        return max((stop for _, stop in _pieces(parts, shares)), default=0)
+        return max((piece.stop for piece in _pieces(parts, shares)), default=0)
+
+    @staticmethod
+    def arenas(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[tuple[int, str, int]]:
+        """Yield part, kind and first byte of every flat array of the center; of gradients there may be more."""
+        for piece in _pieces(parts, shares):
+            if piece.of_center:
+                yield piece.part, piece.kind, piece.start
 
     def read(self, index: int) -> np.ndarray:
         """Return a copy of a bucket."""
@@ -103,13 +120,13 @@ class CenterInMemory:
         return np.array(algorithm.hand_out(space, {"center": moved}, exchange)) if algorithm.reads_after else before
 
 
-def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the past-the-last byte of every arena, in the order in which a center allocates them."""
+def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[_Arena]:
+    """Yield the arenas in the order in which a center allocates them."""
     position = 0
-    for part, share in zip(parts, shares, strict=True):
+    for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
         itemsizes = {bucket.kind: bucket.itemsize for bucket in share.buckets}
-        for _ in range(2 if part.optimized else 1):
+        for of_center in (True, False) if part.optimized else (True,):
             for kind, size in share.arenas.items():
                 stop = position + size * itemsizes.get(kind, 1)
-                yield position, stop
+                yield _Arena(index, of_center, kind, position, stop)
                 position = -(-stop // _ALIGNMENT) * _ALIGNMENT

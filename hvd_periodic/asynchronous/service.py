@@ -44,6 +44,7 @@ class ServiceTransport(Transport):
         holders: the ranks that hold the center; the first of them counts.
         bounds: what each of them holds of a bucket.
         optimizer: of the center, where there is one.
+        center: memory for this rank's share of the center. Default: it is allocated.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ServiceTransport(Transport):
         holders: Sequence[int],
         bounds: Bounds,
         optimizer: OuterOptimizer,
+        center: np.ndarray | None = None,
     ) -> None:
         self._requests, self._replies = requests, replies
         self._rank = requests.rank
@@ -68,7 +70,9 @@ class ServiceTransport(Transport):
             return (0, 0) if place is None else bounds(bucket)[place]
 
         shares = [_share(part.layout, owned) for part in parts]
-        held = CenterInMemory(parts, shares, np.zeros(CenterInMemory.nbytes(parts, shares), np.uint8))
+        if center is None:
+            center = np.zeros(CenterInMemory.nbytes(parts, shares), np.uint8)
+        held = CenterInMemory(parts, shares, center)
         bind(optimizer, held)
         self._service: _Service | None = None
         if place is not None:

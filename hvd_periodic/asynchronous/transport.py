@@ -68,6 +68,7 @@ class MemoryTransport(Transport):
         optimizer: of the center, where there is one.
         shapes: shape and dtype of the arrays of its state.
         use_locking: whether reading and adding exclude those of others. Without it, additions that collide may be lost.
+        center: memory for the center, which all workers share. Default: of what is allocated.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class MemoryTransport(Transport):
         optimizer: OuterOptimizer,
         shapes: Sequence[tuple[tuple[int, ...], str]],
         use_locking: bool,
+        center: np.ndarray | None = None,
     ) -> None:
         shares = [part.layout for part in parts]
         self._counts = [len(share.buckets) for share in shares]
         self._optimized = self._counts[0] if parts[0].optimized else 0
         self._optimizer = optimizer
         self._use_locking = use_locking
-        header, center = 8 * _HEADER, CenterInMemory.nbytes(parts, shares)
-        offsets = [header + center + 64]
+        header = 8 * _HEADER
+        end = header + (CenterInMemory.nbytes(parts, shares) if center is None else 0)
+        offsets = [end + 64]
         for shape, dtype in shapes:
             size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             offsets.append(offsets[-1] + -(-size // 64) * 64)
@@ -92,7 +95,7 @@ class MemoryTransport(Transport):
         self.description = self._memory.description
         buffer = self._memory.buffer
         self._header = buffer[:header].view(np.int64)
-        self._held = CenterInMemory(parts, shares, buffer[header : header + center])
+        self._held = CenterInMemory(parts, shares, buffer[header:end] if center is None else center)
         self._state = []
         for (shape, dtype), start in zip(shapes, offsets, strict=False):
             size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

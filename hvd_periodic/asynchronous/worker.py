@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.asynchronous.center_file import CenterFile
 from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.service import ServiceTransport
 from hvd_periodic.asynchronous.transport import MemoryTransport, Transport
@@ -82,6 +84,7 @@ class Worker:
         root: the rank that holds the center, and starts and restores it.
         sharded: every rank holds one n-th of the center, where it is not in memory that all share.
         use_locking: whether transactions in shared memory exclude each other.
+        center_file: in which the center lies, if in one.
 
     Attributes:
         broken_off: something has ended an exchange of this worker in its midst; a holder may wait for the rest.
@@ -99,9 +102,11 @@ class Worker:
         root: int,
         sharded: bool,
         use_locking: bool,
+        center_file: Path | None = None,
     ) -> None:
         self.communicator, self._replica, self._outer, self._root = communicator, replica, outer, root
         self._number = 0
+        self._file = None if center_file is None else CenterFile(center_file, communicator, root, parts)
         self._lost: list[int] = []
         self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
@@ -135,7 +140,8 @@ class Worker:
 
         Raises:
             RuntimeError: these ranks cannot exchange asynchronously, as the job was launched; or the environment asks
-                for shared memory, and there is none for them, or not enough.
+                for shared memory, and there is none for them, or not enough; or the file cannot be made.
+            ValueError: a center of shares, of which no file could hold the whole.
         """
         communicator = self.communicator
         self._number = number
@@ -151,8 +157,9 @@ class Worker:
 
     def _in_memory(self) -> Transport | None:
         try:
+            center = self._center_in_file(everywhere=True)
             allocate = self.communicator.shared_memory
-            return MemoryTransport(allocate, self._shared, self._outer, self._shapes, self._use_locking)
+            return MemoryTransport(allocate, self._shared, self._outer, self._shapes, self._use_locking, center)
         except NoSharedMemoryError as error:
             if _wish() == "window":
                 raise RuntimeError(
@@ -170,13 +177,26 @@ class Worker:
         def bounds(bucket: Bucket) -> list[tuple[int, int]]:
             return [chunk(bucket.size, place, len(holders)) for place in range(len(holders))]
 
+        center = self._center_in_file(everywhere=False)
         requests, replies = communicator.messages(), communicator.messages()
-        return ServiceTransport(requests, replies, self._shared, holders, bounds, self._outer)
+        return ServiceTransport(requests, replies, self._shared, holders, bounds, self._outer, center)
+
+    def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
+        """Return the memory of a center in a file, on the ranks that hold it; None where there is no file."""
+        if self._file is None:
+            return None
+        if self._sharded and not everywhere:
+            raise ValueError(
+                "`center_file` needs a center that lies in one place, and with center='sharded' between several hosts "
+                f"every rank has a part: choose center='root'. Received: center_file={str(self._file.path)!r}"
+            )
+        return self._file.open(f"hvd_periodic.{self._number}.center_file", everywhere)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Let an exchange of this worker take place inside a ``with`` block."""
         self.go_on()
+        self._show_file()
         self.broken_off = True
         yield
         self.broken_off = False
@@ -222,6 +242,7 @@ class Worker:
             f"environment variable {VARIABLE}": _wish(),
             "sharded center": self._sharded,
             "use_locking": self._use_locking,
+            "center_file": None if self._file is None else str(self._file.path),
         }
 
     @property
@@ -262,6 +283,11 @@ class Worker:
         holders = Sharded(self.communicator, self._root) if self._divided else self.placements[0]
         holders.select(state["center_optimizer"])
 
+    def _show_file(self) -> None:
+        """Let the file of the center have its name, now that training has begun, and what it began from was read."""
+        if self._file is not None and self.communicator.rank == self._root:
+            self._file.appear()
+
     def _wait_for_root(self) -> None:
         self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
 
@@ -278,6 +304,7 @@ class Worker:
 
     def finish(self) -> None:
         """Wait for all workers to be done, and keep the final center; collective."""
+        self._show_file()
         with self.communicator.attendance.at("finalize() of asynchronous exchange"):
             self.communicator.assemble(self._number)
             self._tell_lost()

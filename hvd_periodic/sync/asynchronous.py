@@ -55,7 +55,14 @@ class Asynchronous(Course[V]):
         shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
         self.worker = Worker(
-            membership.communicator, exchanged.replica, outer, shared, membership.root, sharded, use_locking
+            membership.communicator,
+            exchanged.replica,
+            outer,
+            shared,
+            membership.root,
+            sharded,
+            use_locking,
+            setting.center_file,
         )
         groups = exchanged.groups(tensors, self.worker.placements)
         for group in groups:

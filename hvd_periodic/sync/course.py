@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
@@ -50,6 +51,7 @@ class Setting(Generic[V]):
         local_optimizer: the state of the local optimizer, where it is known.
         nonfinite: what becomes of a rank whose replica is not finite.
         audit_every: exchanges after which ranks compare their centers; 0: never.
+        center_file: in which an asynchronous center lies, if in one.
     """
 
     exchanged: Exchanged[V]
@@ -65,6 +67,7 @@ class Setting(Generic[V]):
     local_optimizer: OptimizerState[V] | None = None
     nonfinite: str = RAISE
     audit_every: int = 0
+    center_file: Path | None = None
 
 
 class Course(ABC, Generic[V]):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import require_int
-from hvd_periodic.options import WeightLike
+from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.checkpoint import Checkpoint
@@ -110,6 +112,23 @@ class Forms(NamedTuple):
                 f"with op='average'. Received: {algorithm!r}"
             )
         return counts
+
+    def center_file(self, asynchronous: bool, center_file: PathLike | None) -> Path | None:
+        """Return the file in which the center lies, if in one.
+
+        Raises:
+            TypeError, ValueError: not a path; or it makes no sense here.
+        """
+        if center_file is None:
+            return None
+        if not isinstance(center_file, (str, os.PathLike)):
+            raise TypeError(f"`center_file` must be a path, or None. Received: {center_file!r}")
+        if not asynchronous:
+            raise ValueError(
+                "`center_file` is for asynchronous exchange, in which a center moves outside of all replicas: save "
+                f"checkpoints of synchronous training. Received: center_file={str(center_file)!r}"
+            )
+        return Path(center_file)
 
 
 def _refuse(option: str, given: object, why: str) -> NoReturn:

@@ -10,7 +10,7 @@ from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.local_state import LocalStateLike, as_local_state
-from hvd_periodic.options import WeightLike
+from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.outer.divided import Divisible
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
@@ -64,6 +64,7 @@ class Parts(Generic[V]):
         weight: how much this rank counts in means over ranks; None: all alike.
         audit_every: exchanges after which ranks compare their centers; 0: never.
         timeout_seconds: for which a rank waits for others in one place; None: for ever.
+        center_file: in which an asynchronous center lies, which outlives the job.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
@@ -98,6 +99,7 @@ class Parts(Generic[V]):
         weight: WeightLike = None,
         audit_every: int = 0,
         timeout_seconds: float | None = None,
+        center_file: PathLike | None = None,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
@@ -121,7 +123,8 @@ class Parts(Generic[V]):
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
         if local is not None:
             local.learn_start()
-        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits)
+        file = forms.center_file(bool(asynchronous), center_file)
+        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, file)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)

@@ -18,6 +18,8 @@ from unittest.mock import patch
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow.compat.v1 as tf
+from mpi4py import MPI
+from safetensors.numpy import load_file
 
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.tensorflow import contrib_opt
@@ -194,7 +196,9 @@ def different_numbers_of_steps() -> Any:
         with tf.Graph().as_default():
             getter, w = variable(name.partition("_")[0], use_resource, float(hvd.rank()))
             inner = tf.train.MomentumOptimizer(0.25, 0.5)
-            optimizer = wrap(name, inner, getter, **({"rho": 0.5} if name == "easgd_rho" else {}))
+            path = MPI.COMM_WORLD.bcast(str(Path(tempfile.mkdtemp()) / "center"))
+            more = {"rho": 0.5} if name == "easgd_rho" else {}
+            optimizer = wrap(name, inner, getter, center_file=path, **more)
             global_step = tf.train.get_or_create_global_step()
             train = optimizer.minimize(tf.reduce_sum(-w) * (1.0 + hvd.rank()), global_step=global_step)
             read = [centers()[0], global_step]
@@ -213,6 +217,7 @@ def different_numbers_of_steps() -> Any:
             results[f"{name} {use_resource}"] = {
                 "monitored": [float(after.values[0][0]), int(after.values[1])],
                 "plain": [float(last[0][0]), int(last[1])],
+                "in the file": float(load_file(path)["w"][0]),
             }
     return results
 

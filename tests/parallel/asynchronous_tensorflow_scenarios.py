@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 import tensorflow.compat.v1 as v1
+from safetensors.numpy import load_file
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.asynchronous.worker import VARIABLE
@@ -294,7 +295,8 @@ def uneven_data(center: str) -> Any:
     for i, (name, wrap) in enumerate(wraps.items()):
         loop, compiled = loop_of(i + place(center))
         w = scalar(float(hvd.rank()))
-        optimizer = wrap(keras.optimizers.SGD(0.5, momentum=0.5), asynchronous=True, center=center)
+        path = None if center == "sharded" else hvd.broadcast_object(str(Path(tempfile.mkdtemp()) / "center"))
+        optimizer = wrap(keras.optimizers.SGD(0.5, momentum=0.5), asynchronous=True, center=center, center_file=path)
         optimizer.build([w])
         step = compiled(constant_step(optimizer, w, -1.0 - 2.0 * hvd.rank()))
         centers = []
@@ -316,7 +318,9 @@ def uneven_data(center: str) -> Any:
             "staleness": counters.staleness_max,
             "mean": counters.staleness_mean,
             "x": float(w.numpy()[0]),
+            "in the file": centers[-1] if path is None else float(load_file(path)[w.path][0]),
         }
+        barrier()  # All have read it.
     return results
 
 

@@ -1,6 +1,8 @@
 """Asynchronous training in which one rank is killed; see ``test_dying.py``.
 
 mpirun --mca orte_enable_recovery 1 -np 3 python -m tests.parallel.dying_program FOLDER ALGORITHM VICTIM WHERE MORE
+
+With WHERE = waited it dies when all others wait for it in finalize(), and the center lies in FOLDER/center.safetensors.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,16 @@ def die_inside(folder: Path, rank: int, x: np.ndarray, optimizer: Any) -> None:
     vars(optimizer.synchronizer.exchanged.center_optimizer)["push"] = killed
 
 
-def of_torch() -> tuple[Any, np.ndarray, Any]:
+def die_waited_for(folder: Path, rank: int, size: int, x: np.ndarray) -> None:
+    """Be killed once the others have reported all of their steps, after which they do no more."""
+    others = [folder / f"{other}.json" for other in range(size) if other != rank]
+    while not all(path.exists() for path in others):
+        time.sleep(0.01)
+    report(folder, rank, x=x, steps=KILLED_AT)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def of_torch(more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
     """Return an optimizer over Horovod, the memory of its parameter, and what takes a step by a gradient."""
     import horovod.torch as hvd
     import torch
@@ -60,7 +72,7 @@ def of_torch() -> tuple[Any, np.ndarray, Any]:
     hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
     inner = torch.optim.SGD([parameter], lr=1.0)
-    optimizer = hvdp.ElasticAverageOptimizer(inner, [("x", parameter)], 1, RATE, asynchronous=True)
+    optimizer = hvdp.ElasticAverageOptimizer(inner, [("x", parameter)], 1, RATE, asynchronous=True, **more)
 
     def step(gradient: np.ndarray) -> None:
         parameter.grad = torch.from_numpy(gradient)
@@ -69,10 +81,10 @@ def of_torch() -> tuple[Any, np.ndarray, Any]:
     return optimizer, parameter.detach().numpy(), step
 
 
-def of_numpy(algorithm: str) -> tuple[Any, np.ndarray, Any]:
+def of_numpy(algorithm: str, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
     """Return the same over MPI alone."""
     x = np.zeros(SIZE)
-    common: dict[str, Any] = {"asynchronous": True, "communicator": MPICommunicator()}
+    common: dict[str, Any] = {"asynchronous": True, "communicator": MPICommunicator(), **more}
     optimizer = (
         ElasticAverageOptimizer(SGD(1.0), {"x": x}, 1, moving_rate=RATE, **common)
         if algorithm == "easgd"
@@ -84,12 +96,18 @@ def of_numpy(algorithm: str) -> tuple[Any, np.ndarray, Any]:
 def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> None:
     """Train until the victim has died, and then so many more steps."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    optimizer, x, step = of_torch() if algorithm == "torch" else of_numpy(algorithm)
+    options = {"center_file": folder / "center.safetensors"} if where == "waited" else {}
+    optimizer, x, step = of_torch(options) if algorithm == "torch" else of_numpy(algorithm, options)
     communicator = optimizer.synchronizer.membership.communicator
     rank = communicator.rank
     steps = after = 0
     while after < more:
-        if rank == victim and steps == KILLED_AT - 1:
+        if where == "waited" and steps == KILLED_AT:
+            if rank == victim:
+                die_waited_for(folder, rank, communicator.size, x)
+            report(folder, rank, x=x, steps=steps)
+            break
+        if where != "waited" and rank == victim and steps == KILLED_AT - 1:
             if where == "between":
                 report(folder, rank, x=x, steps=steps, pushed=np.zeros(2))
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -152,6 +152,7 @@ def test_different_numbers_of_steps(ranks: list[dict[str, Any]]) -> None:
                 assert 0 <= report["staleness"] <= report["missed"]
                 assert report["mean"] == report["missed"] / report["rounds"]
                 assert math.isfinite(report["x"])
+                assert report["in the file"] == report["centers"][-1]
             assert column(found, "steps") == steps[: len(ranks)]
             assert column(found, "rounds") == rounds[: len(ranks)]
             last = [report["rounds"] + report["missed"] for report in found]
@@ -394,6 +395,7 @@ def test_graphs_with_different_numbers_of_steps(graphs: list[dict[str, Any]]) ->
                 assert [c for c, _ in found] == [found[0][0]] * len(graphs), (mode, case, way)
                 assert [rounds for _, rounds in found] == [2, 0, 4][: len(graphs)]
                 assert found[0][0] > 0
+            assert column(reports, case, "in the file") == [found[0][0]] * len(graphs), (mode, case)
 
 
 def test_graphs_conserve_the_sum(graphs: list[dict[str, Any]]) -> None:

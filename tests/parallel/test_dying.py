@@ -24,13 +24,13 @@ KILLED = 128 + 9
 
 
 def job(
-    folder: Path, algorithm: str, victim: int, where: str, more: int, options: list[str]
+    folder: Path, algorithm: str, victim: int, where: str, more: int, options: list[str], **variables: str
 ) -> tuple[int, str, dict[int, Any]]:
     """Return exit code, output, and what every rank has reported."""
     words = [*MPIRUN, *options, "-np", str(SIZE), sys.executable, "-m", "tests.parallel.dying_program"]
     done = subprocess.run(
         [*words, str(folder), algorithm, str(victim), where, str(more)],
-        env=environment(),
+        env=environment() | variables,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,3 +81,23 @@ def test_without_recovery_the_job_ends(tmp_path: Path) -> None:
     assert code == KILLED, output
     assert list(reports) == [1]
     assert "is at its end" not in output
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "victim", "transport"),
+    [("torch", 0, "window"), thorough("easgd", 1, "window"), ("easgd", 0, "service"), thorough("torch", 2, "service")],
+)
+def test_what_all_have_pushed_is_in_the_file(algorithm: str, victim: int, transport: str, tmp_path: Path) -> None:
+    """Also where the rank that held it is the one that was killed, and MPI ends all others."""
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    if algorithm == "torch":
+        pytest.importorskip("horovod.torch")
+    code, output, reports = job(tmp_path, algorithm, victim, "waited", 10**9, [], HVD_PERIODIC_TRANSPORT=transport)
+    assert code == KILLED, output
+    center = load_file(tmp_path / "center.safetensors")["x"]
+    pulled = [sum(r["steps"] * (1 + rank) - r["x"][end] for rank, r in reports.items()) for end in range(2)]
+    assert len(reports) == SIZE
+    assert min(pulled) > 0
+    assert [center[0], center[-1]] == pytest.approx(pulled, rel=1e-9)
+    assert center.shape == (1000,)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * SIZE + [".safetensors"]

@@ -26,7 +26,7 @@ from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
 SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
-SHARED += ["nonfinite", "weight", "audit_every", "timeout_seconds", "root_rank", "process_set"]
+SHARED += ["nonfinite", "weight", "audit_every", "timeout_seconds", "center_file", "root_rank", "process_set"]
 DEFAULTS = {
     "center": "replicated",
     "optimizer_state": "local",
@@ -37,6 +37,7 @@ DEFAULTS = {
     "weight": None,
     "audit_every": 0,
     "timeout_seconds": None,
+    "center_file": None,
 }
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],

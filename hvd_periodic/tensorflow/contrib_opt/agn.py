@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.algorithms import AGN
+from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.getters import AGNCustomGetter
@@ -38,6 +39,7 @@ class AGNOptimizer(InitializedByTask):
         asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
             numbers, starts anew with every process.
         compression: as in :class:`ElasticAverageOptimizer`.
+        center_file: as in :class:`ElasticAverageOptimizer`.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size.
@@ -60,6 +62,7 @@ class AGNOptimizer(InitializedByTask):
         asynchronous: bool = False,
         process_set: Any = None,
         compression: Any = Compression.none,
+        center_file: PathLike | None = None,
     ) -> None:
         request = Request(
             optimizer,
@@ -71,6 +74,7 @@ class AGNOptimizer(InitializedByTask):
             buffers,
             asynchronous,
             compression,
+            center_file,
         )
         super().__init__(request, use_locking, name, process_set)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.algorithms.easgd import ContribEASGD
+from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, value_of
 from hvd_periodic.tensorflow.contrib_opt.getters import ElasticAverageCustomGetter
@@ -49,6 +50,8 @@ class ElasticAverageOptimizer(InitializedByTask):
             does; needs MPI. The center variables hold the center as this rank last left it, and the final one after
             :meth:`get_final_op`. The rate is in (0, 1].
         compression: how messages travel: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
+        center_file: of asynchronous exchange: a path, in whose pages the center lies, so that whatever ends the job
+            leaves it there, as a safetensors file; see :class:`~hvd_periodic.options.ExchangeOptions`.
 
     Raises:
         TypeError, ValueError: a refused argument, on every rank; ``num_worker`` that is not Horovod's size; no ``rho``
@@ -86,6 +89,7 @@ class ElasticAverageOptimizer(InitializedByTask):
         asynchronous: bool = False,
         process_set: Any = None,
         compression: Any = Compression.none,
+        center_file: PathLike | None = None,
     ) -> None:
         def algorithm() -> ContribEASGD:
             made = ContribEASGD(moving_rate)
@@ -112,6 +116,7 @@ class ElasticAverageOptimizer(InitializedByTask):
             buffers,
             asynchronous,
             compression,
+            center_file,
         )
         super().__init__(request, use_locking, name, process_set)
 

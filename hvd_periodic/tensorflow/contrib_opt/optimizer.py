@@ -73,7 +73,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
         self._algorithm, self._schedule, self._averaged = build_on_all(communicator, prefix, granted)
         self._opt: Any = request.opt
-        self._buffers, self._compression = request.buffers, request.compression
+        self._buffers, self._compression, self._center_file = request.buffers, request.compression, request.center_file
         self._asynchronous = bool(request.asynchronous)
         self._adopts = request.getter is None
         getter = request.getter
@@ -281,6 +281,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             asynchronous=self._asynchronous,
             use_locking=self._use_locking,
             compression=self._compression,
+            center_file=self._center_file,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
         )

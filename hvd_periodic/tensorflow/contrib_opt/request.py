@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
+from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
@@ -32,6 +33,7 @@ class Request:
         buffers: ``"average"`` or ``"local"``.
         asynchronous: exchange without waiting for other ranks.
         compression: how messages travel.
+        center_file: in which an asynchronous center lies.
     """
 
     opt: Any
@@ -43,6 +45,7 @@ class Request:
     buffers: str
     asynchronous: bool = False
     compression: Any = Compression.none
+    center_file: PathLike | None = None
 
     def granted(
         self, cls: str, communicator: TensorFlowCommunicator
