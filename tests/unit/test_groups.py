@@ -1,0 +1,39 @@
+"""Process sets of groups, beside what Horovod has of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_periodic.comm import groups
+
+
+def test_process_sets_are_made_anew_when_horovod_was_initialized_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``shutdown()`` and ``init()`` the number of a set belongs to another one, or to none."""
+    process_sets = pytest.importorskip("horovod.common.process_sets")
+    registered: dict[int, list[int]] = {0: [0, 1, 2]}
+
+    def add(made: Any) -> Any:
+        made.process_set_id = len(registered)
+        registered[len(registered)] = made.ranks
+        return made
+
+    horovod: Any = SimpleNamespace(
+        size=lambda: 3, ProcessSet=lambda ranks: SimpleNamespace(ranks=ranks, process_set_id=None), add_process_set=add
+    )
+    monkeypatch.setattr(
+        process_sets, "_basics", SimpleNamespace(_get_process_set_ids_and_ranks=lambda: dict(registered))
+    )
+    monkeypatch.setattr(groups, "_registered", {})
+    first = groups._register(horovod, "horovod.any", [0, 1])
+    assert groups._register(horovod, "horovod.any", [0, 1]) is first
+    for others in ([[1, 2]], []):
+        registered.clear()
+        registered.update(enumerate([[0, 1, 2], *others]))
+        again = groups._register(horovod, "horovod.any", [0, 1])
+        assert registered[again.process_set_id] == [0, 1]
+        assert groups.divides_the_job(again)
+        assert not groups.divides_the_job(first)
+        first = again
