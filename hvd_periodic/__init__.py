@@ -6,6 +6,9 @@ Horovod. The front ends for frameworks are ``hvd_periodic.torch`` and ``hvd_peri
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm import Communicator, LocalCommunicator
+from hvd_periodic.journal import Listener, Report, Total
+from hvd_periodic.journal.files import read_run_log
+from hvd_periodic.journal.lines import set_up
 from hvd_periodic.numpy import (
     SGD,
     AGNOptimizer,
@@ -37,15 +40,21 @@ __all__ = [
     "Doubling",
     "ElasticAverageOptimizer",
     "Every",
+    "Listener",
     "LocalCommunicator",
     "ModelAverageOptimizer",
     "PeriodicOptimizer",
     "Piecewise",
     "PostLocal",
     "ReplicaSynchronizer",
+    "Report",
     "Schedule",
     "Seconds",
     "SlowMo",
+    "Total",
     "Wire",
     "__version__",
+    "read_run_log",
 ]
+
+set_up()

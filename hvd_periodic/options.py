@@ -60,6 +60,8 @@ class ExchangeOptions(TypedDict, total=False):
             leaves the center of the last transaction there, as a safetensors file with the names of the tensors. It can
             be read while training goes on. A file that had this name takes the name ``PATH.previous`` at the first
             exchange. The state of the center's optimizer is not in it. None: in memory alone.
+        run_log: a folder, in which every rank appends what its exchanges were to a file ``rank-K.jsonl``: a line of
+            JSON for each. None: that of the environment variable ``HVD_PERIODIC_RUN_LOG``, if there is one.
     """
 
     center: Annotated[str, "replicated"]
@@ -72,6 +74,7 @@ class ExchangeOptions(TypedDict, total=False):
     audit_every: Annotated[int, 0]
     timeout_seconds: Annotated[float | None, None]
     center_file: Annotated[PathLike | None, None]
+    run_log: Annotated[PathLike | None, None]
 
 
 class Options(ExchangeOptions, total=False):
@@ -113,7 +116,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', 'weight', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
-        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., center_file
+        TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., run_log
     """
     hints, defaults = get_type_hints(declared), _defaults(declared)
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -34,6 +34,10 @@ class Averaging(Consensus):
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
     """
 
+    def closes(self, exchange: Exchange) -> float:
+        """Return 1: all of it."""
+        return 1.0
+
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Move the center by the mean displacement."""
         return {"center": space.axpy(1.0 / exchange.size, total, center["center"])}

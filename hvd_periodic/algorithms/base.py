@@ -90,6 +90,13 @@ class Algorithm(ABC):
     def check(self, size: int) -> None:
         """Raise a ValueError when the hyper-parameters make no sense for ``size`` workers."""
 
+    def closes(self, exchange: Exchange) -> float | None:
+        """Return the part of a distance between the center and the mean of the replicas that an exchange takes away.
+
+        None where that is no constant.
+        """
+        return None
+
     def one_by_one(self, size: int) -> Algorithm:
         """Return the algorithm with which ``size`` workers exchange one by one, each on its own clock.
 

@@ -92,6 +92,10 @@ class EASGD(Algorithm):
         """Return the moving rate α where none was passed."""
         return min(BETA / exchange.size, 1 / (exchange.size + 1))
 
+    def closes(self, exchange: Exchange) -> float:
+        """Return α(n+1)."""
+        return self.rate(exchange) * (exchange.size + 1)
+
     def check(self, size: int) -> None:
         """Refuse a rate that diverges with ``size`` workers; warn of one that oscillates.
 

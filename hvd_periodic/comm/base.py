@@ -48,6 +48,8 @@ class Communicator(ABC):
     """A number that is the same for ranks of one host."""
     meeting_name: str = "hvd_periodic.meeting"
     """Under which all optimizers of these ranks meet."""
+    description: str = "a communicator of the user"
+    """What it is, for people."""
     attendance: Attendance = Unattended()
     """Which collectives this rank has come to; one that nobody looks at, where ranks are no processes."""
 

@@ -153,9 +153,9 @@ def divides_the_job(process_set: Any) -> bool:
     return any(known is process_set for known in _registered.values())
 
 
-def _ranks_of(process_set: Any) -> list[int] | None:
+def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
     """Return what Horovod has under the number of a process set: other ranks, or none, once it was initialized anew."""
-    registry: Any = importlib.import_module("horovod.common.process_sets")
+    registry: Any = importlib.import_module(hvd.ProcessSet.__module__)
     found: dict[int, list[int]] = registry._basics._get_process_set_ids_and_ranks()
     return found.get(process_set.process_set_id)
 
@@ -164,7 +164,7 @@ def _register(hvd: Any, framework: str, ranks: list[int]) -> Any:
     if len(ranks) == hvd.size():
         return hvd.global_process_set
     known = _registered.get((framework, tuple(ranks)))
-    if known is None or _ranks_of(known) != ranks:
+    if known is None or _ranks_of(hvd, known) != ranks:
         try:
             known = hvd.add_process_set(hvd.ProcessSet(ranks))
         except Exception as error:

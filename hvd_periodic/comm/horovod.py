@@ -95,6 +95,7 @@ class HorovodCommunicator(Communicator):
         self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank there.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.attendance.elastic = self.elastic
+        self.description = f"Horovod ({'MPI' if self._hvd.mpi_enabled() else 'Gloo'})"
 
     @property
     def constructed(self) -> int:

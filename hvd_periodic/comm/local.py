@@ -19,6 +19,7 @@ class LocalCommunicator(Communicator):
 
     rank = 0
     size = 1
+    description = "one process"
     processes = False
     from_any_thread = True
 

@@ -48,6 +48,8 @@ class MPICommunicator(Communicator):
         watched: whether ranks that do not come are named; where others do not see to that.
     """
 
+    description = "MPI"
+
     def __init__(self, comm: MPI.Intracomm | None = None, watched: bool = True) -> None:
         from mpi4py import MPI  # importing it starts MPI
 

@@ -24,6 +24,7 @@ class ThreadCommunicator(Communicator):
     Sums run in rank order, so that results are reproducible to the bit.
     """
 
+    description = "threads of one process"
     processes = False
 
     def __init__(self, rank: int, group: _Group) -> None:

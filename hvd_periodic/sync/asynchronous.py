@@ -20,6 +20,7 @@ from hvd_periodic.sync.course import Course, Legacy, Setting, failing
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.left_out import start_again
 from hvd_periodic.sync.planning import Plan
+from hvd_periodic.sync.telling import tell
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
 
@@ -127,6 +128,7 @@ class Asynchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = Notes(memory=plan.memory)
+        tell(self, own, lambda: ledger.counters, None)
         ledger.time(counters.local_steps)
         return False
 

@@ -14,6 +14,7 @@ from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course, Legacy
 from hvd_periodic.sync.membership import sender
 from hvd_periodic.sync.startup import Moment, Standing, Start, decide, replaces
+from hvd_periodic.sync.telling import count_of, facts_told
 
 V = TypeVar("V")
 
@@ -64,6 +65,8 @@ class Beginning(Generic[V]):
         self._plan_first_round(records)
         setting.ledger.begin()
         self.begun = True
+        if setting.journal.listeners:
+            setting.journal.began(facts_told(course), count_of(setting.ledger.counters))
         return replaces(start, standings, membership.global_rank, membership.global_root, averaging)
 
     def broadcast(self) -> None:

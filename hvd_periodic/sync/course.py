@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.comm.meeting import Record
+from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.exchanged import Exchanged
@@ -52,6 +53,7 @@ class Setting(Generic[V]):
         nonfinite: what becomes of a rank whose replica is not finite.
         audit_every: exchanges after which ranks compare their centers; 0: never.
         center_file: in which an asynchronous center lies, if in one.
+        journal: hears of exchanges.
     """
 
     exchanged: Exchanged[V]
@@ -68,6 +70,7 @@ class Setting(Generic[V]):
     nonfinite: str = RAISE
     audit_every: int = 0
     center_file: Path | None = None
+    journal: Journal = field(default_factory=Journal)
 
 
 class Course(ABC, Generic[V]):

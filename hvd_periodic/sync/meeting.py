@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ class Meeting:
         checks: of what else might keep this rank from going on.
         everyone_trains: at the last exchange no rank was leaving.
         failure: why this rank can never exchange again; None while it can.
+        waited: seconds in which ranks met last: until all had come, and had told each other why.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Meeting:
         self.checks: list[Check] = []
         self.failure: str | None = None
         self.everyone_trains = True
+        self.waited = 0.0
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
@@ -92,7 +95,10 @@ class Meeting:
         failure = None if problem is None else RuntimeError(problem)
         record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
         communicator.attendance.follow(self._membership.number, self._ledger)
-        return meet(communicator, record, failure, enclosed)
+        came = time.perf_counter()
+        met = meet(communicator, record, failure, enclosed)
+        self.waited = time.perf_counter() - came
+        return met
 
     def come_for(self, purpose: Purpose, problem: str | None = None) -> None:
         """Find out whether all ranks have come to the same call, before its data travels.

@@ -9,6 +9,8 @@ from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.journal import Journal
+from hvd_periodic.journal.files import folder_asked
 from hvd_periodic.local_state import LocalStateLike, as_local_state
 from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.outer.divided import Divisible
@@ -28,6 +30,7 @@ from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.streamed import streamed
+from hvd_periodic.sync.telling import count_of, new_journal
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.wires.given import Compression
 
@@ -65,12 +68,15 @@ class Parts(Generic[V]):
         audit_every: exchanges after which ranks compare their centers; 0: never.
         timeout_seconds: for which a rank waits for others in one place; None: for ever.
         center_file: in which an asynchronous center lies, which outlives the job.
+        run_log: folder of the run log; None: that of the environment, if there is one.
+        journal: hears of exchanges. Default: a new one.
         forms: makes the parts of which a front end has a form of its own.
 
     Attributes:
-        exchanged, membership, ledger, planner, phase, meeting, course, beginning, checkpoint, view, gradients: the
-            parts: what is exchanged, with whom, how far, when, whether it has begun to differ, what ranks say to each
-            other, how they exchange, from what they begin, what is saved, how the center is read, what algorithms see.
+        exchanged, membership, ledger, planner, phase, meeting, course, beginning, checkpoint, view, gradients, journal:
+            the parts: what is exchanged, with whom, how far, when, whether it has begun to differ, what ranks say to
+            each other, how they exchange, from what they begin, what is saved, how the center is read, what algorithms
+            see, who hears of exchanges.
 
     Raises:
         ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
@@ -100,6 +106,8 @@ class Parts(Generic[V]):
         audit_every: int = 0,
         timeout_seconds: float | None = None,
         center_file: PathLike | None = None,
+        run_log: PathLike | None = None,
+        journal: Journal | None = None,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
@@ -123,8 +131,10 @@ class Parts(Generic[V]):
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
         if local is not None:
             local.learn_start()
-        file = forms.center_file(bool(asynchronous), center_file)
-        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, file)
+        self.run_log = folder_asked(run_log)
+        self.journal = journal or new_journal(lambda: self.membership, self.run_log)
+        kept = forms.center_file(bool(asynchronous), center_file), self.journal
+        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, *kept)
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)
@@ -162,6 +172,10 @@ class Parts(Generic[V]):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Callable[[], Any] | None) -> None:
         self.ledger.learning_rate = learning_rate
+
+    def tell_end(self) -> None:
+        """Tell the journal that training is over."""
+        self.journal.ended(count_of(self.counters))
 
     @property
     def begun(self) -> bool:

@@ -173,6 +173,7 @@ class ReplicaSynchronizer(Parts[V]):
         self.course.check_alive()
         self.begin(Moment.END)
         self.course.leave()
+        self.tell_end()
 
     def audit(self) -> None:
         """Check on all ranks that they hold the same center, to the bit; each what it holds of it for all.

@@ -21,6 +21,7 @@ from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.left_out import start_again
 from hvd_periodic.sync.planning import Plan
+from hvd_periodic.sync.telling import tell
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.sync.turns import Due, Since, Turn, Turns
 from hvd_periodic.vectors.store import Store
@@ -153,6 +154,7 @@ class Synchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = self._noted(own, due, plan)
+        tell(self, own, lambda: ledger.counters, setting.meeting.waited)
         ledger.time(agreed.step)
         return agreed.training
 

@@ -68,7 +68,8 @@ class GraphAsynchronous(Asynchronous[Any]):
         gradients = tf.maximum(variables["gradients"], 1)
         size = setting.membership.communicator.size
         exchange: Any = Exchange(size, tf.cast(period, tf.float64), tf.cast(gradients, tf.float64))
-        decided, pulled = self._pushed(GraphMeeting(setting, self.finite), exchange)
+        meeting = GraphMeeting(setting, self.finite)
+        decided, pulled = self._pushed(meeting, exchange)
         pushed = _Pushed(**{field.name: decided.pop(field.name) for field in fields(_Pushed)})
         buckets = list(all_buckets(self.tensor_groups))
         for (group, bucket), vector in zip(buckets, pulled, strict=True):
@@ -79,7 +80,7 @@ class GraphAsynchronous(Asynchronous[Any]):
         ledger.add(pushes_missed=pushed.missed)
         counted = {"next_exchange": pushed.next_exchange, "staleness_max": pushed.staleness_max}
         ledger.exchanged(sum(bucket.nbytes for _, bucket in buckets), counted, decided)
-        ledger.timed(started)
+        ledger.timed(started, tell=meeting.told_by(self))
         return tf.constant(True)
 
     def _pushed(self, meeting: GraphMeeting, exchange: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:

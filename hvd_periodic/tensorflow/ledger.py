@@ -18,7 +18,7 @@ from hvd_periodic.sync.ledger import Ledger, rate_of
 from hvd_periodic.sync.planning import ask
 from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.sync.turns import Since
-from hvd_periodic.tensorflow.host import Numbers, in_session
+from hvd_periodic.tensorflow.host import Numbers, from_integers, in_session, packed
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
@@ -209,24 +209,35 @@ class VariableLedger(Ledger):
         for owner, variable in self.note_variables.items():
             variable.assign(tf.reshape(tf.stack([noted[name] for name in self._names(owner)]), variable.shape))
 
-    def timed(self, started: tf.Tensor, then: Callable[[], None] | None = None) -> None:
+    def timed(
+        self,
+        started: tf.Tensor,
+        then: Callable[[], None] | None = None,
+        tell: Callable[[Counters], None] | None = None,
+    ) -> None:
         """Count in a graph the seconds of an exchange that is over, and measure steps from now on.
 
         Args:
             started: when it began, by the same clock.
             then: called at the end.
+            tell: called with the counters as they are after it.
         """
         with tf.control_dependencies(list(tf.compat.v1.get_default_graph().get_operations())):
             self.add(exchange_seconds=seconds() - started)
+            told = self.variables if tell is not None else {"local_steps": self.variables["local_steps"]}
+            kinds = {name: variable.dtype for name, variable in told.items()}
 
-            def begin(steps: tf.Tensor) -> tf.Tensor:
-                self.time(int(steps))
+            def begin(values: tf.Tensor) -> tf.Tensor:
+                numbers = from_integers(values.numpy().tolist(), kinds)
+                if tell is not None:
+                    tell(Counters(**numbers))
+                self.time(numbers["local_steps"])
                 if then is not None:
                     then()
-                return steps
+                return values
 
             with tf.device("CPU:0"):
-                tf.py_function(begin, [self.variables["local_steps"]], tf.int64)
+                tf.py_function(begin, [packed({name: v.read_value() for name, v in told.items()})], tf.int64)
 
 
 def _notes_of(values: Mapping[str, Any]) -> Notes:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
 
 from hvd_periodic.comm.agreement import audit
 from hvd_periodic.comm.meeting import Purpose, Record, check, integers, records_of
-from hvd_periodic.sync.course import Setting
+from hvd_periodic.sync.counters import Counters
+from hvd_periodic.sync.course import Course, Setting
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.telling import tell
 from hvd_periodic.sync.tensor_groups import TensorGroups, named_parts
 from hvd_periodic.tensorflow.coding import GraphCoding
 from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
@@ -36,6 +39,8 @@ class GraphMeeting:
 
     def __init__(self, setting: Setting[Any], finite: Finite[Any] | None = None) -> None:
         self._setting, self._finite = setting, finite
+        self._own: Standpoint | None = None
+        self._waited = self._came = 0.0
         known = ledger_of(setting).known() | {_NOT_FINITE: _first_not_finite(finite)}
         self._kinds = {name: scalar.dtype for name, scalar in known.items()}
         self.before = packed(known)
@@ -46,6 +51,7 @@ class GraphMeeting:
 
         def announce(mine: list[int]) -> list[int]:
             own = self.standpoint(mine)
+            self._came = time.perf_counter()
             meeting.weigh(own, purpose)
             record = meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None)
             membership.communicator.attendance.last = record
@@ -68,7 +74,17 @@ class GraphMeeting:
 
     def standpoint(self, before: list[int]) -> Standpoint:
         """Return in Python what this rank knew by itself."""
-        return ledger_of(self._setting).standpoint_of(from_integers(before, self._kinds))
+        self._own = ledger_of(self._setting).standpoint_of(from_integers(before, self._kinds))
+        return self._own
+
+    def told_by(self, course: Course[Any]) -> Callable[[Counters], None] | None:
+        """Return what tells the journal of an exchange, given the counters after it; None where nobody listens."""
+
+        def told(counters: Counters) -> None:
+            if self._own is not None:
+                tell(course, self._own, lambda: counters, self._waited if course.steps_agree else None)
+
+        return told if self._setting.journal.listeners else None
 
     def judge(self, before: list[int], gathered: Sequence[int], purpose: Purpose) -> list[Record]:
         """Return in Python what was gathered.
@@ -77,6 +93,7 @@ class GraphMeeting:
             RuntimeError, ValueError: on all ranks, where one cannot go on, or where they have come for other things.
         """
         self.leave()
+        self._waited = time.perf_counter() - self._came
         problem = self.problem(before, purpose)
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.

@@ -90,7 +90,7 @@ class GraphSynchronous(Synchronous[Any]):
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         self._audit()
         ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided, plan.somebody)
-        ledger.timed(started, meeting.leave)
+        ledger.timed(started, meeting.leave, meeting.told_by(self))
         return tf.constant(True)
 
     @property

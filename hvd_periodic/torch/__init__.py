@@ -20,6 +20,7 @@ from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.reporting import Reporter, SaveBestCenter
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.wires import Compression
 
@@ -41,6 +42,8 @@ __all__ = [
     "PeriodicOptimizer",
     "Piecewise",
     "PostLocal",
+    "Reporter",
+    "SaveBestCenter",
     "Schedule",
     "Seconds",
     "SlowMo",

@@ -29,6 +29,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
+from hvd_periodic.torch.marks import marked
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
@@ -164,7 +165,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         _, moving, arguments = self._constructed()
-        changed = {"communicator": communicator_of(None), "name": name}
+        changed = {"communicator": communicator_of(None), "name": name, "journal": self.journal}
         _assemble(self, self.replica, moving, arguments | changed)
         self._alone = False
         if loaded is not None:
@@ -188,8 +189,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)
-    sync = neutrally(ReplicaSynchronizer.sync)
-    land = neutrally(ReplicaSynchronizer.land)
+    sync = neutrally(marked(ReplicaSynchronizer.sync, "hvd_periodic.exchange"))
+    land = neutrally(marked(ReplicaSynchronizer.land, "hvd_periodic.land"))
     finalize = neutrally(ReplicaSynchronizer.finalize)
     leave = neutrally(ReplicaSynchronizer.leave)
     audit = neutrally(ReplicaSynchronizer.audit)
@@ -251,6 +252,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "weight": self.meeting.weight.given,
             "audit_every": self.course.setting.audit_every,
             "timeout_seconds": membership.communicator.attendance.timeout,
+            "run_log": self.run_log,
         }
         return of_rank, self._moving(), arguments
 

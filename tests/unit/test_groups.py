@@ -20,9 +20,7 @@ def test_process_sets_are_made_anew_when_horovod_was_initialized_anew(monkeypatc
         registered[len(registered)] = made.ranks
         return made
 
-    horovod: Any = SimpleNamespace(
-        size=lambda: 3, ProcessSet=lambda ranks: SimpleNamespace(ranks=ranks, process_set_id=None), add_process_set=add
-    )
+    horovod: Any = SimpleNamespace(size=lambda: 3, ProcessSet=process_sets.ProcessSet, add_process_set=add)
     monkeypatch.setattr(
         process_sets, "_basics", SimpleNamespace(_get_process_set_ids_and_ranks=lambda: dict(registered))
     )

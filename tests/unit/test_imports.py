@@ -24,7 +24,7 @@ LEVELS = [
     {"vectors"},
     {"outer"},
     {"algorithms", "schedules", "comm"},
-    {"checkpoints", "local_state", "replica", "wires"},
+    {"checkpoints", "journal", "local_state", "replica", "wires"},
     {"centers", "cost_model", "options"},
     {"asynchronous"},
     {"sync"},

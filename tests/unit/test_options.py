@@ -26,7 +26,16 @@ from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
 SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
-SHARED += ["nonfinite", "weight", "audit_every", "timeout_seconds", "center_file", "root_rank", "process_set"]
+SHARED += [
+    "nonfinite",
+    "weight",
+    "audit_every",
+    "timeout_seconds",
+    "center_file",
+    "run_log",
+    "root_rank",
+    "process_set",
+]
 DEFAULTS = {
     "center": "replicated",
     "optimizer_state": "local",
@@ -38,6 +47,7 @@ DEFAULTS = {
     "audit_every": 0,
     "timeout_seconds": None,
     "center_file": None,
+    "run_log": None,
 }
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],

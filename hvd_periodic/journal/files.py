@@ -1,0 +1,115 @@
+"""The run log: a file of every rank, a line of JSON for everything that it tells."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+from hvd_periodic.journal.base import Facts, Listener, Report, Total
+
+VARIABLE = "HVD_PERIODIC_RUN_LOG"
+"""Environment variable: folder of the run log, where an optimizer was not given one."""
+
+VERSION = 1
+
+logger = logging.getLogger("hvd_periodic")
+
+
+class RunLog(Listener):
+    """Appends to ``FOLDER/rank-K.jsonl``; several optimizers of a process share the file, a line is written at once.
+
+    A line is ``{"event": "began" | "exchanged" | "ended", "optimizer": number, ...}`` with the facts of
+    :meth:`~hvd_periodic.journal.Listener.began`, or the fields of :class:`~hvd_periodic.journal.Report` or
+    :class:`~hvd_periodic.journal.Total`; what is None is left out. NaN and infinity are strings. A disk that is full
+    ends the log, and not the training.
+
+    Args:
+        folder: of the run; it is made.
+        place: returns the rank in the job, which may change under elastic Horovod, and which optimizer of it this is.
+
+    Raises:
+        OSError: the folder cannot be made, or written to.
+    """
+
+    def __init__(self, folder: Path, place: Callable[[], tuple[int, int]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"The run log cannot be written: {folder} is not writable")
+        self._folder, self._place = folder, place
+        self._path: Path | None = None
+        self._close: Callable[[], object] = lambda: None
+        self._file = -1
+        self._over = False
+
+    def began(self, facts: Facts) -> None:
+        """Write what training is."""
+        self._write("began", {"version": VERSION, **facts})
+
+    def exchanged(self, report: Report) -> None:
+        """Write an exchange."""
+        self._write("exchanged", asdict(report))
+
+    def ended(self, total: Total) -> None:
+        """Write what they came to."""
+        self._write("ended", asdict(total))
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        rank, optimizer = self._place()
+        path = self._folder / f"rank-{rank}.jsonl"
+        known = {name: _plain(value) for name, value in values.items() if value is not None}
+        try:
+            if path != self._path:
+                self._close()
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                self._path, self._close = path, finalize(self, os.close, self._file)
+            if not self._over:
+                os.write(self._file, json.dumps({"event": event, "optimizer": optimizer, **known}).encode() + b"\n")
+        except OSError as error:
+            self._over = True
+            logger.warning("The run log %s ends here: %s", path, error)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def folder_asked(given: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder of the run log, if one is asked for here or by the environment.
+
+    Raises:
+        TypeError: no path.
+    """
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"`run_log` must be the path of a folder, or None. Received: {given!r}")
+    asked = os.environ.get(VARIABLE) if given is None else given
+    return Path(asked) if asked else None
+
+
+def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
+    """Return the lines of a run log by rank, each in their order; a last line that is cut off is left out.
+
+    Raises:
+        FileNotFoundError: there is no run log in the folder.
+        ValueError: a line that is no JSON; names file and line.
+    """
+    found = {int(path.stem.removeprefix("rank-")): list(_lines(path)) for path in Path(folder).glob("rank-*.jsonl")}
+    if not found:
+        raise FileNotFoundError(f"There is no run log in {folder}: it has no file rank-0.jsonl")
+    return dict(sorted(found.items()))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            return
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path} has a line that is no JSON, the {number}th: {error}") from error

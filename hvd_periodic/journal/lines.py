@@ -1,0 +1,137 @@
+"""Lines in the log: what training is, every exchange if that is asked for, and what they came to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hvd_periodic.journal.base import Facts, Listener, Report, Total
+
+VARIABLE = "HVD_PERIODIC_LOG"
+"""Environment variable: ``info`` for a line at the start and a summary at the end, ``debug`` for one of every exchange
+as well; ``warning`` or ``error`` for less. Without it the log is what the script has made of Python's ``logging``."""
+
+_LEVELS = ("debug", "info", "warning", "error")
+_ENOUGH = 0.95
+"""Part of its way to the replicas after which a center has arrived."""
+
+logger = logging.getLogger("hvd_periodic")
+
+
+def set_up(level: str | None = None) -> None:
+    """Let the log of this package be written to stderr, if the environment asks for it.
+
+    Args:
+        level: in place of the environment's.
+    """
+    asked = os.environ.get(VARIABLE) if level is None else level
+    if not asked:
+        return
+    if asked.lower() not in _LEVELS:
+        logger.warning("%s must be one of %s. Received: %r", VARIABLE, ", ".join(_LEVELS), asked)
+        return
+    logger.setLevel(asked.upper())
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] hvd_periodic: %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+class Lines(Listener):
+    """Writes to the log of the package, on one rank.
+
+    Args:
+        speaks: returns whether this is the rank.
+    """
+
+    def __init__(self, speaks: Callable[[], bool]) -> None:
+        self._speaks = speaks
+
+    def began(self, facts: Facts) -> None:
+        """Say what training is."""
+        if self._speaks():
+            logger.info("%s", described(facts))
+
+    def exchanged(self, report: Report) -> None:
+        """Say what an exchange has taken."""
+        if not (logger.isEnabledFor(logging.DEBUG) and self._speaks()):
+            return
+        waited = "" if report.waited is None else f" ({_seconds(report.waited)} waiting)"
+        more = "" if report.step_seconds is None else f", {_seconds(report.step_seconds)} a step"
+        more += "" if report.loss is None else f", loss {report.loss:.6g}"
+        more += f", {report.missed} pushes of others since the last" if report.missed else ""
+        logger.debug(
+            "Exchange %d at step %d: %s%s, %s%s",
+            report.rounds,
+            report.step,
+            _seconds(report.seconds),
+            waited,
+            _bytes(report.bytes_sent),
+            more,
+        )
+
+    def ended(self, total: Total) -> None:
+        """Say what all of them came to."""
+        if not (total.exchanges and self._speaks()):
+            return
+        waited = "" if total.waited is None else f", {_seconds(total.waited)} of it waiting for other ranks"
+        logger.info(
+            "%s steps and %s exchanges in %s: %.1f %% of it in exchanges (%s%s), %s sent by this rank",
+            f"{total.steps:,}",
+            f"{total.exchanges:,}",
+            _seconds(total.wall_seconds),
+            100 * total.seconds / max(total.wall_seconds, 1e-9),
+            _seconds(total.seconds),
+            waited,
+            _bytes(total.bytes_sent),
+        )
+        if total.left_out:
+            logger.info("This rank was left out of %d exchanges: its replica was not finite", total.left_out)
+        if total.closed is not None and total.closed < _ENOUGH:
+            logger.info(
+                "In %d exchanges the center has gone %.0f %% of its way to the replicas, and may be worse than they "
+                "are: exchange more often (a shorter period), or move it further (a larger moving rate)",
+                total.exchanges,
+                100 * total.closed,
+            )
+
+
+def described(facts: Facts) -> str:
+    """Return in one line what training is."""
+    known: dict[str, Any] = dict(facts)
+    period = known.get("period")
+    options = [f"{name}={known[name]}" for name in ("overlap", "fragments", "compression") if known.get(name)]
+    resumed = f", from step {known['step']:,}" if known.get("step") else ""
+    return (
+        f"{known['algorithm']} of {known['size']} ranks"
+        + (f" every {period:,} steps ({known['schedule']})" if period else f" by {known['schedule']}")
+        + (f" with {', '.join(options)}" if options else "")
+        + f": {known['elements']:,} parameters in {known['tensors']:,} tensors, {_bytes(known['bytes'])} an exchange; "
+        f"center {known['center']}, through {known['transport']}{resumed}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    """Return a time with its unit.
+
+    Example:
+        >>> [_seconds(x) for x in (0.00012, 0.25, 75.2)]
+        ['0.12 ms', '250 ms', '75.2 s']
+    """
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def _bytes(number: float) -> str:
+    """Return bytes with their unit.
+
+    Example:
+        >>> [_bytes(x) for x in (20, 40_000, 102_228_128, 3.1e9)]
+        ['20 B', '40.0 kB', '102.2 MB', '3.1 GB']
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number:,.0f} B"

@@ -1,0 +1,108 @@
+"""What a rank tells its journal of training and of every exchange."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.arguments import described
+from hvd_periodic.journal import Journal, Listener
+from hvd_periodic.journal.base import Count, Facts
+from hvd_periodic.journal.files import RunLog
+from hvd_periodic.journal.lines import Lines
+from hvd_periodic.sync.counters import Counters
+from hvd_periodic.sync.knowledge import Standpoint
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.version import __version__
+
+if TYPE_CHECKING:
+    from hvd_periodic.sync.course import Course
+
+logger = logging.getLogger("hvd_periodic")
+
+
+def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
+    """Return the journal of a rank: with lines in the log on the root, if they would be seen, and a file if asked.
+
+    Args:
+        membership: returns which rank this is.
+        folder: of the run log, if there is one.
+
+    Raises:
+        OSError: the folder cannot be made, or written to.
+    """
+    listeners: list[Listener] = []
+    if logger.isEnabledFor(logging.INFO):
+        listeners.append(Lines(lambda: membership().is_root))
+    if folder is not None:
+        listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number)))
+    return Journal(listeners)
+
+
+def facts_told(course: Course[Any]) -> Facts:
+    """Return what training is, for people."""
+    setting, membership = course.setting, course.setting.membership
+    exchanged, schedule, counters = setting.exchanged, setting.planner.schedule, setting.ledger.counters
+    layout, communicator = exchanged.replica.parameters.layout, membership.communicator
+    transport = communicator.description if course.worker is None else course.worker.transport.description
+    compression = described(setting.wire)
+    return {
+        "time": time.time(),
+        "package": __version__,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "rank": membership.global_rank,
+        "size": communicator.size,
+        "ranks": list(communicator.global_ranks),
+        "root": membership.global_root,
+        "algorithm": str(exchanged.algorithm),
+        "outer_optimizer": None if exchanged.outer is None else exchanged.outer.name,
+        "schedule": described(schedule),
+        "period": counters.next_exchange - counters.last_exchange,
+        "step": counters.local_steps,
+        "center": course.placement.name,
+        "transport": transport,
+        "elements": sum(spec.size for spec in layout.specs),
+        "tensors": len(layout.specs),
+        "bytes": sum(bucket.nbytes for bucket in layout.buckets),
+        "overlap": setting.overlap or None,
+        "fragments": len(setting.fragments) if len(setting.fragments) > 1 else None,
+        "compression": compression if setting.wire.lossy else None,
+    }
+
+
+def count_of(counters: Counters) -> Count:
+    """Return what a journal tells of counters."""
+    return Count(
+        counters.local_steps,
+        counters.rounds,
+        counters.exchange_seconds,
+        counters.bytes_sent,
+        counters.left_out,
+        counters.pushes_missed,
+    )
+
+
+def tell(course: Course[Any], own: Standpoint, counters: Callable[[], Counters], waited: float | None) -> None:
+    """Tell of an exchange that is over.
+
+    Args:
+        course: that ran it.
+        own: where this rank stood before it.
+        counters: returns them as they are after it.
+        waited: seconds until all ranks had come; None where none waits.
+    """
+    setting, closes = course.setting, None
+    if not setting.journal.listeners:
+        return
+    if course.steps_agree:
+        size = setting.membership.communicator.size
+        closes = setting.exchanged.algorithm.closes(Exchange(size, own.clock.period))
+    count = count_of(counters())
+    setting.journal.exchanged(count, waited, closes, own.step_seconds, own.notes.loss, own.learning_rate)

@@ -1,0 +1,199 @@
+"""What training with PyTorch shows of exchanges and of the center: to TensorBoard and the like, and the best center."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_periodic.checkpoints.files import write_whole
+from hvd_periodic.journal import Listener, Report
+from hvd_periodic.torch.center import center_state_dict
+from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.synchronizer import Synchronizer
+
+Values = dict[str, float]
+"""Numbers by name."""
+
+Sink = Callable[[int, Values], object]
+"""Takes local steps, and what there is to show."""
+
+
+class Reporter(Listener):
+    """Shows every exchange of this rank, in as many places as you like.
+
+    Example::
+
+        hvdp.Reporter(optimizer, SummaryWriter("runs/easgd"))       # TensorBoard
+        hvdp.Reporter(optimizer, wandb.init(project="digits"))      # Weights & Biases
+        hvdp.Reporter(optimizer, "exchanges.csv")                   # a table, a line per exchange
+        hvdp.Reporter(optimizer, progress := tqdm(loader))          # behind the progress bar
+
+    What is shown: ``rounds``; of this exchange ``seconds``, ``waited_seconds`` and ``bytes_sent`` by this rank;
+    ``step_seconds`` since the one before; ``center_distance`` ‖x − c‖₂ after it; ``loss``, where ``report()`` was
+    called; ``learning_rate``; asynchronously ``staleness``, the pushes of others since this rank's last. Names begin
+    with ``exchange/``, but for those in tables and behind progress bars. What a rank shows is its own: make one on the
+    ranks that you want to see, each with places of its own.
+
+    Args:
+        optimizer: an optimizer or synchronizer of this package.
+        places: a ``SummaryWriter``, a run of Weights & Biases, a progress bar of tqdm, the path of a table of
+            comma-separated values, which is appended to; or a function of local steps and a dict of numbers.
+        every: exchanges of which one is shown.
+        distance: whether to compute the distance, which reads replica and center once; never where the center is on
+            other ranks, or an exchange is under way, for which it would wait.
+
+    Raises:
+        TypeError: another kind of place or optimizer.
+        ValueError: ``every`` below 1.
+    """
+
+    def __init__(
+        self, optimizer: PeriodicOptimizer | Synchronizer, *places: Any, every: int = 1, distance: bool = True
+    ) -> None:
+        self._synchronizer = _synchronizer_of(optimizer)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"`every` must be an int of at least 1. Received: every={every!r}")
+        self._sinks = [_sink_of(place) for place in places]
+        self._every, self._heard = every, 0
+        course = self._synchronizer.course
+        at_hand = course.placement.everywhere or course.worker is not None
+        self._distance = distance and at_hand and not course.setting.overlap
+        self._synchronizer.journal.listeners.append(self)
+
+    def exchanged(self, report: Report) -> None:
+        """Show it, if it is one of those that are shown."""
+        self._heard += 1
+        if (self._heard - 1) % self._every:
+            return
+        shown: dict[str, float | None] = {
+            "rounds": report.rounds,
+            "seconds": report.seconds,
+            "waited_seconds": report.waited,
+            "bytes_sent": report.bytes_sent,
+            "step_seconds": report.step_seconds,
+            "loss": report.loss,
+            "learning_rate": report.learning_rate,
+            "staleness": report.missed if self._synchronizer.course.worker is not None else None,
+            "center_distance": self._synchronizer.distance() if self._distance else None,
+        }
+        values = {name: value for name, value in shown.items() if value is not None}
+        for sink in self._sinks:
+            sink(report.step, values)
+
+
+class SaveBestCenter:
+    """Save the values of the center when they are the best so far; on the root, by ``torch.save``, as a whole or not.
+
+    Args:
+        path: of the file.
+        model: the model that is trained.
+        optimizer: its optimizer, or its synchronizer.
+        mode: ``"max"`` or ``"min"`` of what is measured is best.
+
+    Attributes:
+        best: the best value so far; None before the first.
+
+    Raises:
+        TypeError: another kind of model or optimizer.
+        ValueError: another ``mode``.
+
+    Example::
+
+        save_best = hvdp.SaveBestCenter("best.pt", model, optimizer)
+        for epoch in range(epochs):
+            ...
+            with optimizer.center():
+                accuracy = evaluate(model)
+            save_best(accuracy)  # on all ranks
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizer: PeriodicOptimizer | Synchronizer,
+        mode: str = "max",
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise ValueError(f"`SaveBestCenter(mode=...)` must be 'max' or 'min'. Received: mode={mode!r}")
+        self._synchronizer = _synchronizer_of(optimizer)
+        self._path, self._model, self._sign = Path(path), model, 1.0 if mode == "max" else -1.0
+        self.best: float | None = None
+
+    def __call__(self, value: Any) -> bool:
+        """Save the center if ``value`` is better than all before; return whether it is on this rank.
+
+        With ``center="root"`` or ``"sharded"`` all ranks call it with values of which all find the same: that of the
+        root decides.
+        """
+        measured, membership = float(value), self._synchronizer.membership
+        if self._synchronizer.course.reads_together:
+            communicator, name = membership.communicator, f"{membership.name}.best"
+            measured = communicator.broadcast_object(measured, name, membership.root)
+        if not (self.best is None or self._sign * (measured - self.best) > 0):
+            return False
+        self.best = measured
+        if membership.is_root or self._synchronizer.course.reads_together:
+            state = center_state_dict(self._model, self._synchronizer)
+            if membership.is_root:
+                write_whole(self._path, lambda stream: torch.save(state, stream))
+        return True
+
+
+def _synchronizer_of(optimizer: Any) -> Synchronizer:
+    if not isinstance(optimizer, (PeriodicOptimizer, Synchronizer)):
+        raise TypeError(
+            f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer.synchronizer if isinstance(optimizer, PeriodicOptimizer) else optimizer
+
+
+def _sink_of(place: Any) -> Sink:
+    """Return what shows numbers in a place, which is known by what it can do: none of these packages is imported."""
+    if isinstance(place, (str, os.PathLike)):
+        return _Table(Path(place))
+    if callable(getattr(place, "add_scalar", None)):
+        return lambda step, values: [place.add_scalar(f"exchange/{k}", v, step) for k, v in values.items()]
+    if callable(getattr(place, "set_postfix", None)):
+        return lambda step, values: place.set_postfix(_short(values), refresh=False)
+    if callable(getattr(place, "log", None)):
+        return lambda step, values: place.log({"exchange/step": step} | {f"exchange/{k}": v for k, v in values.items()})
+    if callable(place):
+        sink: Sink = place
+        return sink
+    raise TypeError(
+        "A Reporter shows exchanges by a SummaryWriter, a run of Weights & Biases, a progress bar, the path of a table "
+        f"or a function of step and values. Received: {type(place).__name__}"
+    )
+
+
+def _short(values: Values) -> dict[str, str]:
+    return {name: f"{values[name]:.4g}" for name in ("rounds", "loss", "center_distance") if name in values}
+
+
+class _Table:
+    """Appends lines of comma-separated values; the first says what they are."""
+
+    _COLUMNS = (
+        *("step", "rounds", "seconds", "waited_seconds", "bytes_sent", "step_seconds"),
+        *("loss", "learning_rate", "staleness", "center_distance"),
+    )
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or not path.stat().st_size:
+            self._append(dict(zip(self._COLUMNS, self._COLUMNS, strict=True)))
+
+    def __call__(self, step: int, values: Values) -> None:
+        self._append({"step": step, **values})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._COLUMNS).writerow(row)

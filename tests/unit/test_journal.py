@@ -1,0 +1,272 @@
+"""What exchanges tell of themselves: in the log, in files, and to whoever listens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import (
+    EASGD,
+    SGD,
+    Communicator,
+    ElasticAverageOptimizer,
+    Listener,
+    LocalCommunicator,
+    ModelAverageOptimizer,
+    Report,
+    Total,
+    read_run_log,
+)
+from hvd_periodic.journal import lines
+from tests.helpers import errors, run_ranks
+
+STEPS, PERIOD = 10, 3
+AT = [3, 6, 9, 10]
+
+
+@dataclass
+class Heard(Listener):
+    """Keeps all that it hears."""
+
+    facts: list[Any] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+    totals: list[Total] = field(default_factory=list)
+
+    def began(self, facts: Any) -> None:
+        """Keep it."""
+        self.facts.append(facts)
+
+    def exchanged(self, report: Report) -> None:
+        """Keep it."""
+        self.reports.append(report)
+
+    def ended(self, total: Total) -> None:
+        """Keep it."""
+        self.totals.append(total)
+
+
+def of_numpy(communicator: Communicator, asynchronous: bool, **options: Any) -> Any:
+    x = np.zeros(100)
+    optimizer = ElasticAverageOptimizer(
+        SGD(0.125), {"x": x}, PERIOD, communicator=communicator, asynchronous=asynchronous, moving_rate=0.1, **options
+    )
+    return optimizer.synchronizer, lambda: optimizer.step([np.ones(100)])
+
+
+def of_torch(communicator: Communicator, asynchronous: bool, **options: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("horovod.torch")
+    import hvd_periodic.torch as hvdp
+
+    x = torch.nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    optimizer = hvdp.ElasticAverageOptimizer(
+        torch.optim.SGD([x], lr=0.125),
+        [("x", x)],
+        PERIOD,
+        0.1,
+        process_set=communicator,
+        asynchronous=asynchronous,
+        **options,
+    )
+
+    def step() -> None:
+        x.grad = torch.ones_like(x)
+        optimizer.step()
+
+    return optimizer.synchronizer, step
+
+
+def of_keras(communicator: Communicator, asynchronous: bool, compiled: bool = False, **options: Any) -> Any:
+    keras = pytest.importorskip("keras")
+    tf = pytest.importorskip("tensorflow")
+    pytest.importorskip("horovod.tensorflow")
+    import hvd_periodic.tensorflow as hvdp
+
+    x = keras.Variable(np.zeros(100), dtype="float64")
+    optimizer = hvdp.ElasticAverageOptimizer(
+        keras.optimizers.SGD(0.125),
+        None,
+        PERIOD,
+        0.1,
+        process_set=communicator,
+        asynchronous=asynchronous,
+        **options,
+    )
+    optimizer.build([x])
+
+    def step() -> None:
+        optimizer.apply([tf.ones([100], tf.float64)])
+
+    return optimizer.synchronizer, tf.function(step) if compiled else step
+
+
+def of_compiled_keras(communicator: Communicator, asynchronous: bool, **options: Any) -> Any:
+    return of_keras(communicator, asynchronous, compiled=True, **options)
+
+
+FRONT_ENDS: dict[str, Any] = {
+    "numpy": of_numpy,
+    "torch": of_torch,
+    "keras": of_keras,
+    "compiled keras": of_compiled_keras,
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_every_exchange_is_told(front_end: str, asynchronous: bool, tmp_path: Path) -> None:
+    """One rank, in every front end: what is told adds up to the counters, and the file says the same."""
+    folder = tmp_path / "run"
+    synchronizer, step = FRONT_ENDS[front_end](LocalCommunicator(), asynchronous, run_log=folder)
+    heard = Heard()
+    synchronizer.journal.listeners.append(heard)
+    for i in range(STEPS):
+        synchronizer.report(1.0 + i)
+        step()
+    synchronizer.finalize()
+    counters = synchronizer.counters
+    assert [report.step for report in heard.reports] == AT
+    assert [report.rounds for report in heard.reports] == [1, 2, 3, 4]
+    assert [report.steps for report in heard.reports] == [3, 3, 3, 1]
+    assert [report.loss for report in heard.reports] == [2.0, 5.0, 8.0, 10.0]
+    assert [report.learning_rate for report in heard.reports] == [0.125] * 4
+    assert sum(report.seconds for report in heard.reports) == pytest.approx(counters.exchange_seconds, rel=0.5)
+    assert all(report.seconds > 0 and (report.step_seconds or 0) > 0 for report in heard.reports)
+    assert all((report.waited is None) == asynchronous for report in heard.reports)
+    times = [report.time for report in heard.reports]
+    assert times == sorted(times)
+    total = heard.totals[0]
+    assert (total.step, total.steps, total.exchanges, total.rounds) == (STEPS, STEPS, 4, 4)
+    assert total.bytes_sent == counters.bytes_sent >= sum(report.bytes_sent for report in heard.reports) > 0
+    assert total.closed == (None if asynchronous else pytest.approx(1 - (1 - 0.2) ** 4))
+    assert total.wall_seconds > total.seconds == counters.exchange_seconds
+    began, *exchanged, ended = read_run_log(folder)[0]
+    assert (began["event"], began["elements"], began["size"], began["period"]) == ("began", 100, 1, PERIOD)
+    known = [{name: value for name, value in asdict(report).items() if value is not None} for report in heard.reports]
+    assert exchanged == [{"event": "exchanged", "optimizer": began["optimizer"], **report} for report in known]
+    assert ended["exchanges"] == 4
+
+
+def test_ranks_tell_what_they_saw(tmp_path: Path) -> None:
+    """Uneven data: who is done takes part; the last meeting, in which nobody has anything to send, is not told."""
+
+    def train(communicator: Communicator) -> Heard:
+        synchronizer, step = of_numpy(communicator, False, run_log=tmp_path)
+        heard = Heard()
+        synchronizer.journal.listeners.append(heard)
+        for _ in range(4 + 4 * communicator.rank):
+            step()
+        synchronizer.finalize()
+        return heard
+
+    first, second = run_ranks(2, train)
+    assert [report.step for report in second.reports] == [3, 6, 8]
+    assert [report.rounds for report in first.reports] == [1, 2, 3]
+    assert all(report.waited is not None for report in first.reports + second.reports)
+    log = read_run_log(tmp_path)
+    assert [line["event"] for line in log[1]] == [*["exchanged"] * 3, "ended"] or log[1][0]["event"] == "began"
+    assert sorted(log) == [0, 1]
+    assert log[0][0]["ranks"] == [0, 1]
+    assert [log[rank][-1]["bytes_sent"] for rank in (0, 1)] == [heard.totals[0].bytes_sent for heard in (first, second)]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.DEBUG, "hvd_periodic"):
+        yield caplog
+
+
+def test_the_root_says_what_training_is_and_what_it_came_to(said: pytest.LogCaptureFixture) -> None:
+    def train(communicator: Communicator) -> None:
+        synchronizer, step = of_numpy(communicator, False)
+        for _ in range(STEPS):
+            step()
+        synchronizer.finalize()
+
+    run_ranks(2, train)
+    first, *exchanges, summary, advice = said.messages
+    assert first == (
+        "EASGD(moving_rate=0.1, beta=None, rho=0.0) of 2 ranks every 3 steps (Every(period=3)): 100 parameters in 1 "
+        "tensors, 800 B an exchange; center replicated, through threads of one process"
+    )
+    assert [line.split(":")[0] for line in exchanges] == [f"Exchange {i + 1} at step {at}" for i, at in enumerate(AT)]
+    assert summary.startswith("10 steps and 4 exchanges in ")
+    assert "waiting for other ranks), " in summary
+    assert advice == (
+        "In 4 exchanges the center has gone 76 % of its way to the replicas, and may be worse than they are: exchange "
+        "more often (a shorter period), or move it further (a larger moving rate)"
+    )
+
+
+def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) -> None:
+    x = np.zeros(3)
+    optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 2)
+    for _ in range(4):
+        optimizer.step([np.ones(3)])
+    optimizer.synchronizer.finalize()
+    assert not any("of its way" in line for line in said.messages)
+    assert EASGD().closes.__doc__
+
+
+@pytest.mark.parametrize(("level", "lines_seen"), [("info", 2), ("DEBUG", 4), ("warning", 0), ("loud", 1)])
+def test_the_environment_asks_for_the_log(level: str, lines_seen: int) -> None:
+    program = (
+        "import numpy as np; from hvd_periodic import SGD, ModelAverageOptimizer\n"
+        "optimizer = ModelAverageOptimizer(SGD(1.0), {'x': np.zeros(3)}, 2)\n"
+        "for _ in range(4): optimizer.step([np.ones(3)])\n"
+        "optimizer.synchronizer.finalize()"
+    )
+    environment = {**os.environ, lines.VARIABLE: level}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stderr.splitlines()) == lines_seen, done.stderr
+    if level == "loud":
+        assert "HVD_PERIODIC_LOG must be one of debug, info, warning, error. Received: 'loud'" in done.stderr
+
+
+def test_the_environment_asks_for_a_run_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PERIODIC_RUN_LOG", str(tmp_path / "of the environment"))
+    for options in ({}, {"run_log": tmp_path / "given"}):
+        _, step = of_numpy(LocalCommunicator(), False, **options)
+        for _ in range(STEPS):
+            step()
+    assert [len(read_run_log(tmp_path / name)[0]) for name in ("of the environment", "given")] == [4, 4]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for kind, text in errors(2, lambda communicator: of_numpy(communicator, False, run_log=tmp_path / "file")):
+        assert kind is FileExistsError or "File exists" in text
+    with pytest.raises(TypeError, match=r"`run_log` must be the path of a folder, or None\. Received: 3"):
+        of_numpy(LocalCommunicator(), False, run_log=3)
+
+
+def test_a_full_disk_ends_the_log_and_not_the_training(said: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
+    synchronizer, step = of_numpy(LocalCommunicator(), False, run_log=tmp_path)
+    for _ in range(STEPS):
+        step()
+    synchronizer.finalize()
+    assert synchronizer.rounds == 4
+    assert sum("ends here: [Errno 28] No space left on device" in line for line in said.messages) == 1
+
+
+def test_a_log_that_was_cut_off_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rank-10.jsonl").write_text(json.dumps({"event": "began"}) + '\n{"event": "exch')
+    (tmp_path / "rank-2.jsonl").write_text('{"event": "began"}\n')
+    assert read_run_log(tmp_path) == {2: [{"event": "began"}], 10: [{"event": "began"}]}
+    (tmp_path / "rank-2.jsonl").write_text('{"event"}\n')
+    with pytest.raises(ValueError, match=r"rank-2.jsonl has a line that is no JSON, the 1th"):
+        read_run_log(tmp_path)
+    with pytest.raises(FileNotFoundError, match="There is no run log in"):
+        read_run_log(tmp_path / "none")
