@@ -220,11 +220,14 @@ class Commits:
         objects = communicator.broadcast_object(objects, "hvd_periodic.objects", giver)
         if own is not None:
             self._put_back(own, wholes)
-            return objects
         for name, each in self._exchanges().items():
-            each.start_from_center(wholes.get(name))
             steps = each.synchronizer.local_steps
-            logger.warning("Rank %d has joined at local step %d, and starts from the center", communicator.rank, steps)
+            if own is None:
+                each.start_from_center(wholes.get(name))
+                text = "Rank %d has joined at local step %d, and starts from the center"
+                logger.warning(text, communicator.rank, steps)
+            if steps == 0:  # Nobody has trained: what is loaded into models before the first step counts, as ever.
+                each.synchronizer.checkpoint.forget()
         return objects
 
     @contextmanager

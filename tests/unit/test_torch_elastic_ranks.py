@@ -60,8 +60,7 @@ class Worker:
 
     model: Any
     optimizer: Any
-    outer: Any
-    scheduler: Any
+    moving: Any
     state: Any
 
     def train(self, steps: int) -> None:
@@ -75,6 +74,16 @@ class Worker:
         """Put weights into the model."""
         with torch.no_grad():
             self.model.x.fill_(value)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the optimizer that moves the center."""
+        rate: float = self.moving.param_groups[0]["lr"]
+        return rate
+
+    def decay(self) -> None:
+        """Do what a scheduler does."""
+        self.moving.param_groups[0]["lr"] *= 0.5
 
     def center(self) -> list[float]:
         """Return the center."""
@@ -106,15 +115,13 @@ def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new(algorithm: Any = hvdp.DiLoCo, moving: bool = False, batch: int = 0, **options: Any) -> Worker:
-    """Return a worker; ``moving`` its center by an optimizer of its own, of which there is a scheduler then."""
+    """Return a worker; ``moving`` its center by another optimizer than a copy of the local one."""
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) if moving else None
     optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, PERIOD, outer_optimizer=outer, **options)
-    scheduler = torch.optim.lr_scheduler.StepLR(outer or optimizer, 1, gamma=0.5)
-    state = hvdp.elastic.State(model, optimizer, scheduler=scheduler, batch=batch)
-    return Worker(model, optimizer, outer, scheduler, state)
+    return Worker(model, optimizer, outer or local, hvdp.elastic.State(model, optimizer, batch=batch))
 
 
 def together(
@@ -225,3 +232,153 @@ def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool) -> None
     assert len(left) > 5
     for workers in left[:-1]:  # After the last one, the rank that has heard of it is done, and the others join it.
         assert together(workers, again) == [expected[0], expected[everywhere]]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_weights_that_are_loaded_before_the_first_step(center: str, everywhere: bool, committed: bool) -> None:
+    """Between ``sync()`` and that step, on all ranks or on the root: training begins from them, after a loss as well.
+
+    Where they were not committed, the program loads them again.
+    """
+
+    def load(worker: Worker, everywhere: bool) -> None:
+        if everywhere or HERE.communicator.rank == 0:
+            worker.load(7.0)
+
+    def lose(worker: Worker) -> Worker:
+        worker.state.sync()
+        load(worker, everywhere)
+        if committed:
+            worker.state.commit()
+        return worker
+
+    def train(worker: Worker) -> Any:
+        worker.train(2 * PERIOD)
+        return worker.found()
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        if not committed:
+            load(worker, everywhere)
+        return train(worker)
+
+    def undisturbed(everywhere: bool) -> Any:
+        def work(worker: Worker) -> Any:
+            worker.state.sync()
+            load(worker, everywhere)
+            return train(worker)
+
+        return together([make] * 2, work)
+
+    def make() -> Worker:
+        return new(center=center)
+
+    left = together([make] * 3, lose)[:2]
+    assert together(left, again) == undisturbed(everywhere)
+    left = together([make] * 2, lose)[:1]
+    assert together([left[0], make], again) == undisturbed(everywhere or committed), "who joins takes what is committed"
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_rank_joins_after_the_rate_of_the_center_has_decayed(center: str) -> None:
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(PERIOD)
+        worker.decay()
+        worker.state.commit()
+        worker.decay()
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        worker.train(PERIOD)
+        return worker.rate, worker.center()
+
+    def make() -> Worker:
+        return new(moving=True, center=center)
+
+    one, joined = together([together([make], first)[0], make], again)
+    assert one == joined
+    assert one[0] == 0.25
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_the_root_that_was_asked_for(center: str) -> None:
+    """Rank 1 goes, and another one becomes rank 1."""
+
+    def first(worker: Worker) -> Worker:
+        worker.load(float(HERE.communicator.rank))
+        worker.state.sync()
+        worker.train(PERIOD)
+        worker.state.commit()
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        root = worker.optimizer.synchronizer.membership.root
+        worker.state.commit()
+        worker.train(PERIOD)
+        return root, worker.found()
+
+    def make() -> Worker:
+        return new(center=center, root_rank=1)
+
+    left = together([make] * 2, first)[0]
+    assert together([left], again)[0][0] == 0
+    found = together([left, make], again)
+    assert [root for root, _ in found] == [1, 1]
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_commits_inside_of_center_are_refused(center: str) -> None:
+    """They would take the center for the replica."""
+
+    def work(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.train(PERIOD)
+        with worker.optimizer.center(), pytest.raises(RuntimeError, match=r"commit\(\) inside the center\(\) block"):
+            worker.state.commit()
+        worker.state.commit()
+        return sorted(worker.state.commits.held)
+
+    assert together([lambda: new(center=center)] * 2, work) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_rate_that_has_decayed_is_loaded_on_the_root(center: str, moving: bool) -> None:
+    """With the checkpoint that it is in, before ``sync()``: of the local optimizer or of the center's."""
+    saved = {}
+
+    def first(worker: Worker) -> None:
+        worker.state.sync()
+        worker.train(PERIOD)
+        worker.decay()
+        state = worker.model.state_dict(), worker.optimizer.state_dict()
+        saved[HERE.communicator.rank] = copy.deepcopy(state)
+
+    def resumed(everywhere: bool) -> Callable[[Worker], Any]:
+        def work(worker: Worker) -> Any:
+            rank = HERE.communicator.rank
+            if everywhere or rank == 0:
+                model, optimizer = copy.deepcopy(saved[0])
+                worker.model.load_state_dict(model)
+                worker.optimizer.load_state_dict(optimizer)
+            if rank > 0:
+                worker.optimizer.state.clear()  # Momentum of the local optimizer stays on the root.
+            worker.state.sync()
+            worker.train(PERIOD)
+            return worker.rate, worker.found()
+
+        return work
+
+    def make() -> Worker:
+        return new(hvdp.AGN, moving, center=center, batch=PERIOD)
+
+    together([make] * 2, first)
+    found = together([make] * 2, resumed(everywhere=False))
+    assert found == together([make] * 2, resumed(everywhere=True))
+    assert [rate for rate, _ in found] == [0.25 if moving else 0.05] * 2
