@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,7 +146,9 @@ class Commits:
 
     def keep(self, objects: Objects) -> None:
         """Keep a copy of everything, beside the one before."""
-        self._keep(max(self.held, default=-1) + 1, objects)
+        self.held[max(self.held, default=-1) + 1] = self._commit(objects)
+        for old in sorted(self.held)[:-_KEPT]:
+            del self.held[old]
 
     def reset(self, objects: Objects) -> Objects:
         """Take notice of new ranks and put back the newest copy; communicates nothing. Return its objects."""
@@ -181,17 +184,17 @@ class Commits:
                 f"Ranks {join(sorted(holders))} hold no commit in common: commit() was not called equally often on all "
                 "ranks. Start the job anew from a checkpoint"
             )
-        if holders:
-            objects = self._go_on(communicator, objects, self.held.get(max(common)), min(holders), change)
-        else:
-            change()
-            for kept in self._kept().values():
-                kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
-            objects = communicator.broadcast_object(objects, "hvd_periodic.objects", 0)
-        for each in self._exchanges().values():
-            each.ready()
-        self.held = {}
-        self._keep(max(common), objects)
+        with nullcontext() if holders else self._loaded_still():
+            if holders:
+                objects = self._go_on(communicator, objects, self.held.get(max(common)), min(holders), change)
+            else:
+                change()
+                for kept in self._kept().values():
+                    kept.begin(loaded=any(loaded for _, _, loaded, _ in told))
+                objects = communicator.broadcast_object(objects, "hvd_periodic.objects", 0)
+            for each in self._exchanges().values():
+                each.ready()
+            self.held = {max(common): self._commit(objects)}
         return objects
 
     def _go_on(
@@ -217,23 +220,39 @@ class Commits:
         objects = communicator.broadcast_object(objects, "hvd_periodic.objects", giver)
         if own is not None:
             self._put_back(own, wholes)
-            return objects
         for name, each in self._exchanges().items():
-            each.start_from_center(wholes.get(name))
             steps = each.synchronizer.local_steps
-            logger.warning("Rank %d has joined at local step %d, and starts from the center", communicator.rank, steps)
+            if own is None:
+                each.start_from_center(wholes.get(name))
+                text = "Rank %d has joined at local step %d, and starts from the center"
+                logger.warning(text, communicator.rank, steps)
+            if steps == 0:  # Nobody has trained: what is loaded into models before the first step counts, as ever.
+                each.synchronizer.checkpoint.forget()
         return objects
 
-    def _keep(self, number: int, objects: Objects) -> None:
-        """Keep a copy of everything under a number."""
+    @contextmanager
+    def _loaded_still(self) -> Iterator[None]:
+        """Let this rank be what it was where the block fails: what was loaded is what training begins from then."""
+        states = self._copies()
+        loaded = {name: each.synchronizer.checkpoint.has_loaded() for name, each in self._exchanges().items()}
+        try:
+            yield
+        except Exception:
+            for name, kept in self._kept().items():
+                kept.put_back(states[name])
+            for name, each in self._exchanges().items():
+                if not loaded[name]:
+                    each.synchronizer.checkpoint.forget()
+            raise
+
+    def _commit(self, objects: Objects) -> Commit:
+        """Return a copy of everything."""
         mirrors = {
             name: mirrored(each.synchronizer, each.share())
             for name, each in self._exchanges().items()
             if each.has_shares
         }
-        self.held[number] = Commit(copy.deepcopy(objects), self._copies(), mirrors)
-        for old in sorted(self.held)[:-_KEPT]:
-            del self.held[old]
+        return Commit(copy.deepcopy(objects), self._copies(), mirrors)
 
     def _copies(self) -> dict[str, Any]:
         return {name: kept.copied() for name, kept in self._kept().items()}

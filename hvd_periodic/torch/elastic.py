@@ -33,7 +33,9 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
     root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
     a rank of the next host, on a single host to the next rank; only where both are lost at once, the job cannot go on.
     With ``commit="exchange"``
-    every exchange is one, and ``commit()`` need not be called: what a lost rank takes with it is one period.
+    every exchange is one, and ``commit()`` need not be called: what a lost rank takes with it is one period. That is at
+    the end of ``optimizer.step()``: count batches before it. Where a loop does more for a batch after it, such as a
+    scheduler's ``step()``, call ``commit()`` at its end instead.
 
         def train(state):
             for state.epoch in range(state.epoch, epochs):

@@ -1,0 +1,384 @@
+"""Elastic states whose ranks are threads: what goes with a rank that is lost, and what does not, wherever it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("horovod.torch")
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+import hvd_periodic.torch.elastic as elastic_module  # noqa: E402
+import hvd_periodic.torch.synchronizer as synchronizer_module  # noqa: E402
+from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
+from tests.helpers import outcomes  # noqa: E402
+
+PERIOD = 2
+
+HERE = threading.local()
+"""The communicator of each thread, as Horovod knows one of each process."""
+
+
+class LostError(Exception):
+    """What collectives raise when a rank is lost."""
+
+
+class Losing:
+    """A group of threads in which a rank is lost. What comes to others are copies, as between processes.
+
+    Args:
+        group: the threads.
+        at: the last collective that takes place, counted from 0.
+        ahead: those that hear of the loss in the next one; all others in this one.
+    """
+
+    def __init__(self, group: Any, at: float, ahead: Collection[int]) -> None:
+        self._group, self._at, self._ahead, self._calls, self.size = group, at, ahead, 0, group.size
+
+    def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
+        """Return what all ranks brought to the same call."""
+        number, self._calls = self._calls, self._calls + 1
+        if number > self._at:
+            raise LostError
+        found: list[Any] = self._group.exchange(rank, call, pickle.dumps(value))
+        if number == self._at and rank not in self._ahead:
+            raise LostError
+        return [pickle.loads(each) for each in found]
+
+
+@dataclass
+class Worker:
+    """What one process has, which outlives the communicators that it is in."""
+
+    model: Any
+    optimizer: Any
+    moving: Any
+    state: Any
+
+    def train(self, steps: int) -> None:
+        """Descend, each rank to another place."""
+        for _ in range(steps):
+            self.model.x.grad = self.model.x.detach() - float(HERE.communicator.rank + 1)
+            self.optimizer.step()
+            self.state.batch += 1
+
+    def load(self, value: float) -> None:
+        """Put weights into the model."""
+        with torch.no_grad():
+            self.model.x.fill_(value)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the optimizer that moves the center."""
+        rate: float = self.moving.param_groups[0]["lr"]
+        return rate
+
+    def decay(self) -> None:
+        """Do what a scheduler does."""
+        self.moving.param_groups[0]["lr"] *= 0.5
+
+    def center(self) -> list[float]:
+        """Return the center."""
+        with self.optimizer.center():
+            found: list[float] = self.model.x.tolist()
+        return found
+
+    def found(self) -> tuple[Any, ...]:
+        """Return how far it has come, and where it and the center are."""
+        return self.state.batch, self.optimizer.synchronizer.local_steps, self.model.x.tolist(), self.center()
+
+    def begin_again(self) -> None:
+        """Do what ``hvd.elastic.run`` does after a loss."""
+        self.state.restore()
+        self.state.on_reset()
+        self.state.sync()
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_state(state: dict[str, Any], root_rank: int) -> None:
+        for name, value in state.items():
+            value.copy_(HERE.communicator.broadcast_object(value.clone(), name, root_rank))
+
+    horovod = SimpleNamespace(rank=lambda: HERE.communicator.rank, broadcast_parameters=give_state)
+    monkeypatch.setattr(elastic_module, "hvd", horovod)
+    for module in (elastic_module, synchronizer_module):
+        monkeypatch.setattr(module, "communicator_of", lambda _: HERE.communicator)
+
+
+def new(algorithm: Any = hvdp.DiLoCo, moving: bool = False, batch: int = 0, **options: Any) -> Worker:
+    """Return a worker; ``moving`` its center by another optimizer than a copy of the local one."""
+    model = torch.nn.Module()
+    model.x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) if moving else None
+    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, PERIOD, outer_optimizer=outer, **options)
+    return Worker(model, optimizer, outer or local, hvdp.elastic.State(model, optimizer, batch=batch))
+
+
+def together(
+    workers: Sequence[Worker | Callable[[], Worker]],
+    work: Callable[[Worker], Any],
+    at: float = float("inf"),
+    ahead: Collection[int] = (),
+) -> list[Any]:
+    """Return what as many ranks find, or that a rank was lost; raise what else they raise.
+
+    Args:
+        workers: in the order of ranks; functions make new ones.
+        work: what they do together.
+        at, ahead: which of their collectives is the last one that takes place, as in :class:`Losing`.
+    """
+
+    def rank(communicator: ThreadCommunicator) -> Any:
+        communicator.elastic = True
+        communicator.process_set = SimpleNamespace(process_set_id=0)  # type: ignore[attr-defined]
+        worker = workers[communicator.rank]
+        communicator._group = Losing(communicator._group, at, ahead)  # type: ignore[assignment]
+        HERE.communicator = communicator
+        return work(worker if isinstance(worker, Worker) else worker())
+
+    found = outcomes(len(workers), rank)
+    for each in found:
+        if isinstance(each, Exception) and not isinstance(each, LostError):
+            raise each
+    return found
+
+
+def lost_anywhere(
+    prepare: Callable[[], Sequence[Worker]], work: Callable[[Worker], Any], ahead: int
+) -> list[Sequence[Worker]]:
+    """Let the last of some workers be lost in every collective of what they do; return those that are left, for each.
+
+    One of these, ``ahead``, has heard what came of the collective, and the others have not.
+    """
+    found: list[Sequence[Worker]] = []
+    while True:
+        workers = prepare()
+        outcome = together(workers, work, at=len(found), ahead=[ahead])
+        if not any(isinstance(each, LostError) for each in outcome):
+            return found
+        found.append(workers[:-1])
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
+    """After another one was lost: those that are left go on from what was committed before."""
+    committed = {}
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(3)
+        worker.state.commit()
+        committed[HERE.communicator.rank] = worker.found()
+        worker.train(1)
+        return worker
+
+    def prepare() -> list[Worker]:
+        zero, one, two, _ = together([lambda: new(center=center)] * 4, first)
+        return [zero, two, one]  # Rank 2 has the copy of the share of rank 1.
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        return worker.found()
+
+    left = lost_anywhere(prepare, Worker.begin_again, ahead)
+    assert len(left) > 10
+    for zero, two in left:
+        found = together([zero, lambda: new(center=center), two], again)
+        at_center = committed[0][-1]
+        assert found == [committed[0], (3, 3, at_center, at_center), committed[2]]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool) -> None:
+    """What was loaded before it is loaded still, on the root alone or on every rank."""
+    saved: dict[int, Any] = {}
+
+    def first(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.train(3)
+        rank = HERE.communicator.rank
+        saved[rank] = copy.deepcopy((worker.model.state_dict(), worker.optimizer.state_dict()))
+        return worker.found()
+
+    expected = together([lambda: new(center=center)] * 3, first)
+
+    def prepared(rank: int) -> Worker:
+        worker = new(center=center, batch=3)
+        if everywhere or rank == 0:
+            worker.model.load_state_dict(saved[rank][0])
+            worker.optimizer.load_state_dict(copy.deepcopy(saved[rank][1]))
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        return worker.found()
+
+    def prepare() -> list[Worker]:
+        return together([lambda: prepared(HERE.communicator.rank)] * 3, lambda worker: worker)
+
+    left = lost_anywhere(prepare, lambda worker: worker.state.sync(), ahead=0)
+    assert len(left) > 5
+    for workers in left[:-1]:  # After the last one, the rank that has heard of it is done, and the others join it.
+        assert together(workers, again) == [expected[0], expected[everywhere]]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_weights_that_are_loaded_before_the_first_step(center: str, everywhere: bool, committed: bool) -> None:
+    """Between ``sync()`` and that step, on all ranks or on the root: training begins from them, after a loss as well.
+
+    Where they were not committed, the program loads them again.
+    """
+
+    def load(worker: Worker, everywhere: bool) -> None:
+        if everywhere or HERE.communicator.rank == 0:
+            worker.load(7.0)
+
+    def lose(worker: Worker) -> Worker:
+        worker.state.sync()
+        load(worker, everywhere)
+        if committed:
+            worker.state.commit()
+        return worker
+
+    def train(worker: Worker) -> Any:
+        worker.train(2 * PERIOD)
+        return worker.found()
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        if not committed:
+            load(worker, everywhere)
+        return train(worker)
+
+    def undisturbed(everywhere: bool) -> Any:
+        def work(worker: Worker) -> Any:
+            worker.state.sync()
+            load(worker, everywhere)
+            return train(worker)
+
+        return together([make] * 2, work)
+
+    def make() -> Worker:
+        return new(center=center)
+
+    left = together([make] * 3, lose)[:2]
+    assert together(left, again) == undisturbed(everywhere)
+    left = together([make] * 2, lose)[:1]
+    assert together([left[0], make], again) == undisturbed(everywhere or committed), "who joins takes what is committed"
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_rank_joins_after_the_rate_of_the_center_has_decayed(center: str) -> None:
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(PERIOD)
+        worker.decay()
+        worker.state.commit()
+        worker.decay()
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        worker.train(PERIOD)
+        return worker.rate, worker.center()
+
+    def make() -> Worker:
+        return new(moving=True, center=center)
+
+    one, joined = together([together([make], first)[0], make], again)
+    assert one == joined
+    assert one[0] == 0.25
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_the_root_that_was_asked_for(center: str) -> None:
+    """Rank 1 goes, and another one becomes rank 1."""
+
+    def first(worker: Worker) -> Worker:
+        worker.load(float(HERE.communicator.rank))
+        worker.state.sync()
+        worker.train(PERIOD)
+        worker.state.commit()
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        root = worker.optimizer.synchronizer.membership.root
+        worker.state.commit()
+        worker.train(PERIOD)
+        return root, worker.found()
+
+    def make() -> Worker:
+        return new(center=center, root_rank=1)
+
+    left = together([make] * 2, first)[0]
+    assert together([left], again)[0][0] == 0
+    found = together([left, make], again)
+    assert [root for root, _ in found] == [1, 1]
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_commits_inside_of_center_are_refused(center: str) -> None:
+    """They would take the center for the replica."""
+
+    def work(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.train(PERIOD)
+        with worker.optimizer.center(), pytest.raises(RuntimeError, match=r"commit\(\) inside the center\(\) block"):
+            worker.state.commit()
+        worker.state.commit()
+        return sorted(worker.state.commits.held)
+
+    assert together([lambda: new(center=center)] * 2, work) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_a_rate_that_has_decayed_is_loaded_on_the_root(center: str, moving: bool) -> None:
+    """With the checkpoint that it is in, before ``sync()``: of the local optimizer or of the center's."""
+    saved = {}
+
+    def first(worker: Worker) -> None:
+        worker.state.sync()
+        worker.train(PERIOD)
+        worker.decay()
+        state = worker.model.state_dict(), worker.optimizer.state_dict()
+        saved[HERE.communicator.rank] = copy.deepcopy(state)
+
+    def resumed(everywhere: bool) -> Callable[[Worker], Any]:
+        def work(worker: Worker) -> Any:
+            rank = HERE.communicator.rank
+            if everywhere or rank == 0:
+                model, optimizer = copy.deepcopy(saved[0])
+                worker.model.load_state_dict(model)
+                worker.optimizer.load_state_dict(optimizer)
+            if rank > 0:
+                worker.optimizer.state.clear()  # Momentum of the local optimizer stays on the root.
+            worker.state.sync()
+            worker.train(PERIOD)
+            return worker.rate, worker.found()
+
+        return work
+
+    def make() -> Worker:
+        return new(hvdp.AGN, moving, center=center, batch=PERIOD)
+
+    together([make] * 2, first)
+    found = together([make] * 2, resumed(everywhere=False))
+    assert found == together([make] * 2, resumed(everywhere=True))
+    assert [rate for rate, _ in found] == [0.25 if moving else 0.05] * 2
