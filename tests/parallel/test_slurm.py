@@ -1,7 +1,7 @@
 """The batch scripts under a real Slurm: submit, stop in training, queue again, go on, and end as if undisturbed.
 
-Debian has it: ``apt-get install --no-install-recommends slurm-wlm munge libpmix-dev`` takes 20 s. The daemons are for root,
-and start and end with the tests.
+Debian has it: ``apt-get install --no-install-recommends slurm-wlm munge libpmix-dev`` takes 20 s. The daemons are for
+root, and start and end with the tests.
 """
 
 from __future__ import annotations
