@@ -6,7 +6,8 @@ activate
 REQUEUE_CODE=75 # of a script that has saved and wants to go on: EX_TEMPFAIL of sysexits.h
 
 # Runs a launcher until its ranks end. The warning before the time limit (SIGUSR1) reaches them as SIGUSR1, and so does the one of
-# a preemption (SIGTERM). Queues the job again if they end with REQUEUE_CODE; otherwise the exit code is theirs.
+# a preemption (SIGTERM). Queues the job again if they end with REQUEUE_CODE, or without error when a rank has left the file
+# REQUEUE_NOTE; otherwise the exit code is theirs.
 run_and_requeue() {
   local launcher code stopped=
   "$@" &
@@ -14,6 +15,10 @@ run_and_requeue() {
   trap 'stopped=1; kill -USR1 "$launcher" 2>/dev/null || true' USR1 TERM
   # wait returns at every trapped signal, before the launcher has ended.
   while code=0; wait "$launcher" || code=$?; kill -0 "$launcher" 2>/dev/null; do :; done
+  if [[ -e ${REQUEUE_NOTE:-} ]]; then
+    rm -f "$REQUEUE_NOTE"
+    ((code > 0)) || code=$REQUEUE_CODE
+  fi
   if ((code == REQUEUE_CODE)); then
     say "exit code $code${stopped:+ after a warning}: queueing job $SLURM_JOB_ID again"
     scontrol requeue "$SLURM_JOB_ID"

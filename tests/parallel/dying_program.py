@@ -1,6 +1,6 @@
 """Asynchronous training in which one rank is killed; see ``test_dying.py``.
 
-mpirun --mca orte_enable_recovery 1 -np 3 python -m tests.parallel.dying_program FOLDER ALGORITHM VICTIM WHERE MORE
+mpirun --enable-recovery -np 3 python -m tests.parallel.dying_program FOLDER ALGORITHM VICTIM WHERE MORE
 
 With WHERE = waited it dies when all others wait for it in finalize(), and the center lies in FOLDER/center.safetensors.
 """

@@ -19,7 +19,8 @@ pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.timeout(120)
 
 SIZE = 3
-RECOVERS = ["--mca", "orte_enable_recovery", "1"]
+RECOVERS = ["--enable-recovery"]
+"""Of Open MPI 4.1 and 5."""
 KILLED = 128 + 9
 
 

@@ -1,4 +1,8 @@
-"""The batch scripts under a real Slurm: submit, stop in training, queue again, go on, and end as if undisturbed."""
+"""The batch scripts under a real Slurm: submit, stop in training, queue again, go on, and end as if undisturbed.
+
+Debian has it: ``apt-get install --no-install-recommends slurm-wlm munge libpmix-dev`` takes 20 s. The daemons are for
+root, and start and end with the tests.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ def require_pmix(cluster: dict[str, str], script: str) -> None:
     words = ["srun", "--mpi=pmix", "-n", "1", "true"]
     tried = subprocess.run(words, env=cluster, capture_output=True, text=True, timeout=PATIENCE * 60, check=False)
     if tried.returncode != 0:
-        pytest.skip(f"This Slurm has no PMIx: {tried.stderr.splitlines()[:1]}; libpmix2 and libpmix-dev may be missing")
+        pytest.skip(f"This Slurm has no PMIx: {tried.stderr.splitlines()[:1]}; it loads libpmix.so, of libpmix-dev")
 
 
 def submit(cluster: dict[str, str], script: str, log: Path, *arguments: str) -> str:
@@ -113,7 +117,12 @@ def test_the_exit_code_is_that_of_the_ranks(script: str, cluster: dict[str, str]
 
 @pytest.mark.parametrize(
     ("script", "place", "how", "told"),
-    [("slurm_mpirun", "loader", "error", "ValueError: a bad batch"), ("slurm_srun", "closure", "exit", "sys.exit()")],
+    [
+        ("slurm_mpirun", "loader", "error", "ValueError: a bad batch"),
+        ("slurm_srun", "closure", "exit", "sys.exit()"),
+        ("slurm_srun", "loader", "interrupt", "KeyboardInterrupt"),
+        ("slurm_srun", "training", "hang", "rank 1 at local step 4 does not come: it is in end_at(), "),
+    ],
 )
 def test_what_ends_one_rank_ends_all(
     script: str, place: str, how: str, told: str, cluster: dict[str, str], tmp_path: Path
@@ -123,6 +132,37 @@ def test_what_ends_one_rank_ends_all(
     job = submit(cluster, script, log, "-m", "tests.parallel.ending_program", "torch", place, how)
     assert end_of(cluster, job)[0] == "FAILED", log.read_text()
     assert told in log.read_text()
+
+
+@pytest.mark.parametrize("script", ["slurm_mpirun", "slurm_srun"])
+def test_a_rank_that_is_killed_ends_all(script: str, cluster: dict[str, str], tmp_path: Path) -> None:
+    require_pmix(cluster, script)
+    log, endless = tmp_path / "log", str(10**9)
+    job = submit(
+        cluster, script, log, "-m", "tests.parallel.dying_program", str(tmp_path), "easgd", "1", "between", endless
+    )
+    assert end_of(cluster, job) == ("FAILED", str(128 + 9)), log.read_text()
+
+
+SAVES_LATE = """import os, pathlib, sys, time
+if os.environ.get("SLURM_RESTART_COUNT"):
+    sys.exit(print("goes on", flush=True))
+while os.environ["SLURM_PROCID"] == "1" and not pathlib.Path(os.environ["REQUEUE_NOTE"]).exists():
+    time.sleep(0.01)
+print("has saved", flush=True)
+sys.exit(75)
+"""
+
+
+def test_srun_waits_for_who_saves_when_others_have(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Rank 1 saves only when rank 0 has ended, with the exit code that asks for another turn."""
+    require_pmix(cluster, "slurm_srun")
+    log, program = tmp_path / "log", tmp_path / "saves_late.py"
+    program.write_text(SAVES_LATE)
+    job = submit(cluster, "slurm_srun", log, str(program))
+    assert end_of(cluster, job) == ("COMPLETED", "0"), log.read_text()
+    assert [log.read_text().count(text) for text in ("has saved", "goes on")] == [2, 2], log.read_text()
+    assert not list(ROOT.glob(".slurm-*"))
 
 
 def test_a_job_can_be_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:
