@@ -23,7 +23,7 @@ def native(variable: AnyVariable) -> tf.Variable:
 
 def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
     """Make a variable that nothing keeps but who asks for it."""
-    value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
+    value = tf.broadcast_to(tf.cast(initial_value, dtype), tuple(shape))
     return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
 
 
