@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+from hvd_periodic.tensorflow.resharding import require_divisible, resharded
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
@@ -81,7 +82,8 @@ class State(CommittedState, ObjectState):
         for name, each in self._exchanging().items():
             inner = getattr(self._tracked[name], "inner_optimizer", None)
             averages = getattr(self._tracked[name], "gradient_group", None) is not None
-            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages, mirrors=False)
+            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages)
+            require_divisible(each.synchronizer)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
@@ -193,8 +195,22 @@ class _KeptSynchronizer(KeptExchanges):
         return self._synchronizer
 
     def copied(self) -> Any:
-        """Return both states, of which that of exchanges is a copy already."""
-        return self._local.copied(), self.synchronizer.state_dict()
+        """Return both states; of that of exchanges, what this rank has of it by itself."""
+        return self._local.copied(), self.own()
+
+    def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
+        """Return the state of the exchanges."""
+        exchanges: Mapping[str, Any] = copied[1]
+        return exchanges
+
+    def resharded(self, saved: Any) -> Any:
+        """Return the state of the center's optimizer, cut for the ranks that there are now."""
+        return resharded(saved, self.synchronizer)
+
+    def completed(self, copied: Any, whole: Whole) -> Any:
+        """Return the states with the center."""
+        local, exchanges = copied
+        return local, whole.within(exchanges)
 
     def put_back(self, copied: Any) -> None:
         """Load both."""
@@ -213,12 +229,8 @@ class _KeptSynchronizer(KeptExchanges):
         self.synchronizer.take_from(giver)
 
     def rejoin(self, name: str) -> None:
-        """Go on with the same variables."""
+        """Go on with the same variables, but for those of a share of the center."""
         self.synchronizer.rejoin(name)
-
-    def start_from_center(self, whole: Whole | None) -> None:
-        """Leave the replica that was taken over."""
-        self.synchronizer.start_from_center()
 
     def ready(self) -> None:
         """Begin now: a compiled step does not ask."""

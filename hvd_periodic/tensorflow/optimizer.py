@@ -77,11 +77,11 @@ class PeriodicOptimizer(ForwardedSettings):
         with spelled(self._spelling):
             plan = connection.build(lambda: Plan.of(connection, *arguments))
         self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
-        self._exchanges = Exchanges(connection, plan, self._new_variable)
+        self._exchanges = Exchanges(connection, plan, self._new_variable, self._tracker.untrack)
         self._model: weakref.ref[keras.Model] | None = None
         self.inner_optimizer = plan.optimizer
         if self._center is not None:
-            self._track_trackable(self._center.optimizer, "center_optimizer")
+            self._center.track(self, "center_optimizer")
         self._constructed = self._forwards = True
         if model is not None:
             self.attach(model)
@@ -317,8 +317,6 @@ class PeriodicOptimizer(ForwardedSettings):
         model = None if self._model is None else self._model()
         named = named_variables(self._trainable_variables, model, self._exchanges.plan.options["buffers"])
         self._exchanges.construct(named, self._open)
-        for i, other in enumerate([] if self._center is None else self._center.others):
-            self._track_trackable(other.optimizer, f"center_optimizer_{i}")
         average, local = self._exchanges.connection.average, innermost(self.inner_optimizer)
         self._prepare = GradientPreparation(local, average, self.synchronizer, self._get_variable_index)
 
