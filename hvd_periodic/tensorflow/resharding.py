@@ -53,7 +53,7 @@ class _Variables(Form):
         kept: list[dict[int, Any]] = [{} for _ in stretches]
         for owner, value in zip(self._slots(len(stretches)), state, strict=True):
             if owner is not None:
-                kept[owner][len(kept[owner])] = value
+                kept[owner][len(kept[owner])] = np.asarray(value)
         return zip(stretches, kept, strict=True)
 
     def state(
