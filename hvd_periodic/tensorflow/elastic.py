@@ -245,9 +245,11 @@ def _of_rank(value: Any, rank: int = 0) -> Any:
 def _kept(value: Any) -> Kept | None:
     """Return how something is kept; None for plain objects."""
     if isinstance(value, PeriodicOptimizer):
-        return _KeptSynchronizer(value.synchronizer, _KeptVariables(lambda: value.inner_optimizer.variables))
+        exchanges = value.synchronizer
+        kept = _KeptVariables(lambda: [*value.inner_optimizer.variables, *_given_rates(exchanges)])
+        return _KeptSynchronizer(exchanges, kept)
     if isinstance(value, Synchronizer):
-        return _KeptSynchronizer(value, _KeptVariables(list))
+        return _KeptSynchronizer(value, _KeptVariables(lambda: _given_rates(value)))
     if isinstance(value, keras.Model):
         return _KeptVariables(lambda: value.weights, model=True)
     if isinstance(value, keras.optimizers.Optimizer):
@@ -257,6 +259,13 @@ def _kept(value: Any) -> Kept | None:
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return _KeptState(value)
     return None
+
+
+def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
+    """Return the learning rate of the center's optimizer, where users may set it: ranks that join take it over."""
+    outer: Any = synchronizer.exchanged.outer
+    rate = None if outer is None else outer.given_rate
+    return [] if rate is None else [rate]
 
 
 def _connect(value: Any) -> None:

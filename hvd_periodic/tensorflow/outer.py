@@ -172,6 +172,11 @@ class DividedVariables(Divided, FollowsRate):
             part.maximum = maximum
 
     @property
+    def given_rate(self) -> Any:
+        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        return self.parts[0].given_rate
+
+    @property
     def follows_rate(self) -> bool:
         """Whether the learning rate is that of a variable of the local optimizer, which ranks may set differently."""
         return self.parts[0].follows_rate

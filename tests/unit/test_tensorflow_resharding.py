@@ -317,24 +317,46 @@ def test_a_share_from_a_file_belongs_to_its_rank() -> None:
         np.testing.assert_array_equal(a, b, strict=True)
 
 
-def test_the_rate_of_a_given_optimizer_is_set_where_it_was_given() -> None:
-    rates: dict[int, Any] = {}
+@pytest.mark.parametrize(
+    "options", [{"center": "replicated"}, {"center": "sharded"}, {"center": "root", "fragments": 2}]
+)
+def test_the_rate_of_a_given_optimizer_is_set_where_it_was_given(options: Any) -> None:
+    """Also after the center had another one made in its place; and ranks that join take it over."""
+    given: dict[int, Any] = {}
 
-    def make(variables: Any, **options: Any) -> Any:
-        rates[options["process_set"].rank] = keras.optimizers.SGD(0.5)
-        return hvdp.AGNOptimizer(momentum(), None, 2, center_optimizer=rates[options["process_set"].rank], **options)
+    def make(variables: Any, **arguments: Any) -> Any:
+        given[id(variables)] = keras.optimizers.SGD(0.5)
+        return hvdp.AGNOptimizer(momentum(), None, 2, center_optimizer=given[id(variables)], **arguments)
 
-    (processes,) = lived(make, [(None, None)], center="sharded")
-    rates[0].learning_rate = 0.0
+    (processes,) = lived(make, [(None, None, None)], **options)
 
-    def freeze(arrays: Communicator) -> bool:
-        process = joined(arrays, processes, 0, make, center="sharded")
-        rates[0].learning_rate = 0.0
-        before = values_of(process)[3:]
+    def freeze(arrays: Communicator) -> tuple[Process, list[Any]]:
+        process = joined(arrays, processes, arrays.rank, make, **options)
+        given[id(process.variables)].learning_rate = 0.0
+        trained(process, NOW.ranks, 3)
+        return process, values_of(process)[3:]
+
+    frozen = run_ranks(2, freeze)
+
+    def go_on(arrays: Communicator) -> bool:
+        process = joined(arrays, [process for process, _ in frozen], [1, None][arrays.rank], make, **options)
         trained(process, NOW.ranks, 4)
-        return all(map(np.array_equal, before, values_of(process)[3:]))
+        return float(given[id(process.variables)].learning_rate) == 0.0 and all(
+            map(np.array_equal, frozen[0][1], values_of(process)[3:])
+        )
 
-    assert run_ranks(1, freeze) == [True]
+    assert run_ranks(2, go_on) == [True, True]
+
+
+def test_a_checkpoint_of_variables_that_are_no_more(tmp_path: Any) -> None:
+    (processes,) = lived(SYNCHRONIZERS["agn"], [(None, None)], center="sharded")
+    process = processes[1]
+    checkpoint = tf.train.Checkpoint(exchange=process.optimizer.variables)
+    checkpoint.write(str(tmp_path / "before"))
+    run_ranks(1, lambda arrays: joined(arrays, processes, 1, SYNCHRONIZERS["agn"], center="sharded"))
+    with pytest.raises(ValueError, match="modified outside the wrapper"):
+        checkpoint.write(str(tmp_path / "after"))
+    tf.train.Checkpoint(exchange=process.optimizer.variables).write(str(tmp_path / "anew"))
 
 
 class Counting(keras.optimizers.SGD):
