@@ -34,7 +34,10 @@ class State(CommittedState, ObjectState):
     optimizers, in which Keras counts the iterations of schedules. Everything that depends on the number of ranks is
     computed anew; steps that were compiled stay.
 
-    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. With ``commit="exchange"``
+    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
+    root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
+    a rank of the next host, on a single host to the next rank; only where both are lost at once, the job cannot go on.
+    Where ranks change, shares have new variables, among those of the optimizer. With ``commit="exchange"``
     every exchange is one, in ``fit``, in compiled and in eager steps, and ``commit()`` need not be called: what a lost
     rank takes with it is one period.
 
@@ -46,8 +49,8 @@ class State(CommittedState, ObjectState):
 
     Args:
         model: a built model.
-        optimizer: of this package, over all ranks, with the center on every rank; or any other, as in Horovod. Default:
-            the one that the model is compiled with.
+        optimizer: of this package, over all ranks; or any other, as in Horovod. Default: the one that the model is
+            compiled with.
         commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
             every exchange of the first optimizer of this package as well, until the first rank is at its end.
         more: what else is kept: models, optimizers, variables, synchronizers of this package, all that has
@@ -56,7 +59,8 @@ class State(CommittedState, ObjectState):
 
     Raises:
         ValueError: a model that is not built; or an optimizer whose ranks cannot change: asynchronous, around an
-            ``hvd.DistributedOptimizer`` or another of this package, with a process set, or with its center elsewhere.
+            ``hvd.DistributedOptimizer`` or another of this package, or with a process set; or with
+            ``center="sharded"``, if its center's optimizer keeps anything of variables in another shape than theirs.
 
     References:
         Horovod's documentation, "Elastic Horovod".
