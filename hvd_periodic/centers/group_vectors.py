@@ -26,6 +26,10 @@ _FETCHED = 2 * IN_FLIGHT
 """The working buffer of a bucket of the center that is not here; the others are two per bucket under way."""
 
 
+_TOTAL = "total"
+"""Names what an outer optimizer finds its gradient in."""
+
+
 class GroupVectors(Generic[V]):
     """Values, an algorithm, the center with all that belongs to it, and the worker's own vectors.
 
@@ -125,6 +129,8 @@ class GroupVectors(Generic[V]):
             self.outbox.join(communicator)
         if [self.placement.bounds(bucket) for bucket in buckets] == held:
             return False
+        for key in (*self.center_state, _TOTAL):
+            self._replica.drop_store(f"{self.name}.{key}")
         self.share, self.center_state = self._new_center(self._read(buckets[0], slot=0))
         self._spent, self.total = self._new_total()
         return True
@@ -143,7 +149,7 @@ class GroupVectors(Generic[V]):
             return None, self.travelling
         lent = self.share is self.values.layout and not self._lasting and not self.outbox.wire.lossy
         spent = self.algorithm.spent if lent else None
-        return spent, self.worker[spent] if spent else self._replica.new_store(self.share, f"{self.name}.total")
+        return spent, self.worker[spent] if spent else self._replica.new_store(self.share, f"{self.name}.{_TOTAL}")
 
     def start_from(self, bucket: Bucket, center: V) -> None:
         """Set a bucket of the replica to its center, and of the worker's vectors to those of the start of training."""

@@ -83,10 +83,9 @@ class Asynchronous(Course[V]):
         """Make the center, and the way to it."""
         self.worker.open(self.setting.membership.number)
 
-    def join(self) -> bool:
+    def join(self) -> None:
         """Let the worker be among the ranks that are members now, before it opens."""
         self.worker.communicator = self.setting.membership.communicator
-        return False
 
     def restart(self) -> None:
         """Set the center to the root's values."""

@@ -131,13 +131,11 @@ class Course(ABC, Generic[V]):
     def open(self) -> None:
         """Make the center, where construction has not; all ranks together."""
 
-    def join(self) -> bool:
+    def join(self) -> None:
         """Exchange with the ranks that are members now; communicates nothing.
 
-        Returns:
-            Whether this rank holds another part of the center than before: of zeros, until it is given its values.
+        Centers on every rank stay what they are; where this rank holds another share than before, that is zeros.
         """
-        return False
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, wherever they live; all ranks together."""

@@ -75,17 +75,13 @@ class Synchronous(Course[V]):
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
-    def join(self) -> bool:
-        """Let the groups exchange with other ranks; return whether this rank holds another part of the center now.
-
-        Centers on every rank stay what they are; other shares are zeros, and so is what belongs to them.
-        """
+    def join(self) -> None:
+        """Let the groups exchange with other ranks, and another optimizer move the center if that has another share."""
         membership, replica = self.setting.membership, self.setting.exchanged.replica
         moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
         self.enclosed = Enclosed(self.tensor_groups, replica, membership)
         if moved[0]:
             self._bind()
-        return moved[0]
 
     @property
     def reads_together(self) -> bool:

@@ -35,19 +35,24 @@ class Exchanges:
         connection: the ranks of the optimizer.
         plan: what was asked for.
         new_variable: makes a variable of the optimizer.
-        forget_variable: takes one from it.
+        list_variables: lets other variables be among those of the optimizer, in place of those that it has made.
 
     Attributes:
         saved: what the file of the model holds of them.
     """
 
     def __init__(
-        self, connection: Connection, plan: Plan, new_variable: NewVariable, forget_variable: Callable[[Any], object]
+        self,
+        connection: Connection,
+        plan: Plan,
+        new_variable: NewVariable,
+        list_variables: Callable[[Sequence[Any], Sequence[Any]], object],
     ) -> None:
         self.connection = connection
         self.plan = plan
         self.saved = SavedExchanges(plan.asynchronous)
-        self._make_variable, self._take_variable = new_variable, forget_variable
+        self._make_variable, self._list_variables = new_variable, list_variables
+        self._made: list[Any] = []
         self._synchronizer: VariableSynchronizer | None = None
 
     @property
@@ -113,7 +118,7 @@ class Exchanges:
         if saved is not None:
             synchronizer.course.has_loaded(saved)
         self._name_center_optimizer()
-        synchronizer.after_recut = self._name_center_optimizer
+        synchronizer.after_join = self._after_join
         if synchronizer.tensor_groups.parameters.outbox.unsent_sums is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
@@ -209,12 +214,26 @@ class Exchanges:
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
         """Make a variable of the optimizer that is saved under its name."""
         variable = self._make_variable(name, shape, dtype, initial_value)
+        self._made.append(variable)
         self.saved.variables.variables[name] = variable
         return native(variable)
 
     def _forget_variable(self, name: str) -> None:
         """Forget a variable, in whose place there will be another for another number of ranks, or none."""
-        self._take_variable(self.saved.variables.variables.pop(name))
+        del self.saved.variables.variables[name]
+
+    def _after_join(self) -> None:
+        """Let the optimizer have the variables that there are now, in the order of one that is new."""
+        self._name_center_optimizer()
+        named = self.saved.variables
+        named.later |= {name for name in named.variables if depends_on_wire(name)}
+        own = {id(variable) for variable in named.variables.values()}
+        order = {id(variable): i for i, variable in enumerate(self.synchronizer.held())}
+        left = [variable for variable in self._made if id(variable) in own]
+        left.sort(key=lambda variable: order.get(id(native(variable)), len(order)))
+        if list(map(id, left)) != list(map(id, self._made)):
+            self._list_variables(self._made, left)
+            self._made = left
 
     def _name_center_optimizer(self) -> None:
         """Let the variables of the center's optimizer be saved under their names."""

@@ -45,7 +45,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         started: whether the ranks have agreed, and started from the same values.
         opened: whether the first step of an optimizer has found out who had loaded what.
         after_exchange: called at the end of every step in which ranks have exchanged.
-        after_recut: called where other ranks have joined, and this one holds another part of the center than before.
+        after_join: called where other ranks have joined: other variables may have come in the place of some.
         watched: variables that ``after_exchange`` reads.
     """
 
@@ -56,7 +56,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     opening: Callable[[], object] | None = None
     started = opened = False
     after_exchange: Callable[[], object] | None = None
-    after_recut: Callable[[], object] | None = None
+    after_join: Callable[[], object] | None = None
 
     def __init__(
         self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None, **options: Any
@@ -92,8 +92,19 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             name: prefix of the names of collectives.
         """
         self.membership.join(communicator, root, name)
-        if self.course.join() and self.after_recut is not None:
-            self.after_recut()
+        self.course.join()
+        if self.after_join is not None:
+            self.after_join()
+
+    def held(self) -> list[tf.Variable]:
+        """Return the variables that there are, notes last, in the order in which construction makes them."""
+        groups, ledger = self.tensor_groups, self.ledger
+        stores = [
+            store for group in groups for store in (*group.vectors.values(), group.outbox.unsent_sums, group.total)
+        ]
+        found = [*ledger.variables.values(), *(v for store in stores if store is not None for v in store.tensors())]
+        found += [*([] if self._share is None else [self._share]), *ledger.note_variables.values()]
+        return list({id(variable): variable for variable in found}.values())
 
     def rejoin(self, name: str) -> None:
         """Be of the ranks that Horovod has now, with the variables that there are; communicates nothing.

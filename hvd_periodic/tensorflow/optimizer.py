@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import keras
@@ -21,7 +22,7 @@ from hvd_periodic.tensorflow.exchanges import Exchanges
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
-from hvd_periodic.tensorflow.model import check_policy, named_variables, native
+from hvd_periodic.tensorflow.model import check_policy, list_variables, named_variables, native
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
 from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost
@@ -77,7 +78,7 @@ class PeriodicOptimizer(ForwardedSettings):
         with spelled(self._spelling):
             plan = connection.build(lambda: Plan.of(connection, *arguments))
         self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
-        self._exchanges = Exchanges(connection, plan, self._new_variable, self._tracker.untrack)
+        self._exchanges = Exchanges(connection, plan, self._new_variable, partial(list_variables, self))
         self._model: weakref.ref[keras.Model] | None = None
         self.inner_optimizer = plan.optimizer
         if self._center is not None:

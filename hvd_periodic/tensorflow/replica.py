@@ -57,7 +57,7 @@ class VariableReplica(Replica[Any]):
         named: the variables by role.
         new_variable: makes the variables of the algorithm's state.
         bucket_bytes: upper bound of what one collective carries.
-        forget_variable: called with the name of one in whose place another is about to be made, or none.
+        forget_variable: called with the name of one that is no longer used.
 
     Attributes:
         gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
@@ -158,15 +158,18 @@ class VariableReplica(Replica[Any]):
         return None
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
-        """Return variables of zeros, one per variable of the layout, in place of those of the same name."""
-        for i in range(self._made.get(name, 0)):
-            self._forget_variable(f"{name}.{i}")
+        """Return variables of zeros, one per variable of the layout."""
         self._made[name] = len(layout.specs)
         variables = [
             self._new_variable(f"{name}.{i}", spec.shape, tf.as_dtype(spec.kind), 0)
             for i, spec in enumerate(layout.specs)
         ]
         return VariableStore(layout, variables)
+
+    def drop_store(self, name: str) -> None:
+        """Let the variables of a store no longer be saved with the others."""
+        for i in range(self._made.pop(name, 0)):
+            self._forget_variable(f"{name}.{i}")
 
     def new_temporary_store(self, layout: Layout) -> Store[Any]:
         """Return arrays: what is saved is numpy's."""

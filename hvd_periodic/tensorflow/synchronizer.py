@@ -12,7 +12,6 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.startup import Moment
@@ -114,6 +113,7 @@ class Synchronizer(VariableSynchronizer):
                 **of_exchange(options),
             )
             self._moved = None if asynchronous else moved
+            self.after_join = self._list_variables
             self._list_variables()
 
         if communicator.elastic:  # Others may have been constructed long before: all meet at the first step.
@@ -133,21 +133,12 @@ class Synchronizer(VariableSynchronizer):
                 self.start()
         return super().begin(moment)
 
-    def join(self, communicator: Communicator, root: int, name: str) -> None:
-        """Be one of these ranks, as every synchronizer; ``variables`` are those that there are then."""
-        super().join(communicator, root, name)
-        self._list_variables()
-
     def _list_variables(self) -> None:
-        """Let ``variables`` be all that there are, in the same order on all ranks, whichever have been there before.
+        """Let ``variables`` be all that there are, in an order that does not tell which ranks have been there before.
 
         The list stays the same object: a ``tf.train.Checkpoint`` of variables that are no more refuses to save.
         """
-        groups = self.tensor_groups
-        stores = [s for group in groups for s in (*group.vectors.values(), group.outbox.unsent_sums, group.total)]
-        of_ranks = [] if self._share is None else [self._share]
         moving = [] if self._moved is None else [variable.value for variable in self._moved.variables]
-        notes = self.ledger.note_variables.values()  # Last, because checkpoints of version 0.1 have none.
-        held = [variable for store in stores if store is not None for variable in store.tensors()]
-        found = [*self.ledger.variables.values(), *held, *of_ranks, *moving, *notes]
-        self.variables[:] = {id(variable): variable for variable in found}.values()
+        held, notes = self.held(), len(self.ledger.note_variables)
+        kept = len(held) - notes
+        self.variables[:] = [*held[:kept], *moving, *held[kept:]]  # Checkpoints of version 0.1 have no notes.

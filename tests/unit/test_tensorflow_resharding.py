@@ -219,20 +219,27 @@ def saved(optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("center", ["root", "sharded"])
-def test_files_hold_what_a_rank_holds_now(center: str) -> None:
-    def make(variables: Any, **options: Any) -> Any:
-        return OPTIMIZERS["diloco_adam"](**options)
+@pytest.mark.parametrize("name", ["agn", "diloco_adam"])
+def test_files_hold_what_a_rank_holds_now(name: str, center: str, tmp_path: Any) -> None:
+    """By name and by order, as if there had never been other ranks."""
 
-    for process in lived(make, [(None, None), (1, 0, None), (2, 1)], center=center)[-1]:
-        fresh = constructed(process.synchronizer.membership.communicator, make, center=center)
-        held, stored = process.optimizer.variables, saved(process.optimizer)
-        assert sorted(str(v.shape) for v in held) == sorted(str(v.shape) for v in fresh.optimizer.variables)
-        assert stored.keys() == saved(fresh.optimizer).keys()
-        fresh.optimizer.load_own_variables(stored)
-        _, counters = process.seen[-1]
-        assert fresh.synchronizer.local_steps == counters.local_steps
-        for a, b in zip(process.synchronizer.center_tensors(), fresh.synchronizer.center_tensors(), strict=True):
-            np.testing.assert_array_equal(a.numpy(), b.numpy(), strict=True)
+    def make(variables: Any, **options: Any) -> Any:
+        return OPTIMIZERS[name](**options)
+
+    for stretch in lived(make, [(None, None), (1, 0, None), (2, 1), (1,), (0, None)], center=center)[-2:]:
+        for process in stretch:
+            ranks, held = process.synchronizer.membership.communicator, process.synchronizer.center_tensors()
+            by_name, by_order = (constructed(ranks, make, center=center) for _ in range(2))
+            stored = saved(process.optimizer)
+            assert stored.keys() == saved(by_name.optimizer).keys()
+            by_name.optimizer.load_own_variables(stored)
+            path = tf.train.Checkpoint(optimizer=process.optimizer).write(str(tmp_path / f"checkpoint.{ranks.rank}"))
+            tf.train.Checkpoint(optimizer=by_order.optimizer).read(path).assert_consumed()
+            for fresh in (by_name, by_order):
+                assert fresh.synchronizer.local_steps == process.synchronizer.local_steps
+                assert [v.shape for v in fresh.optimizer.variables] == [v.shape for v in process.optimizer.variables]
+                for a, b in zip(held, fresh.synchronizer.center_tensors(), strict=True):
+                    np.testing.assert_array_equal(a.numpy(), b.numpy(), strict=True)
 
 
 def easgd(variables: Any, **options: Any) -> Any:
@@ -275,7 +282,6 @@ def test_before_training_begins_a_commit_holds_the_whole(center: str) -> None:
     alone = run_ranks(2, construct)
     for process in run_ranks(1, lambda arrays: joined(arrays, alone, 1, SYNCHRONIZERS["agn"], center=center)):
         assert process.synchronizer.local_steps == 0
-        trained(process, NOW.ranks, 0)
     state, values = run_ranks(2, state_of)[0]
     weights = values[:3]
     alone = run_ranks(2, construct)
