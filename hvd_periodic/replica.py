@@ -49,6 +49,10 @@ class Replica(Protocol, Generic[V]):
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 
+    def drop_store(self, name: str) -> None:
+        """Take notice that what :meth:`new_store` has made under a name is no longer used."""
+        return
+
     def new_temporary_store(self, layout: Layout) -> Store[V]:
         """Return a store of zeros that is not part of what is saved, in the form that :meth:`save` takes."""
 

@@ -12,7 +12,7 @@ from hvd_periodic.centers.outbox import UNSENT, Outbox
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
-from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires.base import Wire
 from hvd_periodic.wires.plain import Plain
@@ -24,6 +24,10 @@ IN_FLIGHT = 2
 
 _FETCHED = 2 * IN_FLIGHT
 """The working buffer of a bucket of the center that is not here; the others are two per bucket under way."""
+
+
+_TOTAL = "total"
+"""Names what an outer optimizer finds its gradient in."""
 
 
 class GroupVectors(Generic[V]):
@@ -68,11 +72,8 @@ class GroupVectors(Generic[V]):
         self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
         self.every = every
         self._replica, self._outer, self._rates = replica, outer, rates
-        self.share = placement.share(values.layout)
         first = self._read(values.layout.buckets[0], slot=0)
-        self.center_state: dict[str, Store[V]] = {
-            key: replica.new_store(self.share, f"{name}.{key}") for key in self.initial_center(first)
-        }
+        self.share, self.center_state = self._new_center(first)
         self.worker: dict[str, Store[V]] = {
             key: replica.new_store(values.layout, f"{name}.{key}")
             for key in algorithm.init_worker(replica.space, first)
@@ -90,13 +91,7 @@ class GroupVectors(Generic[V]):
         self._blocks = [
             replica.blocks(bucket) if placement.everywhere else (bucket,) for bucket in values.layout.buckets
         ]
-        lent = outer is not None and self.share is values.layout and not lasting and not wire.lossy
-        self._spent = algorithm.spent if lent else None
-        self.total: Store[V] | None = None
-        if outer is not None and self.travelling is not None:
-            self.total = self.travelling
-        elif outer is not None:
-            self.total = self.worker[self._spent] if self._spent else replica.new_store(self.share, f"{name}.total")
+        self._spent, self.total = self._new_total()
 
     @property
     def center(self) -> Store[V]:
@@ -122,11 +117,39 @@ class GroupVectors(Generic[V]):
             self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
         self.outbox.forget()
 
-    def join(self, communicator: Communicator, root: int) -> None:
-        """Be exchanged with other ranks than before; the center, which is on every rank, stays what it is."""
+    def join(self, communicator: Communicator, root: int) -> bool:
+        """Be exchanged with other ranks than before; return whether this rank holds another part of the center.
+
+        What it holds stays what it is, or is made anew, of zeros. The worker's vectors stay.
+        """
+        buckets = self.values.layout.buckets
+        held = [self.placement.bounds(bucket) for bucket in buckets]
         self.placement.join(communicator, root)
         if self.outbox.unsent_sums is not None:
             self.outbox.join(communicator)
+        if [self.placement.bounds(bucket) for bucket in buckets] == held:
+            return False
+        for key in (*self.center_state, _TOTAL):
+            self._replica.drop_store(f"{self.name}.{key}")
+        self.share, self.center_state = self._new_center(self._read(buckets[0], slot=0))
+        self._spent, self.total = self._new_total()
+        return True
+
+    def _new_center(self, first: V) -> tuple[Layout, dict[str, Store[V]]]:
+        """Return this rank's share, and zeros for each vector of the center; ``first`` is a part of the replica."""
+        share = self.placement.share(self.values.layout)
+        stores = {key: self._replica.new_store(share, f"{self.name}.{key}") for key in self.initial_center(first)}
+        return share, stores
+
+    def _new_total(self) -> tuple[str | None, Store[V] | None]:
+        """Return which vector of the worker lends its memory to the total, if one does; and the total."""
+        if self._outer is None:
+            return None, None
+        if self.travelling is not None:
+            return None, self.travelling
+        lent = self.share is self.values.layout and not self._lasting and not self.outbox.wire.lossy
+        spent = self.algorithm.spent if lent else None
+        return spent, self.worker[spent] if spent else self._replica.new_store(self.share, f"{self.name}.{_TOTAL}")
 
     def start_from(self, bucket: Bucket, center: V) -> None:
         """Set a bucket of the replica to its center, and of the worker's vectors to those of the start of training."""

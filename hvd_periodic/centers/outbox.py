@@ -74,6 +74,7 @@ class Outbox(Generic[V]):
             return
         rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
         if self.unsent_sums is None or self.unsent_sums.layout.specs != rows.specs:
+            self._replica.drop_store(f"{self._name}.{UNSENT_SUMS}")
             self.unsent_sums = self._replica.new_store(rows, f"{self._name}.{UNSENT_SUMS}")
         self.saved_sums = f"{UNSENT_SUMS}.{communicator.rank}.{communicator.size}"
 

@@ -189,11 +189,16 @@ class HorovodCommunicator(Communicator):
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
             splits = self._tensor((data.size * (np.arange(self.size) == to)).astype(np.int32))
-            options = {"splits": splits, "name": f"{name}.data", "process_set": self.process_set}
-            received, counts = self._begun(self._hvd.alltoall_async(self._tensor(data.copy()), **options))()
-            return np.asarray(received), counts.tolist()
+            received, counts = self._scattered(self._tensor(data.copy()), splits, f"{name}.data")
+            return np.asarray(received), np.asarray(counts).tolist()
 
         return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
+
+    def _scattered(self, data: Any, splits: Any, name: str) -> tuple[Any, Any]:
+        """Give every rank its part; return what came here, and how much from each."""
+        options = {"splits": splits, "name": name, "process_set": self.process_set}
+        received, counts = self._begun(self._hvd.alltoall_async(data, **options))()
+        return received, counts
 
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank within the process set of a global Horovod rank; of None, the lowest."""

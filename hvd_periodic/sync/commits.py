@@ -15,7 +15,7 @@ from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.shares import Share, Whole, own_share, whole_of
+from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, whole_of
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -62,31 +62,35 @@ class KeptExchanges(Kept):
     def rejoin(self, name: str) -> None:
         """Be of the ranks that there are now, under a prefix of the names of collectives; communicates nothing."""
 
-    @abstractmethod
-    def start_from_center(self, whole: Whole | None) -> None:
-        """Let the replica of this rank, which joins the others, start from the center; local.
-
-        Args:
-            whole: the center, where no rank has the whole of it.
-        """
-
     def share(self) -> Share:
         """Return what this rank holds of the center, in copies that travel."""
         return own_share(self.synchronizer)
 
+    @abstractmethod
     def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
         """Return the state of the exchanges in what :meth:`copied` returned."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no shares of a center")
 
-    def recovered(self, communicator: Communicator, copied: Any, mirror: Mirror | None) -> Whole:
-        """Return the center of what ranks have kept, as :func:`~hvd_periodic.sync.mirrors.recovered`."""
-        has_whole = copied is not None and mirror is None
-        whole = whole_of(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
-        return recovered(communicator, self.synchronizer, mirror, whole)
+    @abstractmethod
+    def resharded(self, saved: Any) -> Any:
+        """Return the state of the center's optimizer, of any number of ranks, as those that there are now hold it."""
 
+    @abstractmethod
     def completed(self, copied: Any, whole: Whole) -> Any:
         """Return what :meth:`copied` returned, which lacks the center, with it."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no shares of a center")
+
+    def recovered(self, communicator: Communicator, copied: Any, mirror: Mirror | None) -> Whole:
+        """Return the center of what ranks have kept, with the state of its optimizer cut for those of now."""
+        has_whole = copied is not None and mirror is None
+        whole = whole_of(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
+        found = recovered(communicator, self.synchronizer, mirror, whole)
+        return replace(found, optimizer_state=self.resharded(found.optimizer_state))
+
+    def own(self) -> dict[str, Any]:
+        """Return what this rank has of the state of its exchanges by itself, in copies."""
+        own: dict[str, Any] = (
+            self.synchronizer.checkpoint.save_own() if self.has_shares else self.synchronizer.state_dict()
+        )
+        return own
 
     @property
     def divided(self) -> bool:
@@ -95,8 +99,10 @@ class KeptExchanges(Kept):
 
     @property
     def has_shares(self) -> bool:
-        """Whether ranks hold shares of the center now: before training begins, each has the whole."""
-        return self.divided and bool(self.synchronizer.begun)
+        """Whether ranks hold shares of the center now: before training begins, each has the whole, or has loaded it."""
+        checkpoint = self.synchronizer.checkpoint
+        loaded = checkpoint.has_loaded() and checkpoint.state is None
+        return self.divided and bool(self.synchronizer.begun or loaded)
 
     def ready(self) -> None:
         """Be ready to train, once all ranks have what they go on from; all of them together."""
@@ -223,7 +229,7 @@ class Commits:
         for name, each in self._exchanges().items():
             steps = each.synchronizer.local_steps
             if own is None:
-                each.start_from_center(wholes.get(name))
+                start_from_center(each.synchronizer, wholes.get(name))
                 text = "Rank %d has joined at local step %d, and starts from the center"
                 logger.warning(text, communicator.rank, steps)
             if steps == 0:  # Nobody has trained: what is loaded into models before the first step counts, as ever.
@@ -350,7 +356,7 @@ class CommittedState(ABC):
         """Return the ranks that there are now."""
 
 
-def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool, mirrors: bool) -> None:
+def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool) -> None:
     """Raise a ValueError where the ranks of an optimizer cannot change.
 
     Args:
@@ -358,21 +364,17 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bo
         synchronizer: its exchanges.
         nested: it is around another optimizer of this package.
         averages: it is around an ``hvd.DistributedOptimizer``.
-        mirrors: shares of its center have copies on other ranks.
     """
-    communicator, placement = synchronizer.membership.communicator, synchronizer.course.placement
-    alone = not (mirrors or placement.everywhere)
+    communicator = synchronizer.membership.communicator
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,
         "is around an optimizer of this package, between groups of ranks": nested,
         "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
-        f"has center={placement.name!r}, a part of which would be lost with a rank": alone,
         f"exchanges within process set {within}, which elastic Horovod does not keep": within != 0,
     }
     for why, found in refused.items():
         if found:
             raise ValueError(
                 f"`{name}` {why}: under elastic Horovod, ranks exchange synchronously, all of them in one set"
-                + ("" if mirrors else ", with center='replicated'")
             )

@@ -135,7 +135,10 @@ class Course(ABC, Generic[V]):
         """Make the center, where construction has not; all ranks together."""
 
     def join(self) -> None:
-        """Exchange with the ranks that are members now; communicates nothing."""
+        """Exchange with the ranks that are members now; communicates nothing.
+
+        Centers on every rank stay what they are; where this rank holds another share than before, that is zeros.
+        """
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, wherever they live; all ranks together."""

@@ -46,6 +46,18 @@ class Whole:
         return {**state, "vectors": vectors, "center_optimizer": self.optimizer_state}
 
 
+def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: Whole | None) -> None:
+    """Let the replica of a rank that joins others, whose center and counters it has, start from the center; local.
+
+    Args:
+        synchronizer: of this rank.
+        whole: the center, where no rank has the whole of it.
+    """
+    own = synchronizer.checkpoint.save_own
+    synchronizer.beginning.start_from_center(None if whole is None else whole.within(own()))
+    synchronizer.load_state_dict(synchronizer.state_dict() if whole is None else whole.within(own()))
+
+
 def whole_of(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]) -> Whole:
     """Return the center that a synchronizer's state has whole; local."""
     vectors = {

@@ -66,18 +66,23 @@ class Synchronous(Course[V]):
             )
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        group = self.tensor_groups.parameters
         self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make the outer optimizer of this rank's share of the center, if there is one."""
+        group = self.tensor_groups.parameters
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
     def join(self) -> None:
-        """Let the groups, whose centers are on every rank, exchange with other ranks."""
+        """Let the groups exchange with other ranks, and another optimizer move the center if that has another share."""
         membership, replica = self.setting.membership, self.setting.exchanged.replica
-        for group in self.tensor_groups:
-            group.join(membership.communicator, membership.root)
+        moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
         self.enclosed = Enclosed(self.tensor_groups, replica, membership)
+        if moved[0]:
+            self._bind()
 
     @property
     def reads_together(self) -> bool:

@@ -61,16 +61,31 @@ class CenterOptimizer:
             raise ValueError(f"`{outer_name()}` must be an optimizer of its own that has not been used yet")
         self.optimizer: Any = optimizer
         self.cut = False
-        self._first: Any = None
+        self._owner: Any = None
+        self._name = ""
+        self._given_rate: Any = None
         self._parameters: list[Any] = []
         self._centers: list[Any] = []
 
     def another(self) -> CenterOptimizer:
         """Return one like this that has no center yet, and takes the learning rate of this one before every step."""
-        self.others.append(CenterOptimizer(self._local, None if self.copied else copied(self.optimizer)))
-        if not self.copied and not is_scheduled(self.optimizer):
-            self.others[-1]._first = self.optimizer
+        self.others.append(CenterOptimizer(self._local, None if self.copied else unused(self.optimizer)))
+        self.others[-1]._given_rate = self.given_rate
+        if self._owner is not None:
+            self.others[-1].track(self._owner, f"{self._name}_{len(self.others) - 1}")
         return self.others[-1]
+
+    def track(self, owner: Any, name: str) -> None:
+        """Let TensorFlow know the optimizer that moves the center as a part of another one, under a name."""
+        self._owner, self._name = owner, name
+        owner._track_trackable(self.optimizer, name, overwrite=True)
+
+    @property
+    def given_rate(self) -> Any:
+        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        if self._given_rate is not None or self.copied or is_scheduled(self.optimizer):
+            return self._given_rate
+        return self.optimizer.learning_rate
 
     @property
     def variables(self) -> list[Any]:
@@ -93,7 +108,14 @@ class CenterOptimizer:
         centers: Sequence[tf.Variable],
         gradients: Sequence[tf.Variable],
     ) -> None:
-        """Build the optimizer over the centers of named parameters; ``gradients`` will hold what it is to apply."""
+        """Build the optimizer over the centers of named parameters; ``gradients`` will hold what it is to apply.
+
+        Over those of another share of the center: another one, since Keras builds an optimizer once.
+        """
+        if self.optimizer.built:
+            self._given_rate, self.optimizer = self.given_rate, unused(self.optimizer)
+            if self._owner is not None:
+                self.track(self._owner, self._name)
         pairs = zip(parameters, centers, strict=True)
         self._centers = [_named(path, center) for (path, _), center in pairs]
         self._parameters, self._gradients = [variable for _, variable in parameters], list(gradients)
@@ -145,8 +167,8 @@ class CenterOptimizer:
         """
         if self._followed is not None:
             self.optimizer.learning_rate = rate_of_now(self._followed, self.rate, maximum)
-        elif self._first is not None:
-            self.optimizer.learning_rate = keras.ops.convert_to_tensor(self._first.learning_rate)
+        elif self._given_rate is not None:
+            self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # else taken for its own
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
@@ -155,6 +177,29 @@ class CenterOptimizer:
         made = [(path, tf.Variable(tf.zeros(shape, dtype), trainable=False)) for path, shape, dtype in centers]
         trial.build([_named(path, variable) for path, variable in made])
         return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
+
+    def slots(self, count: int) -> list[int | None]:
+        """Return of which of so many centers every variable of the optimizer is a slot; None: it counts for all.
+
+        A copy over vectors of different lengths tells.
+
+        Raises:
+            ValueError: the optimizer keeps something of single centers that has another shape than they.
+        """
+        slots = self._slots_of_copy(count)
+        if slots.count(None) != self._slots_of_copy(0).count(None):
+            raise ValueError(
+                f"`center='sharded'` cuts tensors anew where ranks change, and {type(self.optimizer).__name__} keeps "
+                f"something of each that has not its shape: use center='root', or another `{outer_name()}`"
+            )
+        return slots
+
+    def _slots_of_copy(self, count: int) -> list[int | None]:
+        trial, shortest = copied(self.optimizer), 11
+        with tf.init_scope():
+            trial.build([keras.Variable(tf.zeros(shortest + i), trainable=False) for i in range(count)])
+        owners = {(shortest + i,): i for i in range(count)}
+        return [owners.get(tuple(variable.shape)) for variable in trial.variables]
 
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
         """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
@@ -193,7 +238,8 @@ class CenterOptimizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a learning rate that cannot be saved
             config = self.optimizer.get_config()
-        rate = (self._followed or self._first or self.optimizer).learning_rate
+        rate = self.given_rate if self._followed is None else self._followed.learning_rate
+        rate = self.optimizer.learning_rate if rate is None else rate
         config["learning_rate"] = "scheduled" if self._scheduled else float(keras.ops.convert_to_numpy(rate))
         return {f"{key} of the center optimizer": value for key, value in sorted(config.items()) if key != "name"}
 
@@ -246,6 +292,15 @@ def _named(path: str, variable: tf.Variable) -> keras.Variable:
         for scope in filter(None, scopes):
             stack.enter_context(keras.name_scope(scope))
         return keras.Variable(variable, dtype=variable.dtype.name, trainable=False, autocast=False, name=name)
+
+
+def unused(optimizer: Any) -> Any:
+    """Return an unused optimizer like this one, which spares its weight decay those of the same names."""
+    made = copied(optimizer)
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    if pattern is not None:
+        made._exclude_from_weight_decay_pattern = pattern
+    return made
 
 
 def copied(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Any:

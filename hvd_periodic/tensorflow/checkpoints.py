@@ -18,6 +18,7 @@ from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+from hvd_periodic.tensorflow.resharding import resharded
 
 Trained = PeriodicOptimizer | VariableSynchronizer
 
@@ -84,8 +85,7 @@ def load(
     """Go on from the newest checkpoint in a folder, if there is one; call it after construction, before the first step.
 
     As :func:`hvd_periodic.torch.load`: on all ranks or on the root alone, nothing is communicated, and the first step
-    finds out who has what. The state of a center optimizer that is divided (``center="sharded"``) takes as many ranks
-    as have saved it.
+    finds out who has what.
 
     Args:
         path: the folder that :func:`save` was given.
@@ -118,7 +118,9 @@ def load(
         ]
         for name, value in stateful.items():
             assigned += _pairs(f"`{name}`", _variables(value), saved[STATES][name])
-        states = [_renamed(state, level) for level, state in zip(levels, saved["exchanges"], strict=True)]
+        states = [
+            _cut_anew(_renamed(state, level), level) for level, state in zip(levels, saved["exchanges"], strict=True)
+        ]
         for level, state in zip(levels, states, strict=True):
             level.load_state_dict(state)
         for variable, value in assigned:
@@ -209,6 +211,13 @@ def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, An
             alike = len(names) == len(tensors)
             vectors[group.name][key] = dict(zip(names if alike else tensors, tensors.values(), strict=True))
     return state | {"vectors": vectors}
+
+
+def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, Any]:
+    """Return a state in which what is kept of the center's optimizer is that of as many ranks as there are."""
+    if level.course.worker is not None:
+        return state
+    return state | {"center_optimizer": resharded(state["center_optimizer"], level)}
 
 
 def _values(variable: Any) -> np.ndarray:

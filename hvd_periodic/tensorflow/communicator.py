@@ -54,9 +54,12 @@ class TensorFlowCommunicator(HorovodCommunicator):
         parts = self._run(self._hvd.alltoall, buffer, name)
         return lambda: parts
 
-    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
-        """Gather pickled objects, of all ranks."""
-        return Communicator.pass_object(self, value, to, name)
+    def _scattered(self, data: Any, splits: Any, name: str) -> tuple[Any, Any]:
+        """Give every rank its part, eagerly."""
+        options = {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
+        with tf.device("CPU:0"):
+            received, counts = self.attendance.during(lambda: self._hvd.alltoall(data, splits=splits, **options))
+        return received, counts
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather at once, under the name that the same has in a graph."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
+from hvd_periodic.tensorflow.resharding import require_divisible, resharded
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
@@ -33,7 +34,10 @@ class State(CommittedState, ObjectState):
     optimizers, in which Keras counts the iterations of schedules. Everything that depends on the number of ranks is
     computed anew; steps that were compiled stay.
 
-    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. With ``commit="exchange"``
+    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
+    root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
+    a rank of the next host, on a single host to the next rank; only where both are lost at once, the job cannot go on.
+    Where ranks change, shares have new variables, among those of the optimizer. With ``commit="exchange"``
     every exchange is one, in ``fit``, in compiled and in eager steps, and ``commit()`` need not be called: what a lost
     rank takes with it is one period.
 
@@ -45,8 +49,8 @@ class State(CommittedState, ObjectState):
 
     Args:
         model: a built model.
-        optimizer: of this package, over all ranks, with the center on every rank; or any other, as in Horovod. Default:
-            the one that the model is compiled with.
+        optimizer: of this package, over all ranks; or any other, as in Horovod. Default: the one that the model is
+            compiled with.
         commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
             every exchange of the first optimizer of this package as well, until the first rank is at its end.
         more: what else is kept: models, optimizers, variables, synchronizers of this package, all that has
@@ -55,7 +59,8 @@ class State(CommittedState, ObjectState):
 
     Raises:
         ValueError: a model that is not built; or an optimizer whose ranks cannot change: asynchronous, around an
-            ``hvd.DistributedOptimizer`` or another of this package, with a process set, or with its center elsewhere.
+            ``hvd.DistributedOptimizer`` or another of this package, or with a process set; or with
+            ``center="sharded"``, if its center's optimizer keeps anything of variables in another shape than theirs.
 
     References:
         Horovod's documentation, "Elastic Horovod".
@@ -81,7 +86,8 @@ class State(CommittedState, ObjectState):
         for name, each in self._exchanging().items():
             inner = getattr(self._tracked[name], "inner_optimizer", None)
             averages = getattr(self._tracked[name], "gradient_group", None) is not None
-            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages, mirrors=False)
+            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages)
+            require_divisible(each.synchronizer)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
@@ -193,8 +199,22 @@ class _KeptSynchronizer(KeptExchanges):
         return self._synchronizer
 
     def copied(self) -> Any:
-        """Return both states, of which that of exchanges is a copy already."""
-        return self._local.copied(), self.synchronizer.state_dict()
+        """Return both states; of that of exchanges, what this rank has of it by itself."""
+        return self._local.copied(), self.own()
+
+    def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
+        """Return the state of the exchanges."""
+        exchanges: Mapping[str, Any] = copied[1]
+        return exchanges
+
+    def resharded(self, saved: Any) -> Any:
+        """Return the state of the center's optimizer, cut for the ranks that there are now."""
+        return resharded(saved, self.synchronizer)
+
+    def completed(self, copied: Any, whole: Whole) -> Any:
+        """Return the states with the center."""
+        local, exchanges = copied
+        return local, whole.within(exchanges)
 
     def put_back(self, copied: Any) -> None:
         """Load both."""
@@ -213,12 +233,8 @@ class _KeptSynchronizer(KeptExchanges):
         self.synchronizer.take_from(giver)
 
     def rejoin(self, name: str) -> None:
-        """Go on with the same variables."""
+        """Go on with the same variables, but for those of a share of the center."""
         self.synchronizer.rejoin(name)
-
-    def start_from_center(self, whole: Whole | None) -> None:
-        """Leave the replica that was taken over."""
-        self.synchronizer.start_from_center()
 
     def ready(self) -> None:
         """Begin now: a compiled step does not ask."""
@@ -233,9 +249,11 @@ def _of_rank(value: Any, rank: int = 0) -> Any:
 def _kept(value: Any) -> Kept | None:
     """Return how something is kept; None for plain objects."""
     if isinstance(value, PeriodicOptimizer):
-        return _KeptSynchronizer(value.synchronizer, _KeptVariables(lambda: value.inner_optimizer.variables))
+        exchanges = value.synchronizer
+        kept = _KeptVariables(lambda: [*value.inner_optimizer.variables, *_given_rates(exchanges)])
+        return _KeptSynchronizer(exchanges, kept)
     if isinstance(value, Synchronizer):
-        return _KeptSynchronizer(value, _KeptVariables(list))
+        return _KeptSynchronizer(value, _KeptVariables(lambda: _given_rates(value)))
     if isinstance(value, keras.Model):
         return _KeptVariables(lambda: value.weights, model=True)
     if isinstance(value, keras.optimizers.Optimizer):
@@ -245,6 +263,13 @@ def _kept(value: Any) -> Kept | None:
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
         return _KeptState(value)
     return None
+
+
+def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
+    """Return the learning rate of the center's optimizer, where users may set it: ranks that join take it over."""
+    outer: Any = synchronizer.exchanged.outer
+    rate = None if outer is None else outer.given_rate
+    return [] if rate is None else [rate]
 
 
 def _connect(value: Any) -> None:

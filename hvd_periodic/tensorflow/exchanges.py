@@ -15,7 +15,7 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.ledger import ADDED, NewVariable
-from hvd_periodic.tensorflow.model import native, untracked
+from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.plan import Plan
@@ -23,6 +23,9 @@ from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.wires import as_wire
+
+_CENTER_OPTIMIZER = "center_optimizer."
+"""Begins the names under which its variables are saved."""
 
 
 class Exchanges:
@@ -32,16 +35,24 @@ class Exchanges:
         connection: the ranks of the optimizer.
         plan: what was asked for.
         new_variable: makes a variable of the optimizer.
+        list_variables: lets other variables be among those of the optimizer, in place of those that it has made.
 
     Attributes:
         saved: what the file of the model holds of them.
     """
 
-    def __init__(self, connection: Connection, plan: Plan, new_variable: NewVariable) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        plan: Plan,
+        new_variable: NewVariable,
+        list_variables: Callable[[Sequence[Any], Sequence[Any]], object],
+    ) -> None:
         self.connection = connection
         self.plan = plan
         self.saved = SavedExchanges(plan.asynchronous)
-        self._make_variable = new_variable
+        self._make_variable, self._list_variables = new_variable, list_variables
+        self._made: list[Any] = []
         self._synchronizer: VariableSynchronizer | None = None
 
     @property
@@ -81,7 +92,7 @@ class Exchanges:
             opening: what a rank without any step still has to do with the others before it leaves.
         """
         plan, options, connection = self.plan, self.plan.options, self.connection
-        replica = VariableReplica(named, self._new_variable)
+        replica = VariableReplica(named, self._new_variable, forget_variable=self._forget_variable)
         ranks, root = connection.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, lasting=False)
         if plan.asynchronous or options["center"] != "replicated" or sums:
@@ -106,9 +117,8 @@ class Exchanges:
         saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
         if saved is not None:
             synchronizer.course.has_loaded(saved)
-        if plan.center is not None and not plan.asynchronous:
-            for i, variable in enumerate(plan.center.variables):
-                self.saved.variables.variables[f"center_optimizer.{i}"] = variable
+        self._name_center_optimizer()
+        synchronizer.after_join = self._after_join
         if synchronizer.tensor_groups.parameters.outbox.unsent_sums is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
@@ -202,12 +212,34 @@ class Exchanges:
         self.saved.write(store, self._synchronizer if self.started else None)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        """Make a variable of the optimizer that is saved under its name.
-
-        One that takes the place of another, for another number of ranks, is not among the optimizer's, whose lists
-        Keras only ever lets grow.
-        """
-        make = untracked if name in self.saved.variables.variables else self._make_variable
-        variable = make(name, shape, dtype, initial_value)
+        """Make a variable of the optimizer that is saved under its name."""
+        variable = self._make_variable(name, shape, dtype, initial_value)
+        self._made.append(variable)
         self.saved.variables.variables[name] = variable
         return native(variable)
+
+    def _forget_variable(self, name: str) -> None:
+        """Forget a variable, in whose place there will be another for another number of ranks, or none."""
+        del self.saved.variables.variables[name]
+
+    def _after_join(self) -> None:
+        """Let the optimizer have the variables that there are now, in the order of one that is new."""
+        self._name_center_optimizer()
+        named = self.saved.variables
+        named.later |= {name for name in named.variables if depends_on_wire(name)}
+        own = {id(variable) for variable in named.variables.values()}
+        order = {id(variable): i for i, variable in enumerate(self.synchronizer.held())}
+        left = [variable for variable in self._made if id(variable) in own]
+        left.sort(key=lambda variable: order.get(id(native(variable)), len(order)))
+        if list(map(id, left)) != list(map(id, self._made)):
+            self._list_variables(self._made, left)
+            self._made = left
+
+    def _name_center_optimizer(self) -> None:
+        """Let the variables of the center's optimizer be saved under their names."""
+        center, saved = self.plan.center, self.saved.variables.variables
+        if center is None or self.plan.asynchronous:
+            return
+        for name in [name for name in saved if name.startswith(_CENTER_OPTIMIZER)]:
+            del saved[name]
+        saved.update({f"{_CENTER_OPTIMIZER}{i}": variable for i, variable in enumerate(center.variables)})

@@ -24,6 +24,7 @@ from hvd_periodic.tensorflow.meeting import audit_in_graph
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, VariableView
+from hvd_periodic.tensorflow.resharding import resharded
 from hvd_periodic.tensorflow.synchronous import GraphSynchronous
 
 
@@ -44,6 +45,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         started: whether the ranks have agreed, and started from the same values.
         opened: whether the first step of an optimizer has found out who had loaded what.
         after_exchange: called at the end of every step in which ranks have exchanged.
+        after_join: called where other ranks have joined: other variables may have come in the place of some.
         watched: variables that ``after_exchange`` reads.
     """
 
@@ -54,6 +56,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     opening: Callable[[], object] | None = None
     started = opened = False
     after_exchange: Callable[[], object] | None = None
+    after_join: Callable[[], object] | None = None
 
     def __init__(
         self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None, **options: Any
@@ -90,11 +93,25 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """
         self.membership.join(communicator, root, name)
         self.course.join()
+        if self.after_join is not None:
+            self.after_join()
+
+    def held(self) -> list[tf.Variable]:
+        """Return the variables that there are, notes last, in the order in which construction makes them."""
+        groups, ledger = self.tensor_groups, self.ledger
+        stores = [
+            store for group in groups for store in (*group.vectors.values(), group.outbox.unsent_sums, group.total)
+        ]
+        found = [*ledger.variables.values(), *(v for store in stores if store is not None for v in store.tensors())]
+        found += [*([] if self._share is None else [self._share]), *ledger.note_variables.values()]
+        return list({id(variable): variable for variable in found}.values())
 
     def rejoin(self, name: str) -> None:
         """Be of the ranks that Horovod has now, with the variables that there are; communicates nothing.
 
-        Compiled steps stay: under elastic Horovod their exchanges are run by Python, see ``hosted.py``.
+        Compiled steps stay: under elastic Horovod their exchanges are run by Python, see ``hosted.py``. Where this rank
+        holds another part of the center, that has new variables, of zeros until they are given their values; but for a
+        state that was loaded before training began.
 
         Args:
             name: prefix of the names of collectives, the same on all ranks.
@@ -104,19 +121,21 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """
         communicator = communicator_of(None)
         self.algorithm.check(communicator.size)
+        loaded, checkpoint = self.checkpoint.state, self.checkpoint
+        cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
         self.join(communicator, self.membership.asked_root, name)
+        self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
         self.meeting.failure, self.meeting.everyone_trains = None, True
         self.beginning.begun, self.started, self.opened = False, True, True
+        if self._share is not None and not cut_for_others:
+            self._share.assign(self._place)
+        if loaded is not None:
+            self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
     def take_from(self, giver: int) -> None:
         """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root; then :meth:`begin`."""
         self.beginning.take_from(giver)
         self.beginning.begun = False
-
-    def start_from_center(self) -> None:
-        """Let the replica start from the center, as where a rank joins others that have trained; local."""
-        self.beginning.start_from_center()
-        self.load_state_dict(self.state_dict())
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
@@ -135,6 +154,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """
         begun = self.begun
         super().load_state_dict(state)
+        if self._share is not None:
+            self._share.assign(self._place)
         if begun:
             self.begin()
 
@@ -249,11 +270,14 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             self.after_exchange()
 
     def _seen(self) -> list[tf.Variable]:
-        """Return the variables that an exchange, or what comes after it, reads or changes."""
+        """Return the variables that an exchange, or what comes after it, reads or changes, of those that steps use.
+
+        Nothing but exchanges knows the center, whose variables are others where ranks have changed.
+        """
         named, ledger = self.replica.named, self.ledger
         roles = (named.parameters, named.averaged, named.counted, named.constants)
         found = [variable for role in roles for _, variable in role] + self.watched
-        found += [v for group in self.tensor_groups for store in group.vectors.values() for v in store.tensors()]
+        found += [v for group in self.tensor_groups for store in group.worker.values() for v in store.tensors()]
         found += [*ledger.variables.values(), *ledger.note_variables.values()]
         found += [] if self._local is None else self._local.variables()
         return list({variable.ref(): variable for variable in found}.values())

@@ -23,8 +23,22 @@ def native(variable: AnyVariable) -> tf.Variable:
 
 def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
     """Make a variable that nothing keeps but who asks for it."""
-    value = tf.fill(tuple(shape), tf.cast(initial_value, dtype))
+    value = tf.broadcast_to(tf.cast(initial_value, dtype), tuple(shape))
     return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
+
+
+def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Let variables of an optimizer be others, at the end of its list.
+
+    The list is another one: of one from which something was taken, TensorFlow saves no checkpoint.
+    """
+    gone = set(map(id, old))
+    tracker, kept = optimizer._tracker, [variable for variable in optimizer._variables if id(variable) not in gone]
+    listed = tf.__internal__.tracking.wrap([*kept, *new])
+    optimizer._track_trackable(listed, "_variables", overwrite=True)
+    object.__setattr__(optimizer, "_variables", listed)
+    tracker.config["variables"] = tracker.config["variables"][0], listed
+    tracker.stored_ids["variables"] = set(map(id, listed))
 
 
 def check_policy(buffers: str | None, model: object, loaded: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import keras
@@ -21,7 +22,7 @@ from hvd_periodic.tensorflow.exchanges import Exchanges
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
-from hvd_periodic.tensorflow.model import check_policy, named_variables, native
+from hvd_periodic.tensorflow.model import check_policy, list_variables, named_variables, native
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
 from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost
@@ -77,11 +78,11 @@ class PeriodicOptimizer(ForwardedSettings):
         with spelled(self._spelling):
             plan = connection.build(lambda: Plan.of(connection, *arguments))
         self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
-        self._exchanges = Exchanges(connection, plan, self._new_variable)
+        self._exchanges = Exchanges(connection, plan, self._new_variable, partial(list_variables, self))
         self._model: weakref.ref[keras.Model] | None = None
         self.inner_optimizer = plan.optimizer
         if self._center is not None:
-            self._track_trackable(self._center.optimizer, "center_optimizer")
+            self._center.track(self, "center_optimizer")
         self._constructed = self._forwards = True
         if model is not None:
             self.attach(model)
@@ -317,8 +318,6 @@ class PeriodicOptimizer(ForwardedSettings):
         model = None if self._model is None else self._model()
         named = named_variables(self._trainable_variables, model, self._exchanges.plan.options["buffers"])
         self._exchanges.construct(named, self._open)
-        for i, other in enumerate([] if self._center is None else self._center.others):
-            self._track_trackable(other.optimizer, f"center_optimizer_{i}")
         average, local = self._exchanges.connection.average, innermost(self.inner_optimizer)
         self._prepare = GradientPreparation(local, average, self.synchronizer, self._get_variable_index)
 

@@ -82,8 +82,17 @@ class VariableOuterOptimizer(FollowsRate):
         """Return the variables of the local optimizer that a step reads."""
         return self._moved.followed()
 
+    @property
+    def given_rate(self) -> Any:
+        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        return self._moved.given_rate
+
+    def slots(self, count: int) -> list[int | None]:
+        """Return of which of so many parts of the center every variable is a slot; None: it counts for all."""
+        return self._moved.slots(count)
+
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Build the optimizer."""
+        """Build the optimizer; where there was one, another one over what this rank holds now."""
         self._require_elementwise(center.layout, whole)
         self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
@@ -161,6 +170,11 @@ class DividedVariables(Divided, FollowsRate):
     def maximum(self, maximum: Maximum) -> None:
         for part in self.parts:
             part.maximum = maximum
+
+    @property
+    def given_rate(self) -> Any:
+        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        return self.parts[0].given_rate
 
     @property
     def follows_rate(self) -> bool:

@@ -57,6 +57,7 @@ class VariableReplica(Replica[Any]):
         named: the variables by role.
         new_variable: makes the variables of the algorithm's state.
         bucket_bytes: upper bound of what one collective carries.
+        forget_variable: called with the name of one that is no longer used.
 
     Attributes:
         gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
@@ -71,6 +72,7 @@ class VariableReplica(Replica[Any]):
         named: NamedVariables,
         new_variable: NewVariable,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        forget_variable: Callable[[str], object] = lambda name: None,
     ) -> None:
         for name, variable in named.parameters:
             if variable.dtype.base_dtype not in (tf.float64, tf.float32, tf.bfloat16, tf.float16):
@@ -88,7 +90,8 @@ class VariableReplica(Replica[Any]):
         self.bucket_bytes = bucket_bytes
         self.gradients: list[Any] = [None] * len(named.parameters)
         self.space: VectorSpace[Any] = TensorSpace()
-        self._new_variable = new_variable
+        self._new_variable, self._forget_variable = new_variable, forget_variable
+        self._made: dict[str, int] = {}
         self.parameters: Store[Any] = self.store_of(named.parameters)
         self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
@@ -156,11 +159,17 @@ class VariableReplica(Replica[Any]):
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return variables of zeros, one per variable of the layout."""
+        self._made[name] = len(layout.specs)
         variables = [
             self._new_variable(f"{name}.{i}", spec.shape, tf.as_dtype(spec.kind), 0)
             for i, spec in enumerate(layout.specs)
         ]
         return VariableStore(layout, variables)
+
+    def drop_store(self, name: str) -> None:
+        """Let the variables of a store no longer be saved with the others."""
+        for i in range(self._made.pop(name, 0)):
+            self._forget_variable(f"{name}.{i}")
 
     def new_temporary_store(self, layout: Layout) -> Store[Any]:
         """Return arrays: what is saved is numpy's."""

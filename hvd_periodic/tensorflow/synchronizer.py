@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import keras
@@ -96,10 +96,10 @@ class Synchronizer(VariableSynchronizer):
             moving = made.outer_optimizer(None, outer_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
             named = named_variables(trained, owner, options["buffers"])
-            replica = VariableReplica(named, self._make_variable)
+            replica = VariableReplica(named, untracked)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(
-                self._make_variable,
+                untracked,
                 replica,
                 made,
                 as_schedule(period, as_typed("period")),
@@ -112,12 +112,9 @@ class Synchronizer(VariableSynchronizer):
                 local_optimizer=None if optimizer is None else KerasOptimizerState(optimizer, replica),
                 **of_exchange(options),
             )
-            late = {id(variable) for variable in self.ledger.note_variables.values()}
-            notes = [variable for variable in self.variables if id(variable) in late]
-            self.variables = [variable for variable in self.variables if id(variable) not in late]
-            if moved is not None and not asynchronous:
-                self.variables += [variable.value for variable in moved.variables]
-            self.variables += notes  # Last, because checkpoints of version 0.1 have none.
+            self._moved = None if asynchronous else moved
+            self.after_join = self._list_variables
+            self._list_variables()
 
         if communicator.elastic:  # Others may have been constructed long before: all meet at the first step.
             build()
@@ -136,8 +133,12 @@ class Synchronizer(VariableSynchronizer):
                 self.start()
         return super().begin(moment)
 
-    def _make_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-        made = untracked(name, shape, dtype, initial_value)
-        if made.name not in {variable.name for variable in self.variables}:  # else for another number of ranks
-            self.variables.append(made)
-        return made
+    def _list_variables(self) -> None:
+        """Let ``variables`` be all that there are, in an order that does not tell which ranks have been there before.
+
+        The list stays the same object: a ``tf.train.Checkpoint`` of variables that are no more refuses to save.
+        """
+        moving = [] if self._moved is None else [variable.value for variable in self._moved.variables]
+        held, notes = self.held(), len(self.ledger.note_variables)
+        kept = len(held) - notes
+        self.variables[:] = [*held[:kept], *moving, *held[kept:]]  # Checkpoints of version 0.1 have no notes.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import horovod.torch as hvd
@@ -13,7 +12,6 @@ from horovod.common.elastic import ObjectState
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
-from hvd_periodic.sync.mirrors import Mirror
 from hvd_periodic.sync.shares import Share, Whole
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
@@ -78,7 +76,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         for name, periodic in self._periodic().items():
             averages = periodic.synchronizer.gradient_group is not None
             nested = isinstance(periodic.inner, PeriodicOptimizer)
-            refuse_fixed(name, periodic.synchronizer, nested, averages, mirrors=True)
+            refuse_fixed(name, periodic.synchronizer, nested, averages)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
@@ -147,8 +145,7 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
 
     def copied(self) -> Any:
         """Return a copy of its state; of that of exchanges, what this rank has of it by itself."""
-        own = self.synchronizer.checkpoint.save_own() if self.has_shares else self.synchronizer.state_dict()
-        return copy.deepcopy(self.value.inner.state_dict()) | {STATE_KEY: own}
+        return copy.deepcopy(self.value.inner.state_dict()) | {STATE_KEY: self.own()}
 
     def share(self) -> Share:
         """Return what this rank holds of the center, in host memory: others may lack its device."""
@@ -160,10 +157,9 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         found: Mapping[str, Any] = copied[STATE_KEY]
         return found
 
-    def recovered(self, communicator: Communicator, copied: Any, mirror: Mirror | None) -> Whole:
-        """Return the center, with the state of its optimizer cut for the ranks that there are now."""
-        whole = super().recovered(communicator, copied, mirror)
-        return replace(whole, optimizer_state=resharded(whole.optimizer_state, self.synchronizer))
+    def resharded(self, saved: Any) -> Any:
+        """Return the state of the center's optimizer, cut for the ranks that there are now."""
+        return resharded(saved, self.synchronizer)
 
     def completed(self, copied: Any, whole: Whole) -> Any:
         """Return the state with the center."""
@@ -192,10 +188,6 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
     def rejoin(self, name: str) -> None:
         """Be constructed anew."""
         self.value.rejoin(name)
-
-    def start_from_center(self, whole: Whole | None) -> None:
-        """Leave the replica that was taken over."""
-        self.synchronizer.start_from_center(whole)
 
 
 def _on_host(value: Any) -> Any:

@@ -24,7 +24,6 @@ from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.phase import schedule_around
-from hvd_periodic.sync.shares import Whole
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
@@ -175,17 +174,6 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     def take_from(self, giver: int) -> None:
         """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root."""
         self.beginning.take_from(giver)
-
-    @neutrally
-    def start_from_center(self, whole: Whole | None = None) -> None:
-        """Let the replica start from the center, as where a rank joins others that have trained; local.
-
-        Args:
-            whole: the center, where it is not on every rank.
-        """
-        own = self.checkpoint.save_own
-        self.beginning.start_from_center(None if whole is None else whole.within(own()))
-        self.load_state_dict(self.state_dict() if whole is None else whole.within(own()))
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)

@@ -71,24 +71,24 @@ class OnTensors(Communicator):
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Any:
         import tensorflow as tf
 
-        wait = self._arrays.allreduce(buffer.numpy().copy(), name, op)
+        wait = self._arrays.allreduce(np.array(buffer), name, op)
         return lambda: tf.constant(wait())
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         import tensorflow as tf
 
-        return tf.constant(self._arrays.broadcast(buffer.numpy().copy(), name, root))
+        return tf.constant(self._arrays.broadcast(np.array(buffer), name, root))
 
     def reducescatter(self, buffer: Any, name: str) -> Any:
         import tensorflow as tf
 
-        wait = self._arrays.reducescatter(buffer.numpy().copy(), name)
+        wait = self._arrays.reducescatter(np.array(buffer), name)
         return lambda: tf.constant(wait())
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         import tensorflow as tf
 
-        return tf.constant(self._arrays.allgather(buffer.numpy(), name))
+        return tf.constant(self._arrays.allgather(np.array(buffer), name))
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         return self._arrays.allgather_object(value, name)

@@ -55,11 +55,11 @@ def main(scenario: scenarios.Scenario) -> None:
     algorithms = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     algorithm, note = algorithms[scenario.algorithm](), tf.Variable(0)
     if scenario.loop == "synchronizer":
-        synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD)
+        synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD, center=scenario.center)
         optimizer: Any = local
         state = elastic.State(model, local, commit="exchange", exchange=synchronizer, note=note, batch=0)
     else:
-        optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, scenarios.PERIOD)
+        optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, scenarios.PERIOD, center=scenario.center)
         model.compile(optimizer, loss=half_square, jit_compile=False)
         state = elastic.State(model, commit="exchange", note=note, batch=0, epoch=0)
         synchronizer = optimizer.synchronizer

@@ -141,6 +141,35 @@ KERAS = {
         [(2, 0), (1, 4), (2, 8), (1, 12), (2, 16)],
         loop="compiled",
     ),
+    "a share": Scenario("agn", 3, [Event("kill", 9, 3, rank=1)], [(3, 0), (2, 8)], center="sharded", loop="fit"),
+    "the center of the root": Scenario(
+        "agn",
+        2,
+        [Event("kill", 9, 2, rank=0), Event("wait", 13, 1)],
+        [(2, 0), (1, 8), (2, 16)],
+        center="root",
+        loop="fit",
+    ),
+    "a share, in a collective": Scenario(
+        "easgd",
+        3,
+        [Event("in", 7, 3, rank=2, number=2)],
+        [(3, 0), (2, 4)],
+        collectives=True,
+        center="sharded",
+        loop="synchronizer",
+    ),
+    "shares, all replaced": Scenario(
+        "diloco",
+        2,
+        [Event("kill", 5, 2, rank=1), Event("wait", 6, 1), Event("kill", 13, 2, rank=0), Event("wait", 14, 1)],
+        [(2, 0), (1, 4), (2, 8), (1, 12), (2, 16)],
+        center="sharded",
+        loop="compiled",
+    ),
+    "a share is dismissed": Scenario(
+        "agn", 3, [Event("dismiss", 5, 3, rank=0)], [(3, 0), (2, 8)], center="sharded", loop="eager"
+    ),
 }
 
 

@@ -57,11 +57,6 @@ def test_other_numbers_of_ranks_start_from_the_center(jobs: list[Reports]) -> No
     assert [case.partition(" ")[2] for case in found[0]] == list(saved)
     for case in found[0]:
         for rank, seen in enumerate(column(found, case)):
-            if case.endswith("agn sharded"):
-                error, step = seen
-                assert "The state of the center optimizer was not saved with center='sharded' on" in error
-                assert "Training cannot begin from a checkpoint that was not loaded on rank 0" in step
-                continue
             loaded, steps, error, end = seen
             if not case.endswith(" agn"):  # whose variables are of fewer bits than its center
                 assert loaded == saved[case.partition(" ")[2]]["center"], (case, rank)

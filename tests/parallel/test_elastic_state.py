@@ -25,7 +25,7 @@ HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 IN_EVERY_RUN = ("one of three", "the root, in a collective", "one joins")
 
 
-OF_KERAS_IN_EVERY_RUN = ("one of two", "the root, before a collective", "one joins")
+OF_KERAS_IN_EVERY_RUN = ("one of two", "the root, before a collective", "one joins", "a share")
 
 
 @pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else thorough(name) for name in SCENARIOS])

@@ -38,17 +38,15 @@ class Changing(LocalCommunicator):
 
 
 @pytest.mark.parametrize(
-    ("options", "nested", "message"),
+    ("nested", "message"),
     [
-        ({}, False, "within process set LocalCommunicator, which elastic Horovod does not keep"),
-        ({"center": "root"}, False, "has center='root', a part of which would be lost with a rank"),
-        ({"center": "sharded"}, False, "has center='sharded', a part of which"),
-        ({}, True, "is around an optimizer of this package"),
+        (False, "within process set LocalCommunicator, which elastic Horovod does not keep"),
+        (True, "is around an optimizer of this package"),
     ],
 )
-def test_optimizers_whose_ranks_cannot_change(options: dict[str, str], nested: bool, message: str) -> None:
+def test_optimizers_whose_ranks_cannot_change(nested: bool, message: str) -> None:
     model = network()
-    made = optimizer(model, **options)
+    made = optimizer(model)
     made = optimizer(model, made) if nested else made
     with pytest.raises(ValueError, match=f"`optimizer` .*{message}"):
         hvdp.elastic.State(model, made)

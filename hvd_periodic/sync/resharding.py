@@ -1,0 +1,127 @@
+"""The state of the center's optimizer, cut for another number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hvd_periodic.centers.sharded import Sharded
+from hvd_periodic.outer.divided import Divided
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
+from hvd_periodic.vectors.fragments import Fragment
+from hvd_periodic.vectors.layout import Layout, chunk
+
+Stretch = tuple[int, int, int]
+"""A parameter, and the first and the past-the-last element of a part of it."""
+
+Entries = Mapping[Any, Any]
+"""What is kept of a stretch, by key: in its shape, or what counts for all of the parameter."""
+
+
+class Form(ABC):
+    """The form in which optimizers of a framework save the state of their parts of parameters."""
+
+    @abstractmethod
+    def entries(self, state: Any, stretches: Sequence[Stretch]) -> Iterable[tuple[Stretch, Entries]]:
+        """Return what the saved state of an optimizer over these stretches keeps of each."""
+
+    @abstractmethod
+    def state(
+        self, kept: Mapping[Stretch, Entries], stretches: Sequence[Stretch], example: Any, of: Sequence[Stretch]
+    ) -> Any:
+        """Return the saved state of an optimizer over these stretches.
+
+        Args:
+            kept: of stretches; those of which nothing is kept may be missing.
+            stretches: in the order of the layout.
+            example: the state of one of those that it is made of; not of one that never steps, holding nothing.
+            of: the stretches of that one.
+        """
+
+    @abstractmethod
+    def zeros(self, like: Any, size: int) -> Any:
+        """Return a flat vector of the kind of another."""
+
+
+def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) -> Any:
+    """Return what a checkpoint holds of the center's optimizer as these ranks hold it.
+
+    An optimizer whose center may be cut is elementwise: what it keeps in the shape of a part of the center is put
+    together to that of the whole, and cut anew; what counts for a whole tensor, such as Adam's steps, is taken over.
+
+    Args:
+        saved: of ranks of another number, each with its share or with the whole.
+        synchronizer: of these ranks, which exchange synchronously.
+        form: of the states.
+    """
+    course, layout = synchronizer.course, synchronizer.tensor_groups.parameters.values.layout
+    divided, sharded = isinstance(synchronizer.exchanged.outer, Divided), isinstance(course.placement, Sharded)
+    was_sharded = isinstance(saved, dict) and "sharded" in saved
+    shares = saved["sharded"] if was_sharded else [saved]
+    count = synchronizer.membership.communicator.size if sharded else 1
+    if saved is None or (len(shares) == count and was_sharded == sharded):
+        return saved
+    made: list[list[Any]] = [[] for _ in range(count)]
+    for index, fragment in enumerate(course.setting.fragments if divided else [None]):
+        states = [share["fragments"][index] if divided else share for share in shares]
+        held = [_stretches(layout, rank, len(shares), fragment) for rank in range(len(shares))]
+        whole: dict[int, dict[Any, Any]] = {}
+        for state, stretches in zip(states, held, strict=True):
+            for stretch, entries in form.entries(state, stretches):
+                _put(whole.setdefault(stretch[0], {}), stretch, entries, layout, form)
+        example = next((rank for rank, stretches in enumerate(held) if stretches), 0)
+        for rank in range(count):
+            stretches = _stretches(layout, rank, count, fragment)
+            kept = {part: _cut(whole[part[0]], part, layout, form) for part in stretches if part[0] in whole}
+            made[rank].append(form.state(kept, stretches, states[example], held[example]))
+    cut = [{"fragments": parts} if divided else parts[0] for parts in made]
+    return {"sharded": cut} if sharded else cut[0]
+
+
+def _stretches(layout: Layout, rank: int, size: int, fragment: Fragment | None) -> list[Stretch]:
+    """Return the parts of parameters that a rank holds, of a fragment or of all."""
+    share = layout if size == 1 else layout.restrict(lambda bucket: chunk(bucket.size, rank, size))
+    if fragment is None:
+        return list(share.sources)
+    indices = {bucket.index for bucket in fragment.buckets}
+    part = share.restrict(lambda bucket: (0, bucket.size if bucket.index in indices else 0))
+    of_share = [(share.sources[tensor], start, stop) for tensor, start, stop in part.sources]
+    return [(owner, first + start, first + stop) for (owner, first, _), start, stop in of_share]
+
+
+def _put(whole: dict[Any, Any], stretch: Stretch, entries: Entries, layout: Layout, form: Form) -> None:
+    """Put what is kept of a stretch into what is kept of the parameter: flat, or what counts for all of it."""
+    owner, start, stop = stretch
+    for key, value in entries.items():
+        if _shape_of(value) == _shape(stretch, layout):
+            if key not in whole:
+                whole[key] = form.zeros(value, layout.specs[owner].size)
+            whole[key][start:stop] = value.reshape(-1)
+        else:
+            whole.setdefault(key, value)
+
+
+def _cut(whole: Mapping[Any, Any], stretch: Stretch, layout: Layout, form: Form) -> dict[Any, Any]:
+    """Return what is kept of a stretch, given what is kept of the parameter."""
+    owner, start, stop = stretch
+    kept = {}
+    for key, value in whole.items():
+        if _shape_of(value) == (layout.specs[owner].size,):
+            part = form.zeros(value, stop - start)
+            part[:] = value[start:stop]
+            kept[key] = part.reshape(_shape(stretch, layout))
+        else:
+            kept[key] = copy.deepcopy(value)  # Each counts its own steps.
+    return kept
+
+
+def _shape(stretch: Stretch, layout: Layout) -> tuple[int, ...]:
+    owner, start, stop = stretch
+    spec = layout.specs[owner]
+    return spec.shape if stop - start == spec.size else (stop - start,)
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if hasattr(value, "shape") else None
