@@ -31,10 +31,13 @@ LEVELS = [
 ]
 """Rooms of the core, lowest first; each imports itself and lower ones. What is not listed is a front end, above all."""
 
+COMMAND_LINE = ["cli", "__main__"]
+"""Above front ends, lowest first; nothing else imports these."""
+
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 """Frameworks, and the only room that may import each."""
 
-HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py"}
+HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}
 
 OF_MPI = {"comm/mpi.py", "comm/window.py", "comm/messages.py"}
 """The only files that may import mpi4py."""
@@ -52,6 +55,8 @@ def level(name: str) -> int:
     """Return how high a room is; everything that is not of the core is a front end."""
     if name == "":
         return len(LEVELS) + 1
+    if name in COMMAND_LINE:
+        return len(LEVELS) + 2 + COMMAND_LINE.index(name)
     return next((i for i, names in enumerate(LEVELS) if name in names), len(LEVELS))
 
 
@@ -99,6 +104,7 @@ def test_imports_go_one_way(source: Path) -> None:
     here = room(source)
     if here == "":
         assert internal(source).isdisjoint(FRAMEWORKS), "importing the package would load a framework"
+        assert internal(source).isdisjoint(COMMAND_LINE)
         return
     for other in internal(source) - {here}:
         assert level(other) <= level(here), f"{source}: {here} imports {other}, which is above it"
@@ -129,6 +135,17 @@ def test_only_its_communicator_and_front_ends_name_horovod(source: Path) -> None
             assert not NAMES_HOROVOD.fullmatch(node.value), f"{source}:{node.lineno} names {node.value}"
 
 
+def test_the_command_line_needs_numpy_only(source: Path) -> None:
+    """What its commands use besides, they import when they are run, and say how to install it."""
+    if room(source) not in COMMAND_LINE:
+        return
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+            tops = {name.partition(".")[0] for name in names}
+            assert tops <= {"numpy", "hvd_periodic", *sys.stdlib_module_names}, source
+
+
 def test_no_assert_in_library_code(source: Path) -> None:
     """``python -O`` drops them, and users read messages."""
     lines = [node.lineno for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Assert)]
@@ -141,7 +158,10 @@ def test_every_module_says_what_it_is(source: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["hvd_periodic", "hvd_periodic.comm.threads", "hvd_periodic.comm.horovod", "hvd_periodic.sync.synchronizer"],
+    [
+        *("hvd_periodic", "hvd_periodic.comm.threads", "hvd_periodic.comm.horovod"),
+        *("hvd_periodic.sync.synchronizer", "hvd_periodic.cli.main"),
+    ],
 )
 def test_the_core_loads_no_framework(module: str) -> None:
     program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
