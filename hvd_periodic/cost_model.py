@@ -27,13 +27,16 @@ overlap an exchange is under way while the worker takes d steps, and only its ow
     seconds per step = t + F / τ · (T(P / F) + w),                                  without overlap,
     seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)),      with it.
 
-Costs of a machine are found from measurements by :func:`fit`; those of a network that is not there can be stated.
+Costs of a machine are found from measurements by :func:`fit`, those of its network alone by :func:`fit_network`;
+those of a network that is not there can be stated, and of a processor there are :func:`typical` ones.
+
+**A period** that leaves the exchanges a share σ of the time is the shortest τ with 1 − t / (seconds per step) ≤ σ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from statistics import NormalDist
 from typing import Any
@@ -152,7 +155,6 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
         >>> method, network = Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)
         >>> round(seconds_per_step(job, method, network), 4)
         0.0685
-        >>> from dataclasses import replace
         >>> round(seconds_per_step(replace(job, overlap=9), method, network), 4)
         0.049
     """
@@ -164,6 +166,85 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
     else:
         exchange = method.seconds(nbytes, wire) + waiting
     return job.step + job.fragments / job.period * exchange
+
+
+def share_of_exchanges(job: Job, method: Method, network: Network) -> float:
+    """Return the part of the time that exchanges take, waiting for the slowest included: 1 − t / seconds per step.
+
+    Example:
+        >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
+        >>> round(share_of_exchanges(job, Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)), 2)
+        0.3
+    """
+    seconds = seconds_per_step(job, method, network)
+    return 1 - job.step / seconds if seconds else 0.0
+
+
+def sent_per_step(job: Job) -> float:
+    """Return the bytes that a worker sends for each of its steps, as :meth:`Wire.traffic` counts them.
+
+    Example:
+        >>> sent_per_step(Job(workers=4, nbytes=100e6, step=0.1, period=10))
+        15000000.0
+    """
+    _, sent = job.wire.traffic(job.workers, job.nbytes / job.fragments, job.overlap > 0)
+    return job.fragments * sent / job.period
+
+
+def with_period(job: Job, period: int) -> Job:
+    """Return the job with another period; where exchanges are overlapped, they are until just before the next one."""
+    return replace(job, period=period, overlap=period - 1 if job.overlap else 0)
+
+
+def shortest_period(job: Job, method: Method, network: Network, share: float, longest: int = 10**6) -> int | None:
+    """Return the shortest period at which exchanges take at most this share of the time; None: longer than ``longest``.
+
+    The share falls as the period grows, so that the period is found by bisection.
+
+    Args:
+        job: whose period counts for nothing; with an overlap above 0, exchanges travel during the whole period.
+        method: what workers do in an exchange.
+        network: what collectives cost.
+        share: σ, in (0, 1).
+        longest: beyond which nobody looks.
+
+    Example:
+        >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
+        >>> method, network = Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)
+        >>> shortest_period(job, method, network, 0.1), shortest_period(replace(job, overlap=9), method, network, 0.1)
+        (39, 5)
+    """
+
+    def fits(period: int) -> bool:
+        return share_of_exchanges(with_period(job, period), method, network) <= share
+
+    low, high = job.fragments + (1 if job.overlap else 0), longest
+    if not fits(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def typical(wire: Wire = Compression.none) -> Method:
+    """Return what a worker does itself in an exchange where nobody has measured: on one core that copies 7 GB/s.
+
+    README.md has the measurements that these are from; :func:`fit` finds those of a machine.
+
+    Example:
+        >>> typical()
+        Method(begin=0.0015, work=8e-10, bucket=16777216)
+    """
+    return Method(begin=1.5e-3, work=8e-10 + wire.coding_seconds)
+
+
+def typical_allreduce() -> Method:
+    """Return what an allreduce of gradients takes besides the network: Horovod's cycle.
+
+    That it may begin during the backward pass, and that tensors are fused by copying, is not in it.
+    """
+    return Method(begin=1e-3, work=0.0, bucket=float("inf"))
 
 
 def buckets(nbytes: float, bucket: float) -> int:
@@ -277,6 +358,41 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
         if parts == before:
             break
     return min(found, key=lambda costs: sum((costs.predicted(each) / each.seconds - 1) ** 2 for each in measurements))
+
+
+def fit_network(workers: int, allreduces: Sequence[tuple[float, float]]) -> Network:
+    """Return the network for which the sum of squared relative errors is least; no cost is negative.
+
+    What Horovod and Python add to every allreduce is in the cost of messages: one number of workers cannot tell them
+    from each other.
+
+    Args:
+        workers: n, at least 2.
+        allreduces: bytes and seconds of each; of two sizes at least.
+
+    Raises:
+        TypeError, ValueError: nothing can be told from these.
+
+    Example:
+        >>> network = Network(message=1e-4, byte=8e-9)
+        >>> fit_network(4, [(size, network.seconds(4, size)) for size in (4e3, 4e6)])
+        Network(message=0.0001, byte=8e-09)
+    """
+    require_int(workers, "`workers`", 2)
+    if len({nbytes for nbytes, _ in allreduces}) < 2:
+        raise ValueError(f"`allreduces` must be of two sizes at least. Received: {allreduces!r}")
+    seconds = np.array([require_real(seconds, "`seconds`", positive=True) for _, seconds in allreduces])
+    rows = np.array([Compression.none.traffic(workers, nbytes) for nbytes, _ in allreduces]) / seconds[:, None]
+
+    def error(costs: Any) -> float:
+        return float(((rows @ costs - 1) ** 2).sum())
+
+    # Of two costs: both, where neither is negative; otherwise one of them is zero.
+    alone = [np.eye(2)[i] * (rows[:, i].sum() / (rows[:, i] ** 2).sum()) for i in range(2)]
+    scale = np.linalg.norm(rows, axis=0)
+    both = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
+    message, byte = min([both] if (both >= 0).all() else alone, key=error)
+    return Network(float(f"{message:.12g}"), float(f"{byte:.12g}"))
 
 
 def _solved(nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]]) -> Costs:

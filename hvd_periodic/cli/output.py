@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE")
+"""Variables of launchers: mpirun gives its ranks terminals, and what they print there may end in a file."""
 
 UNBOUNDED = 400
 """Columns of a table that goes into a pipe, at most."""
@@ -26,9 +30,14 @@ class Advance(Protocol):
         """Say that so much of the total is done, and what is done now."""
 
 
+def terminal(stream: TextIO) -> bool:
+    """Return whether somebody sees this while it is written."""
+    return stream.isatty() and not any(name in os.environ for name in LAUNCHED)
+
+
 def say(text: str = "") -> None:
     """Print a paragraph, as wide as the terminal."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    width = shutil.get_terminal_size().columns if terminal(sys.stdout) else 120
     print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
 
 
@@ -54,7 +63,8 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_column(Text(column), justify="right" if i else "left", overflow="fold", vertical="bottom")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False).print(table)
+    seen = terminal(sys.stdout)
+    Console(width=None if seen else UNBOUNDED, force_terminal=seen, highlight=False).print(table)
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -94,7 +104,7 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not terminal(sys.stderr)) as bar:
         task = bar.add_task(what, total=total)
 
         def advance(done: int, now: str = "") -> None:
