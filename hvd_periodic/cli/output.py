@@ -51,20 +51,37 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     except ImportError:
         print(plain_table(title, columns, rows))
         return
-    table = Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    say(title)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if i else "left", overflow="fold", vertical="bottom")
     for row in rows:
         table.add_row(*map(Text, row))
     seen = terminal(sys.stdout)
     Console(width=None if seen else UNBOUNDED, force_terminal=seen, highlight=False).print(table)
+
+
+def item(head: str, style: str, text: str, command: str = "") -> None:
+    """Print a paragraph with a colored head, and below it a command, which stays in one line.
+
+    Args:
+        head: a word.
+        style: of it, in a terminal.
+        text: the paragraph.
+        command: may be copied.
+    """
+    seen = terminal(sys.stdout)
+    width = min(shutil.get_terminal_size().columns, 100) if seen else 120
+    indent = " " * 9
+    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    body = f"\n{indent}".join(lines) + (f"\n{indent}$ {command}" if command else "")
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        print(f"{head:<9}{body}")
+        return
+    Console(force_terminal=seen, highlight=False, soft_wrap=True).print(Text(f"{head:<9}", style), Text(body), sep="")
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
