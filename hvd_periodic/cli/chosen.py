@@ -123,7 +123,8 @@ def _chosen(
     """Return what each expression of a list means."""
     listed = f"[{text.strip()}]"
     try:
-        tree = ast.parse(listed, mode="eval").body
+        # Hyphens in names, as in post-local, are no minus; what takes their place is as long.
+        tree = ast.parse(re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", "_", listed), mode="eval").body
     except SyntaxError as error:
         raise RefusalError(f"{what}s must be a list like {_example(known)}. Received: {text!r}") from error
     nodes = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -161,7 +162,7 @@ def _meant(node: ast.expr, known: Mapping[str, Any], what: str, kind: Any, numbe
 def _named(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
     """Return what a name of the package, or of a module of the user, names."""
     name = ast.unparse(node)
-    plain = re.sub("[ _-]", "", name).lower()
+    plain = name.replace("_", "").lower()
     if isinstance(node, ast.Attribute):
         module, _, attribute = name.rpartition(".")
         return user_object(f"{module}:{attribute}", f"--{what}")

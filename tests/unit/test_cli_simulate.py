@@ -75,11 +75,19 @@ def test_it_is_the_package_that_trains(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_all_combinations_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--steps", "6", "--algorithm", "average,slowmo(0.2)", "--period", "1,post-local", "--learning-rate"]
+    words = [
+        "--steps",
+        "6",
+        "--algorithm",
+        "average,slowmo(0.2)",
+        "--period",
+        "1,post-local(start=3)",
+        "--learning-rate",
+    ]
     runs = simulated(capsys, *words, "0.1,0.01", "--workers", "2")["runs"]
     typed = [(run["algorithm"], run["period"], run["learning_rate"]) for run in runs]
-    assert typed[:3] == [("average", "1", 0.1), ("average", "1", 0.01), ("average", "post-local", 0.1)]
-    assert typed[-1] == ("slowmo(0.2)", "post-local", 0.01)
+    assert typed[:3] == [("average", "1", 0.1), ("average", "1", 0.01), ("average", "post-local(start=3)", 0.1)]
+    assert typed[-1] == ("slowmo(0.2)", "post-local(start=3)", 0.01)
     assert len(typed) == 8
 
 

@@ -39,7 +39,7 @@ FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow
 
 HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}
 
-OF_MPI = {"comm/mpi.py", "comm/window.py", "comm/messages.py"}
+OF_MPI = {"comm/mpi.py", "comm/window.py", "comm/messages.py", "cli/probe.py"}
 """The only files that may import mpi4py."""
 
 NAMES_HOROVOD = re.compile(r"horovod(\.\w+)*")
