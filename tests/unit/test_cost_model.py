@@ -21,6 +21,7 @@ from hvd_periodic.cost_model import (
     Network,
     expected_largest,
     fit,
+    fit_method,
     fit_network,
     seconds_per_step,
     sent_per_step,
@@ -224,6 +225,18 @@ def test_typical_costs_are_those_of_the_documents() -> None:
         ratio = typical(wire).seconds(nbytes, flat) / flat
         assert 0.9 * low < ratio < 1.25 * high, wire
     assert 0.2 < typical().seconds(25e6, 0.2) < 0.23
+
+
+@pytest.mark.parametrize("wire", [Plain(), Int8(), TopK(0.01)], ids=readable)
+def test_a_method_is_found_on_a_network(wire: Wire) -> None:
+    method = Method(2e-3, 5e-9)
+    sizes = (4e4, 4e6, 1.6e7)
+    made = [(size, method.seconds(size, NETWORK.seconds(3, size, wire))) for size in sizes]
+    assert fit_method(NETWORK, 3, made, wire) == method
+    faster = [(size, NETWORK.seconds(3, size, wire) / 2) for size in sizes]
+    assert fit_method(NETWORK, 3, faster, wire) == Method(0.0, 0.0)
+    with pytest.raises(ValueError, match="`exchanges` must be of 16777216 bytes at most"):
+        fit_method(NETWORK, 3, [(1.0, 1.0), (1e9, 1.0)])
 
 
 def test_a_network_cannot_be_found_from_nothing() -> None:

@@ -27,28 +27,21 @@ overlap an exchange is under way while the worker takes d steps, and only its ow
     seconds per step = t + F / τ · (T(P / F) + w),                                  without overlap,
     seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)),      with it.
 
-Costs of a machine are found from measurements by :func:`fit`, those of its network alone by :func:`fit_network`;
-those of a network that is not there can be stated, and of a processor there are :func:`typical` ones.
+Costs of a machine are found from measurements, see the module of fits; those of a network that is not there can be
+stated, and of a processor there are :func:`typical` ones.
 
 **A period** that leaves the exchanges a share σ of the time is the shortest τ with 1 − t / (seconds per step) ≤ σ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from statistics import NormalDist
-from typing import Any
-
-import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.wires import Compression, Wire
-
-_ROUNDS = 20
-"""In which a fit finds what takes longer; it takes three or four."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +62,8 @@ class Method:
     bucket: float = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        _require_costs(begin=self.begin, work=self.work)
-        _require_bucket(self.bucket)
+        require_costs(begin=self.begin, work=self.work)
+        require_bucket(self.bucket)
 
     def seconds(self, nbytes: float, wire: float) -> float:
         """Return T, of an exchange of so many bytes that takes W seconds on the way."""
@@ -98,7 +91,7 @@ class Network:
     byte: float
 
     def __post_init__(self) -> None:
-        _require_costs(message=self.message, byte=self.byte)
+        require_costs(message=self.message, byte=self.byte)
 
     def seconds(self, workers: int, nbytes: float, wire: Wire = Compression.none, lasting: bool = False) -> float:
         """Return W: what it takes until the sums of so many bytes of float32 are on all workers."""
@@ -137,7 +130,7 @@ class Job:
         for name in ("workers", "period", "fragments"):
             require_int(getattr(self, name), f"`{name}`", 1)
         require_int(self.overlap, "`overlap`", 0)
-        _require_costs(nbytes=self.nbytes, step=self.step, spread=self.spread)
+        require_costs(nbytes=self.nbytes, step=self.step, spread=self.spread)
         if max(self.fragments, self.overlap) > self.period:
             raise ValueError(
                 "`fragments` and `overlap` must be at most `period`. Received: "
@@ -230,7 +223,7 @@ def shortest_period(job: Job, method: Method, network: Network, share: float, lo
 def typical(wire: Wire = Compression.none) -> Method:
     """Return what a worker does itself in an exchange where nobody has measured: on one core that copies 7 GB/s.
 
-    README.md has the measurements that these are from; :func:`fit` finds those of a machine.
+    README.md has the measurements that these are from; fits find those of a machine.
 
     Example:
         >>> typical()
@@ -267,165 +260,13 @@ def expected_largest(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """An exchange that was measured, without overlap and fragments.
-
-    Args:
-        method: its name.
-        workers: n.
-        nbytes: P.
-        seconds: it took.
-        wire: how it travelled.
-        sharing: workers on each core, at least 1: they take turns, and everything takes as many times as long.
-        bucket: bytes that the worker is at while others travel.
-
-    Raises:
-        TypeError, ValueError: a number that cannot be.
-    """
-
-    method: str
-    workers: int
-    nbytes: float
-    seconds: float
-    wire: Wire = Compression.none
-    sharing: float = 1.0
-    bucket: float = DEFAULT_BUCKET_BYTES
-
-    def __post_init__(self) -> None:
-        require_int(self.workers, "`workers`", 1)
-        require_real(self.seconds, "`seconds`", positive=True)
-        _require_costs(nbytes=self.nbytes)
-        if not self.sharing >= 1:
-            raise ValueError(f"`sharing` must be at least 1. Received: {self.sharing!r}")
-        _require_bucket(self.bucket)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What was found from measurements.
-
-    Attributes:
-        network: of the machine they were taken on.
-        methods: by name.
-    """
-
-    network: Network
-    methods: Mapping[str, Method]
-
-    def predicted(self, measurement: Measurement) -> float:
-        """Return the seconds that the model has for what was measured."""
-        method = self.methods[measurement.method]
-        wire = self.network.seconds(measurement.workers, measurement.nbytes, measurement.wire)
-        return measurement.sharing * method.seconds(measurement.nbytes, wire)
-
-
-def fit(measurements: Sequence[Measurement]) -> Costs:
-    """Return the costs for which the sum of squared relative errors is least; none is negative.
-
-    Which of own work and wire takes longer has to be known for that: it is what the costs say that were found before,
-    until they say the same again.
-
-    Args:
-        measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other.
-
-    Raises:
-        ImportError: there is no SciPy, which solves this.
-        ValueError: no measurements.
-
-    Example:
-        >>> network, method = Network(1e-5, 1e-9), Method(1e-3, 1e-10)
-        >>> made = [
-        ...     Measurement("averaging", n, size, method.seconds(size, network.seconds(n, size)))
-        ...     for n in (2, 4)
-        ...     for size in (1e4, 1e8)
-        ... ]
-        >>> found = fit(made)
-        >>> f"{found.network.byte:.2e}", f"{found.methods['averaging'].begin:.2e}"
-        ('1.00e-09', '1.00e-03')
-    """
-    try:
-        from scipy.optimize import nnls
-    except ImportError as error:
-        raise ImportError("`fit` needs SciPy: pip install 'hvd_periodic[costs]', or pip install scipy") from error
-    if not measurements:
-        raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on some numbers of ranks")
-    parts = [(1.0, 1.0)] * len(measurements)
-    found: list[Costs] = []
-    for _ in range(_ROUNDS):
-        found.append(_solved(nnls, measurements, parts))
-        before, parts = parts, [_parts(found[-1], measured) for measured in measurements]
-        if parts == before:
-            break
-    return min(found, key=lambda costs: sum((costs.predicted(each) / each.seconds - 1) ** 2 for each in measurements))
-
-
-def fit_network(workers: int, allreduces: Sequence[tuple[float, float]]) -> Network:
-    """Return the network for which the sum of squared relative errors is least; no cost is negative.
-
-    What Horovod and Python add to every allreduce is in the cost of messages: one number of workers cannot tell them
-    from each other.
-
-    Args:
-        workers: n, at least 2.
-        allreduces: bytes and seconds of each; of two sizes at least.
-
-    Raises:
-        TypeError, ValueError: nothing can be told from these.
-
-    Example:
-        >>> network = Network(message=1e-4, byte=8e-9)
-        >>> fit_network(4, [(size, network.seconds(4, size)) for size in (4e3, 4e6)])
-        Network(message=0.0001, byte=8e-09)
-    """
-    require_int(workers, "`workers`", 2)
-    if len({nbytes for nbytes, _ in allreduces}) < 2:
-        raise ValueError(f"`allreduces` must be of two sizes at least. Received: {allreduces!r}")
-    seconds = np.array([require_real(seconds, "`seconds`", positive=True) for _, seconds in allreduces])
-    rows = np.array([Compression.none.traffic(workers, nbytes) for nbytes, _ in allreduces]) / seconds[:, None]
-
-    def error(costs: Any) -> float:
-        return float(((rows @ costs - 1) ** 2).sum())
-
-    # Of two costs: both, where neither is negative; otherwise one of them is zero.
-    alone = [np.eye(2)[i] * (rows[:, i].sum() / (rows[:, i] ** 2).sum()) for i in range(2)]
-    scale = np.linalg.norm(rows, axis=0)
-    both = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
-    message, byte = min([both] if (both >= 0).all() else alone, key=error)
-    return Network(float(f"{message:.12g}"), float(f"{byte:.12g}"))
-
-
-def _solved(nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]]) -> Costs:
-    """Return the costs that fit best where these parts of own work and wire count."""
-    names = list(dict.fromkeys(measured.method for measured in measurements))
-    rows = np.zeros((len(measurements), 2 + 2 * len(names)))
-    for row, measured, (own_part, wire_part) in zip(rows, measurements, parts, strict=True):
-        row[:2] = measured.wire.traffic(measured.workers, measured.nbytes)
-        row[:2] *= wire_part
-        place = 2 + 2 * names.index(measured.method)
-        row[place : place + 2] = 1.0, own_part * measured.nbytes
-        row *= measured.sharing / measured.seconds
-    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
-    message, byte, *own = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
-    bucket = {measured.method: measured.bucket for measured in measurements}
-    pairs = zip(own[::2], own[1::2], strict=True)
-    methods = {name: Method(*pair, bucket[name]) for name, pair in zip(names, pairs, strict=True)}
-    return Costs(Network(message, byte), methods)
-
-
-def _parts(costs: Costs, measured: Measurement) -> tuple[float, float]:
-    """Return which parts of own work and wire count: all of the one that takes longer, a B-th of the other one."""
-    own = costs.methods[measured.method].work * measured.nbytes
-    part = 1.0 / buckets(measured.nbytes, measured.bucket)
-    wire = costs.network.seconds(measured.workers, measured.nbytes, measured.wire)
-    return (1.0, part) if own >= wire else (part, 1.0)
-
-
-def _require_costs(**values: float) -> None:
+def require_costs(**values: float) -> None:
+    """Refuse what is no number of at least 0."""
     for name, value in values.items():
         require_real(value, f"`{name}`", positive=False)
 
 
-def _require_bucket(bucket: float) -> None:
+def require_bucket(bucket: float) -> None:
+    """Refuse what is no positive number of bytes; infinity is one."""
     if not bucket > 0:
         raise ValueError(f"`bucket` must be positive. Received: {bucket!r}")
