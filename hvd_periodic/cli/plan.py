@@ -4,10 +4,11 @@
   hvdp plan --model model.safetensors --ranks 8 --bandwidth 1 --step 50 --plot plan.png
   mpirun -np 4 hvdp plan --parameters 25.6M --step 100 --measure
 
-The equations are those of hvd_periodic.cost_model. With --measure, the network is that of the job's ranks, by
-allreduces of 4 kB to 17 MB, and the root prints; otherwise it is what you say. The work of the processor is that of one
-core that copies 7 GB/s, as measured in README.md. How much steps vary, --spread, says how long ranks wait for the
-slowest. All algorithms send the same bytes, of a replicated center, and take the processor about the same.
+The equations are those of hvd_periodic.cost_model. With --measure, costs are those of the job's ranks: of the network
+by allreduces of 4 kB to 17 MB, and with PyTorch of each algorithm and compression by exchanges, all in host memory; the
+root prints. Otherwise the network is what you say, and the work of the processor that of one core which copies 7 GB/s,
+as measured in README.md, the same for all algorithms. All send the same bytes, of a replicated center. How much steps
+vary, --spread, says how long ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvd_periodic import Algorithm, Wire
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.cli import chosen, output, plots, ranks
+from hvd_periodic.cli import chosen, output, planned, plots, ranks
 from hvd_periodic.cli.models import parameters_of
-from hvd_periodic.cli.planned import Advice, Row, advise, rows
+from hvd_periodic.cli.planned import Advice, Row, Way
 from hvd_periodic.cli.refusal import RefusalError, refusing
-from hvd_periodic.cost_model import Job, Network
+from hvd_periodic.cost_model import Job, Method, Network, typical
 
 SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
@@ -38,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", type=float, default=0.0, metavar="MS", help="its standard deviation (default: 0)")
     parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="of each rank, in Gbit/s")
     parser.add_argument("--latency", type=float, metavar="US", help="microseconds for a message (default: 50)")
-    parser.add_argument("--measure", action="store_true", help="measure ranks, bandwidth and latency in this job")
+    parser.add_argument("--measure", action="store_true", help="measure all of that in this job, and exchanges")
+    parser.add_argument("--algorithm", default="average", metavar="A,...", help="default: average")
     parser.add_argument("--period", default="1,10,100", metavar="P,...", help="local steps (default: 1,10,100)")
     parser.add_argument("--compression", default="none,int8", metavar="C,...", help="default: none,int8")
     parser.add_argument("--share", type=float, default=0.1, metavar="S", help="of time for exchanges (default: 0.1)")
@@ -52,22 +55,27 @@ def run(arguments: argparse.Namespace) -> int:
     """Print and draw, on one rank."""
     _check(arguments)
     plots.require(arguments.plot)
-    wires = chosen.compressions(arguments.compression)
+    algorithms, wires = chosen.algorithms(arguments.algorithm), chosen.compressions(arguments.compression)
     periods = chosen.integers(arguments.period, "--period")
     nbytes = 4 * (parameters_of(arguments.model) if arguments.model else count(arguments.parameters))
-    workers, network, speaks = _measured(arguments) if arguments.measure else _stated(arguments)
-    if not speaks:
-        return 0
+    if arguments.measure:
+        workers, network, ways, speaks = _measured(algorithms, wires)
+        if not speaks:
+            return 0
+    else:
+        workers, network = _stated(arguments)
+        ways = list(planned.ways(algorithms, wires, lambda algorithm, wire: typical(wire)))
     with refusing():
         job = Job(workers, nbytes, arguments.step / 1e3, 1, spread=arguments.spread / 1e3)
-    advice = advise(job, network, wires, arguments.share, arguments.steps)
-    found = rows(job, network, wires, sorted({*periods, advice.period}))
+    advice = planned.advise(job, network, ways, arguments.share, arguments.steps)
+    found = planned.rows(job, network, ways, sorted({*periods, advice.period}))
     if arguments.json:
-        output.write_json(_record(job, network, found, advice, arguments))
+        costs = {way.name: {"begin_seconds": way.method.begin, "byte_seconds": way.method.work} for way in ways}
+        output.write_json(_record(job, network, found, advice, arguments) | {"own_work": costs})
     else:
         _show(job, network, found, advice, arguments)
     if arguments.plot:
-        plots.draw(arguments.plot, _title(job, network), _panels(job, network, wires, advice, periods))
+        plots.draw(arguments.plot, _title(job, network), _panels(job, network, ways, advice, periods))
     return 0
 
 
@@ -103,8 +111,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--measure finds out itself what {' and '.join(given)} would say: leave that out")
 
 
-def _stated(arguments: argparse.Namespace) -> tuple[int, Network, bool]:
-    """Return workers and network as they were given; that this process prints."""
+def _stated(arguments: argparse.Namespace) -> tuple[int, Network]:
+    """Return workers and network as they were given."""
     for name in ("ranks", "bandwidth"):
         if getattr(arguments, name) is None:
             raise RefusalError(f"Say --{name}; or --measure, in a job: mpirun -np 4 hvdp plan --measure ...")
@@ -112,20 +120,27 @@ def _stated(arguments: argparse.Namespace) -> tuple[int, Network, bool]:
     with refusing():
         workers = require_int(arguments.ranks, "`--ranks`", 1)
         byte = 8e-9 / require_real(arguments.bandwidth, "`--bandwidth`", positive=True)
-        return workers, Network(require_real(latency, "`--latency`", positive=False) / 1e6, byte), True
+        return workers, Network(require_real(latency, "`--latency`", positive=False) / 1e6, byte)
 
 
-def _measured(arguments: argparse.Namespace) -> tuple[int, Network, bool]:
-    """Return workers and network of this job; whether this process prints. Collective."""
+def _measured(algorithms: list[chosen.Choice], wires: list[chosen.Choice]) -> tuple[int, Network, list[Way], bool]:
+    """Return workers, network and ways to exchange of this job; whether this process prints. Collective."""
     job = ranks.job()
-    communicator = job[0]
-    if communicator.size == 1:
+    workers, root = job.communicator.size, job.communicator.rank == 0
+    if workers == 1:
         raise RefusalError("There is one rank, and no network to measure: mpirun -np 4 hvdp plan --measure ...")
-    root = communicator.rank == 0
-    bar = output.progress("measuring", len(ranks.SIZES)) if root else nullcontext(lambda done: None)
-    with bar as advance:
+    total = len(ranks.ALLREDUCES) + len(algorithms) * len(wires) * len(ranks.EXCHANGES)
+    with output.progress("measuring", total) if root else nullcontext(_nothing) as advance:
         network = ranks.network(job, advance)
-    return communicator.size, network, root
+
+        def method(algorithm: Algorithm, wire: Wire) -> Method:
+            return ranks.method(job, network, algorithm, wire, advance) or typical(wire)
+
+        return workers, network, list(planned.ways(algorithms, wires, method)), root
+
+
+def _nothing(done: int, now: str = "") -> None:
+    return None
 
 
 def _title(job: Job, network: Network) -> str:
@@ -175,14 +190,12 @@ def _record(job: Job, network: Network, found: list[Row], advice: Advice, argume
     }
 
 
-def _panels(
-    job: Job, network: Network, wires: list[chosen.Choice], advice: Advice, periods: list[int]
-) -> list[plots.Panel]:
+def _panels(job: Job, network: Network, ways: list[Way], advice: Advice, periods: list[int]) -> list[plots.Panel]:
     """Return three quantities over periods."""
     longest = max(100, 2 * advice.period, *periods)
     places = sorted({round(longest ** (i / 40)) for i in range(41)})
     by_name: dict[str, list[Row]] = {}
-    for row in rows(job, network, wires, places):
+    for row in planned.rows(job, network, ways, places):
         by_name.setdefault(row.exchange, []).append(row)
     names = list(dict.fromkeys(name.removesuffix(", overlap") for name in by_name))
     marks = {f"recommended: {advice.period}": float(advice.period)}

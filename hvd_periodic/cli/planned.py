@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_periodic import EASGD, Wire
+from hvd_periodic import EASGD, Algorithm, Wire
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.cli.chosen import Choice
 from hvd_periodic.cost_model import (
@@ -16,7 +16,6 @@ from hvd_periodic.cost_model import (
     sent_per_step,
     share_of_exchanges,
     shortest_period,
-    typical,
     typical_allreduce,
     with_period,
 )
@@ -26,6 +25,39 @@ EXCHANGES = 100
 
 LONG = 100
 """Local steps from which on a period is long, where the length of the run is not known."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to exchange.
+
+    Attributes:
+        name: what is printed.
+        wire: how parameters travel.
+        overlaps: whether exchanges travel until just before the next one.
+        method: what it costs a worker.
+    """
+
+    name: str
+    wire: Wire
+    overlaps: bool
+    method: Method
+
+    def of(self, job: Job, period: int) -> Job:
+        """Return a job that exchanges like this."""
+        return with_period(replace(job, period=2, overlap=int(self.overlaps), wire=self.wire), period)
+
+
+def ways(
+    algorithms: Sequence[Choice], wires: Sequence[Choice], method: Callable[[Algorithm, Wire], Method]
+) -> Iterator[Way]:
+    """Yield all ways to exchange: of each algorithm, those first that change training least."""
+    for algorithm, made in algorithms:
+        for name, wire in wires:
+            label = f"{algorithm}, {name}" if wire.lossy else algorithm
+            found = method(made, wire)
+            yield Way(label, wire, False, found)
+            yield Way(f"{label}, overlap", wire, True, found)
 
 
 @dataclass(frozen=True)
@@ -47,13 +79,13 @@ class Row:
     rate: float
 
 
-def rows(job: Job, network: Network, wires: Sequence[Choice], periods: Sequence[int]) -> list[Row]:
+def rows(job: Job, network: Network, ways: Sequence[Way], periods: Sequence[int]) -> list[Row]:
     """Return an allreduce at every step, and all ways to exchange at all periods."""
     found = [_row("allreduce of gradients", replace(job, period=1), typical_allreduce(), network)]
-    for name, each, method in _ways(job, wires):
+    for way in ways:
         for period in periods:
-            if period > 1 or not each.overlap:
-                found.append(_row(name, with_period(each, period), method, network))
+            if period > 1 or not way.overlaps:
+                found.append(_row(way.name, way.of(job, period), way.method, network))
     return found
 
 
@@ -112,35 +144,24 @@ class Advice:
         return f"{share}. Without overlap and compression {blocking} would bring that to {wanted}, and {reason}."
 
 
-def advise(job: Job, network: Network, wires: Sequence[Choice], share: float, steps: int | None) -> Advice:
+def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps: int | None) -> Advice:
     """Return the way to exchange that costs least accuracy, and its shortest period that costs at most a share of time.
 
-    The first way that fits is taken; the ways begin with blocking and uncompressed, which change least. Where none
-    fits, it is the one with the least share at the longest period that the run allows.
+    The first way that fits is taken; they begin with those that change training least. Where none fits, it is the one
+    with the least share at the longest period that the run allows.
     """
     limit = LONG if steps is None else max(1, steps // EXCHANGES)
-    ways = list(_ways(job, wires))
-    periods = [shortest_period(each, method, network, share) for _, each, method in ways]
+    periods = [shortest_period(way.of(job, 2), way.method, network, share) for way in ways]
     fitting = [i for i, period in enumerate(periods) if period is not None and period <= limit]
     if fitting:
         best = fitting[0]
         period = periods[best] or 1
     else:
-        shares = [share_of_exchanges(with_period(each, max(limit, 2)), method, network) for _, each, method in ways]
+        shares = [share_of_exchanges(way.of(job, max(limit, 2)), way.method, network) for way in ways]
         best, period = min(range(len(ways)), key=shares.__getitem__), max(limit, 2)
-    name, each, method = ways[best]
-    taken = share_of_exchanges(with_period(each, period), method, network)
-    return Advice(name, period, taken, share, periods[0], limit, steps)
-
-
-def _ways(job: Job, wires: Sequence[Choice]) -> Iterator[tuple[str, Job, Method]]:
-    """Yield ways to exchange, those first that change training least: with overlap, a job's overlap is above 0."""
-    for name, wire in wires:
-        compressed: Wire = wire
-        label = "periodic" if not compressed.lossy else f"periodic, {name}"
-        for overlap in (0, 1):
-            each = replace(job, period=2, overlap=overlap, wire=compressed)
-            yield f"{label}, overlap" if overlap else label, each, typical(compressed)
+    way = ways[best]
+    taken = share_of_exchanges(way.of(job, period), way.method, network)
+    return Advice(way.name, period, taken, share, periods[0], limit, steps)
 
 
 def _row(name: str, job: Job, method: Method, network: Network) -> Row:

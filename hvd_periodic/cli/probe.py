@@ -81,11 +81,11 @@ def name() -> dict[str, Any]:
 def exchange(which: str) -> dict[str, Any] | None:
     """Sum a vector over the ranks of this job; return what the first of them has seen."""
     try:
-        communicator, tensor = ranks.FRAMEWORKS[which]()
+        job = ranks.FRAMEWORKS[which]()
     except RuntimeError as error:
         return {"error": str(error)}
-    hvd = importlib.import_module(f"horovod.{which}")
-    total = communicator.allreduce(tensor(np.full(1000, communicator.rank + 1.0, np.float32)), "hvdp.probe")()
+    hvd, communicator = importlib.import_module(f"horovod.{which}"), job.communicator
+    total = communicator.allreduce(job.tensor(np.full(1000, communicator.rank + 1.0, np.float32)), "hvdp.probe")()
     expected = communicator.size * (communicator.size + 1) / 2
     found: dict[str, Any] = {
         "ranks": communicator.size,

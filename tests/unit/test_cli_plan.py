@@ -40,9 +40,13 @@ def test_rows_are_those_of_the_cost_model(capsys: pytest.CaptureFixture[str]) ->
         for overlap in (0, period - 1):
             for name, wire in (("", Compression.none), (", int8", Compression.int8)):
                 job = Job(8, 1e8, 0.1, period, overlap, 1, wire, 0.005)
-                row = by_name[f"periodic{name}{', overlap' if overlap else ''}", period]
+                row = by_name[f"average{name}{', overlap' if overlap else ''}", period]
                 assert row["rate"] == pytest.approx(1 / seconds_per_step(job, typical(wire), network))
                 assert row["share"] == pytest.approx(1 - 0.1 * row["rate"])
+    assert found["own_work"]["average, int8"] == {
+        "begin_seconds": 0.0015,
+        "byte_seconds": typical(Compression.int8).work,
+    }
     assert by_name["allreduce of gradients", 1]["sent"] == pytest.approx(2 * 7 / 8 * 1e8)
 
 
@@ -54,13 +58,13 @@ def test_advice_follows_the_network(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["moving_rate"] == pytest.approx(1 / 9)
         return found["period"], found["exchange"], found["why"]["Period"]
 
-    assert advice("--bandwidth", "1e5", "--step", "10000")[:2] == (1, "periodic")
+    assert advice("--bandwidth", "1e5", "--step", "10000")[:2] == (1, "average")
     period, exchange, why = advice()
-    assert exchange == "periodic"
+    assert exchange == "average"
     assert 5 < period < 50
-    assert f"{period}, periodic. Exchanges take" in why
+    assert f"{period}, average. Exchanges take" in why
     period, exchange, why = advice("--bandwidth", "1", "--steps", "2000")
-    assert exchange == "periodic, overlap"
+    assert exchange == "average, overlap"
     assert period <= 20
     assert "leaves a run of 2000 steps less than 100 exchanges" in why
     _, _, why = advice("--bandwidth", "0.001")
@@ -70,7 +74,7 @@ def test_advice_follows_the_network(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, "--learning-rate", "0.1"]) == 0
     out = capsys.readouterr().out
-    table = [line.rstrip() for line in out.splitlines() if line.startswith((" ", "p", "a")) and "periodic" in line]
+    table = [line.rstrip() for line in out.splitlines() if line.startswith((" ", "p", "a")) and "average" in line]
     assert len(table) >= 12
     assert max(map(len, table)) <= 80
     assert "Learning rate: 0.1, not 0.8: that with which one worker trains alone." in out
@@ -140,6 +144,7 @@ def test_files_that_are_no_models(
         ("--latency nan", "`--latency` must be zero or positive and finite. Received: nan"),
         ("--period 1,x", "`--period` must be an int, or several with commas between. Received: 'x'"),
         ("--period 0", "`--period` must be an int >= 1"),
+        ("--algorithm avg", "Unknown algorithm 'avg'"),
         ("--compression gzip", "Unknown compression 'gzip'. Known: bf16, fp16, int8, none, topk"),
         ("--share 1.5", "`--share` must be between 0 and 1"),
         ("--steps 0", "`--steps` must be an int >= 1"),
@@ -158,7 +163,7 @@ def test_what_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_rank_has_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "FRAMEWORKS", {"none": lambda: (LocalCommunicator(), np.asarray)})
+    monkeypatch.setattr(ranks, "FRAMEWORKS", {"none": lambda: ranks.Ranks(LocalCommunicator(), np.asarray)})
     assert "mpirun -np 4 hvdp plan --measure" in refused(capsys, "--parameters", "1M", "--step", "10", "--measure")
 
     def missing() -> Any:
