@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from hvd_periodic.cli import doctor, plan, simulate
 from hvd_periodic.cli.refusal import RefusalError
@@ -47,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(argv)
     try:
-        code: int = COMMANDS[arguments.command].run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # In words, without a line of the core.
+            code: int = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
     except RefusalError as error:
         print(f"hvdp {arguments.command}: error: {error}", file=sys.stderr)
@@ -61,3 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
+
+
+def _show_warning(message: Warning | str, *_where: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)

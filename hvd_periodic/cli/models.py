@@ -38,7 +38,8 @@ def parameters_of(path: Path) -> int:
         raise RefusalError(f"`--model`: {kind} needs {error.name}: pip install {error.name}") from error
     except Exception as error:
         # Whatever readers of damaged files raise, of which there are many kinds.
-        raise RefusalError(f"`--model`: {path} cannot be read as {kind}: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise RefusalError(f"`--model`: {path} cannot be read as {kind}: {reason}") from error
     if count == 0:
         raise RefusalError(f"`--model`: {path} holds no floating-point numbers")
     return count

@@ -19,7 +19,6 @@ import argparse
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -149,14 +148,16 @@ def _panels(pairs: list[tuple[Setting, Outcome]]) -> list[plots.Panel]:
     for color, (setting, outcome) in enumerate(pairs):
         course, label = outcome.course, str(setting)
         steps, center = [point.step for point in course], [point.center for point in course]
-        megabytes: list[Any] = [point.bytes / 1e6 for point in course]
+        exchanged = [point for point in course if point.bytes]
         losses.append(plots.Curve(label, steps, center, color))
         losses.append(plots.Curve("mean of the replicas", steps, [point.replicas for point in course], color, ":"))
-        sent.append(plots.Curve(label, megabytes, center, color))
+        sent.append(
+            plots.Curve(label, [point.bytes / 1e6 for point in exchanged], [point.center for point in exchanged], color)
+        )
         distances.append(plots.Curve(label, steps, [point.distance for point in course], color))
     log = "y" if positive else ""
     return [
         plots.Panel("local step", "loss of the center", losses, log),
-        plots.Panel("MB sent by a worker", "loss of the center", sent, log),
+        plots.Panel("MB sent by a worker", "loss of the center", sent, f"x{log}"),
         plots.Panel("local step", "distance of replicas to the center", distances),
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, start
+from tests.parallel.tiers import thorough
 
 
 @pytest.mark.timeout(400)
@@ -32,7 +33,7 @@ def test_the_doctor_finds_that_ranks_exchange() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", thorough("horovodrun --gloo")])
 def test_a_plan_for_the_network_of_a_job(launcher: str) -> None:
     """One rank prints; a number of bytes takes some time."""
     words = ["-m", "hvd_periodic", "plan", "--parameters", "1M", "--step", "10", "--measure", "--algorithm", "easgd"]

@@ -55,6 +55,13 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
+def test_warnings_of_the_core_are_in_words() -> None:
+    done = started("simulate", "--steps", "20", "--algorithm", "easgd(0.3)", "--json")
+    assert done.returncode == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith("warning: `EASGD(moving_rate=0.3)` makes the center overshoot")
+
+
 def test_a_reader_that_has_seen_enough() -> None:
     """``hvdp simulate | head -1``."""
     command = f"{sys.executable} -m hvd_periodic simulate --json --steps 2000 --algorithm average --workers 1"
