@@ -146,10 +146,14 @@ def _nothing(done: int, now: str = "") -> None:
 def _title(job: Job, network: Network) -> str:
     spread = f" ± {1e3 * job.spread:g}" if job.spread else ""
     return (
-        f"{job.nbytes / 4e6:.4g} million parameters ({job.nbytes / 1e6:.4g} MB), {job.workers} rank{'' if job.workers == 1 else 's'}, "
+        f"{job.nbytes / 4e6:.4g} million parameters ({job.nbytes / 1e6:.4g} MB), {_ranks(job.workers)}, "
         f"{8e-9 / network.byte if network.byte else float('inf'):.3g} Gbit/s, {1e6 * network.message:.3g} µs, "
         f"steps of {1e3 * job.step:g}{spread} ms"
     )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def _show(job: Job, network: Network, found: list[Row], advice: Advice, arguments: argparse.Namespace) -> None:

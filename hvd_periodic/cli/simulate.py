@@ -149,11 +149,10 @@ def _panels(pairs: list[tuple[Setting, Outcome]]) -> list[plots.Panel]:
         course, label = outcome.course, str(setting)
         steps, center = [point.step for point in course], [point.center for point in course]
         exchanged = [point for point in course if point.bytes]
+        megabytes = [point.bytes / 1e6 for point in exchanged]
         losses.append(plots.Curve(label, steps, center, color))
         losses.append(plots.Curve("mean of the replicas", steps, [point.replicas for point in course], color, ":"))
-        sent.append(
-            plots.Curve(label, [point.bytes / 1e6 for point in exchanged], [point.center for point in exchanged], color)
-        )
+        sent.append(plots.Curve(label, megabytes, [point.center for point in exchanged], color))
         distances.append(plots.Curve(label, steps, [point.distance for point in course], color))
     log = "y" if positive else ""
     return [
