@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]  # In words, without a line of the core.
+            warnings.showwarning = _show_warning  # In words, without a line of the core.
             code: int = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
     except RefusalError as error:

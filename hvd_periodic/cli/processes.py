@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ from typing import Any
 
 MARK = "hvdp-probe "
 """Before what a probe reports, wherever in a line a launcher puts it."""
+
+_BELONGS = "HVDP_CHECK"
+"""Variable by which what a program has started is known."""
+
+_NOISE = re.compile(r"^\S*\s*(WARNING: All log messages before absl|[IW]\d{4} )")
+"""How lines begin that TensorFlow prints whenever it is imported."""
 
 _GRACE = 5.0
 """Seconds that a program has to end its own children."""
@@ -46,8 +53,12 @@ class Ended:
 
     def last(self, lines: int = 3) -> str:
         """Return the end of what it printed, in one line."""
-        stripped = (line.strip(" -\t") for line in self.output.splitlines() if MARK not in line)
+        stripped = (line.strip(" -\t") for line in self.output.splitlines() if not self._passed(line))
         return " / ".join([line for line in stripped if line][-lines:]) or "it printed nothing"
+
+    @staticmethod
+    def _passed(line: str) -> bool:
+        return MARK in line or _NOISE.match(line) is not None
 
     @property
     def hung(self) -> str | None:
@@ -73,9 +84,10 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
     """
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         words,
-        env={**environment, "PYTHONPATH": path},
+        env={**environment, "PYTHONPATH": path, _BELONGS: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,22 +98,23 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
     try:
         output, _ = process.communicate(timeout=seconds)
     except BaseException as error:
-        output = _end(process)
+        output = _end(process, mark)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return Ended(None, output)
     return Ended(process.returncode, output)
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def _end(process: subprocess.Popen[str], mark: str) -> str:
     """End a program and all that it has started; return what it printed."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
-    # Also what launchers have put into process groups of their own: it is still of this session.
+    # Launchers put what they start into groups and sessions of their own; their environment goes with it.
+    belongs = f"{_BELONGS}={mark}".encode()
     for entry in Path("/proc").iterdir():
-        with suppress(ValueError, ProcessLookupError, PermissionError):
-            if os.getsid(int(entry.name)) == process.pid:
+        with suppress(ValueError, OSError):
+            if belongs in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
     with suppress(ProcessLookupError):
         process.kill()
