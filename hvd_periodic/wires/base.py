@@ -78,9 +78,11 @@ class Wire(ABC):
 
     Attributes:
         lossy: what arrives may differ from what was to be sent, and NaN and infinity cannot travel.
+        coding_seconds: for a byte of parameters, that encoding and decoding take: on one core that copies 7 GB/s.
     """
 
     lossy: ClassVar[bool] = True
+    coding_seconds: ClassVar[float] = 0.0
 
     def check(self, communicator: Communicator, place: str) -> None:
         """Raise a ValueError where messages to such a center cannot travel like this."""

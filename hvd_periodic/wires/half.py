@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.coding import Coding
@@ -38,6 +38,8 @@ class Half(Encoded):
     """
 
     kind: str = "f2"
+
+    coding_seconds: ClassVar[float] = 5e-10
 
     def __post_init__(self) -> None:
         if self.kind not in ("f2", "bf2"):

@@ -31,12 +31,15 @@ LEVELS = [
 ]
 """Rooms of the core, lowest first; each imports itself and lower ones. What is not listed is a front end, above all."""
 
+COMMAND_LINE = ["cli", "__main__"]
+"""Above front ends, lowest first; nothing else imports these."""
+
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
-"""Frameworks, and the only room that may import each."""
+"""Frameworks, and the only room that may import each, besides commands when they run."""
 
-HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py"}
+HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}
 
-OF_MPI = {"comm/mpi.py", "comm/window.py", "comm/messages.py"}
+OF_MPI = {"comm/mpi.py", "comm/window.py", "comm/messages.py", "cli/probe.py"}
 """The only files that may import mpi4py."""
 
 NAMES_HOROVOD = re.compile(r"horovod(\.\w+)*")
@@ -52,6 +55,8 @@ def level(name: str) -> int:
     """Return how high a room is; everything that is not of the core is a front end."""
     if name == "":
         return len(LEVELS) + 1
+    if name in COMMAND_LINE:
+        return len(LEVELS) + 2 + COMMAND_LINE.index(name)
     return next((i for i, names in enumerate(LEVELS) if name in names), len(LEVELS))
 
 
@@ -99,6 +104,7 @@ def test_imports_go_one_way(source: Path) -> None:
     here = room(source)
     if here == "":
         assert internal(source).isdisjoint(FRAMEWORKS), "importing the package would load a framework"
+        assert internal(source).isdisjoint(COMMAND_LINE)
         return
     for other in internal(source) - {here}:
         assert level(other) <= level(here), f"{source}: {here} imports {other}, which is above it"
@@ -108,25 +114,36 @@ def test_imports_go_one_way(source: Path) -> None:
 
 def test_frameworks_stay_in_their_rooms(source: Path) -> None:
     for top in external(source) & FRAMEWORKS.keys():
-        assert room(source) == FRAMEWORKS[top], f"{source} imports {top}"
+        assert room(source) in (FRAMEWORKS[top], *COMMAND_LINE), f"{source} imports {top}"
 
 
 def test_the_core_needs_numpy_only(source: Path) -> None:
     if level(room(source)) < len(LEVELS) and relative(source) not in OF_MPI:
         allowed = {"numpy"} if room(source) != "algorithms" else set()
-        allowed |= {"comm/horovod.py": {"horovod"}, "cost_model.py": {"scipy"}}.get(relative(source), set())
+        allowed |= {"comm/horovod.py": {"horovod"}, "cost_model/fits.py": {"scipy"}}.get(relative(source), set())
         assert external(source) <= allowed, source
     assert relative(source) in OF_MPI or "mpi4py" not in external(source)
 
 
 def test_only_its_communicator_and_front_ends_name_horovod(source: Path) -> None:
-    if level(room(source)) == len(LEVELS) or relative(source) == "comm/horovod.py":
+    if level(room(source)) == len(LEVELS) or room(source) in COMMAND_LINE or relative(source) == "comm/horovod.py":
         return
     assert "horovod" not in external(source)
     tree = ast.parse(source.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not NAMES_HOROVOD.fullmatch(node.value), f"{source}:{node.lineno} names {node.value}"
+
+
+def test_the_command_line_needs_numpy_only(source: Path) -> None:
+    """What its commands use besides, they import when they are run, and say how to install it."""
+    if room(source) not in COMMAND_LINE:
+        return
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+            tops = {name.partition(".")[0] for name in names}
+            assert tops <= {"numpy", "hvd_periodic", *sys.stdlib_module_names}, source
 
 
 def test_no_assert_in_library_code(source: Path) -> None:
@@ -141,7 +158,10 @@ def test_every_module_says_what_it_is(source: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["hvd_periodic", "hvd_periodic.comm.threads", "hvd_periodic.comm.horovod", "hvd_periodic.sync.synchronizer"],
+    [
+        *("hvd_periodic", "hvd_periodic.comm.threads", "hvd_periodic.comm.horovod"),
+        *("hvd_periodic.sync.synchronizer", "hvd_periodic.cli.main"),
+    ],
 )
 def test_the_core_loads_no_framework(module: str) -> None:
     program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"

@@ -27,25 +27,21 @@ overlap an exchange is under way while the worker takes d steps, and only its ow
     seconds per step = t + F / τ · (T(P / F) + w),                                  without overlap,
     seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)),      with it.
 
-Costs of a machine are found from measurements by :func:`fit`; those of a network that is not there can be stated.
+Costs of a machine are found from measurements, see the module of fits; those of a network that is not there can be
+stated, and of a processor there are :func:`typical` ones.
+
+**A period** that leaves the exchanges a share σ of the time is the shortest τ with 1 − t / (seconds per step) ≤ σ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from statistics import NormalDist
-from typing import Any
-
-import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.wires import Compression, Wire
-
-_ROUNDS = 20
-"""In which a fit finds what takes longer; it takes three or four."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,8 @@ class Method:
     bucket: float = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        _require_costs(begin=self.begin, work=self.work)
-        _require_bucket(self.bucket)
+        require_costs(begin=self.begin, work=self.work)
+        require_bucket(self.bucket)
 
     def seconds(self, nbytes: float, wire: float) -> float:
         """Return T, of an exchange of so many bytes that takes W seconds on the way."""
@@ -95,7 +91,7 @@ class Network:
     byte: float
 
     def __post_init__(self) -> None:
-        _require_costs(message=self.message, byte=self.byte)
+        require_costs(message=self.message, byte=self.byte)
 
     def seconds(self, workers: int, nbytes: float, wire: Wire = Compression.none, lasting: bool = False) -> float:
         """Return W: what it takes until the sums of so many bytes of float32 are on all workers."""
@@ -134,7 +130,7 @@ class Job:
         for name in ("workers", "period", "fragments"):
             require_int(getattr(self, name), f"`{name}`", 1)
         require_int(self.overlap, "`overlap`", 0)
-        _require_costs(nbytes=self.nbytes, step=self.step, spread=self.spread)
+        require_costs(nbytes=self.nbytes, step=self.step, spread=self.spread)
         if max(self.fragments, self.overlap) > self.period:
             raise ValueError(
                 "`fragments` and `overlap` must be at most `period`. Received: "
@@ -152,7 +148,6 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
         >>> method, network = Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)
         >>> round(seconds_per_step(job, method, network), 4)
         0.0685
-        >>> from dataclasses import replace
         >>> round(seconds_per_step(replace(job, overlap=9), method, network), 4)
         0.049
     """
@@ -164,6 +159,85 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
     else:
         exchange = method.seconds(nbytes, wire) + waiting
     return job.step + job.fragments / job.period * exchange
+
+
+def share_of_exchanges(job: Job, method: Method, network: Network) -> float:
+    """Return the part of the time that exchanges take, waiting for the slowest included: 1 − t / seconds per step.
+
+    Example:
+        >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
+        >>> round(share_of_exchanges(job, Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)), 2)
+        0.3
+    """
+    seconds = seconds_per_step(job, method, network)
+    return 1 - job.step / seconds if seconds else 0.0
+
+
+def sent_per_step(job: Job) -> float:
+    """Return the bytes that a worker sends for each of its steps, as :meth:`Wire.traffic` counts them.
+
+    Example:
+        >>> sent_per_step(Job(workers=4, nbytes=100e6, step=0.1, period=10))
+        15000000.0
+    """
+    _, sent = job.wire.traffic(job.workers, job.nbytes / job.fragments, job.overlap > 0)
+    return job.fragments * sent / job.period
+
+
+def with_period(job: Job, period: int) -> Job:
+    """Return the job with another period; where exchanges are overlapped, they are until just before the next one."""
+    return replace(job, period=period, overlap=period - 1 if job.overlap else 0)
+
+
+def shortest_period(job: Job, method: Method, network: Network, share: float, longest: int = 10**6) -> int | None:
+    """Return the shortest period at which exchanges take at most this share of the time; None: longer than ``longest``.
+
+    The share falls as the period grows, so that the period is found by bisection.
+
+    Args:
+        job: whose period counts for nothing; with an overlap above 0, exchanges travel during the whole period.
+        method: what workers do in an exchange.
+        network: what collectives cost.
+        share: σ, in (0, 1).
+        longest: beyond which nobody looks.
+
+    Example:
+        >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
+        >>> method, network = Method(begin=0.0, work=4e-10), Network(message=1e-4, byte=8e-9)
+        >>> shortest_period(job, method, network, 0.1), shortest_period(replace(job, overlap=9), method, network, 0.1)
+        (39, 5)
+    """
+
+    def fits(period: int) -> bool:
+        return share_of_exchanges(with_period(job, period), method, network) <= share
+
+    low, high = job.fragments + (1 if job.overlap else 0), longest
+    if not fits(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def typical(wire: Wire = Compression.none) -> Method:
+    """Return what a worker does itself in an exchange where nobody has measured: on one core that copies 7 GB/s.
+
+    README.md has the measurements that these are from; fits find those of a machine.
+
+    Example:
+        >>> typical()
+        Method(begin=0.0015, work=8e-10, bucket=16777216)
+    """
+    return Method(begin=1.5e-3, work=8e-10 + wire.coding_seconds)
+
+
+def typical_allreduce() -> Method:
+    """Return what an allreduce of gradients takes besides the network: Horovod's cycle.
+
+    That it may begin during the backward pass, and that tensors are fused by copying, is not in it.
+    """
+    return Method(begin=1e-3, work=0.0, bucket=float("inf"))
 
 
 def buckets(nbytes: float, bucket: float) -> int:
@@ -186,130 +260,13 @@ def expected_largest(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """An exchange that was measured, without overlap and fragments.
-
-    Args:
-        method: its name.
-        workers: n.
-        nbytes: P.
-        seconds: it took.
-        wire: how it travelled.
-        sharing: workers on each core, at least 1: they take turns, and everything takes as many times as long.
-        bucket: bytes that the worker is at while others travel.
-
-    Raises:
-        TypeError, ValueError: a number that cannot be.
-    """
-
-    method: str
-    workers: int
-    nbytes: float
-    seconds: float
-    wire: Wire = Compression.none
-    sharing: float = 1.0
-    bucket: float = DEFAULT_BUCKET_BYTES
-
-    def __post_init__(self) -> None:
-        require_int(self.workers, "`workers`", 1)
-        require_real(self.seconds, "`seconds`", positive=True)
-        _require_costs(nbytes=self.nbytes)
-        if not self.sharing >= 1:
-            raise ValueError(f"`sharing` must be at least 1. Received: {self.sharing!r}")
-        _require_bucket(self.bucket)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What was found from measurements.
-
-    Attributes:
-        network: of the machine they were taken on.
-        methods: by name.
-    """
-
-    network: Network
-    methods: Mapping[str, Method]
-
-    def predicted(self, measurement: Measurement) -> float:
-        """Return the seconds that the model has for what was measured."""
-        method = self.methods[measurement.method]
-        wire = self.network.seconds(measurement.workers, measurement.nbytes, measurement.wire)
-        return measurement.sharing * method.seconds(measurement.nbytes, wire)
-
-
-def fit(measurements: Sequence[Measurement]) -> Costs:
-    """Return the costs for which the sum of squared relative errors is least; none is negative.
-
-    Which of own work and wire takes longer has to be known for that: it is what the costs say that were found before,
-    until they say the same again.
-
-    Args:
-        measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other.
-
-    Raises:
-        ImportError: there is no SciPy, which solves this.
-        ValueError: no measurements.
-
-    Example:
-        >>> network, method = Network(1e-5, 1e-9), Method(1e-3, 1e-10)
-        >>> made = [
-        ...     Measurement("averaging", n, size, method.seconds(size, network.seconds(n, size)))
-        ...     for n in (2, 4)
-        ...     for size in (1e4, 1e8)
-        ... ]
-        >>> found = fit(made)
-        >>> f"{found.network.byte:.2e}", f"{found.methods['averaging'].begin:.2e}"
-        ('1.00e-09', '1.00e-03')
-    """
-    try:
-        from scipy.optimize import nnls
-    except ImportError as error:
-        raise ImportError("`fit` needs SciPy: pip install 'hvd_periodic[costs]', or pip install scipy") from error
-    if not measurements:
-        raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on some numbers of ranks")
-    parts = [(1.0, 1.0)] * len(measurements)
-    found: list[Costs] = []
-    for _ in range(_ROUNDS):
-        found.append(_solved(nnls, measurements, parts))
-        before, parts = parts, [_parts(found[-1], measured) for measured in measurements]
-        if parts == before:
-            break
-    return min(found, key=lambda costs: sum((costs.predicted(each) / each.seconds - 1) ** 2 for each in measurements))
-
-
-def _solved(nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]]) -> Costs:
-    """Return the costs that fit best where these parts of own work and wire count."""
-    names = list(dict.fromkeys(measured.method for measured in measurements))
-    rows = np.zeros((len(measurements), 2 + 2 * len(names)))
-    for row, measured, (own_part, wire_part) in zip(rows, measurements, parts, strict=True):
-        row[:2] = measured.wire.traffic(measured.workers, measured.nbytes)
-        row[:2] *= wire_part
-        place = 2 + 2 * names.index(measured.method)
-        row[place : place + 2] = 1.0, own_part * measured.nbytes
-        row *= measured.sharing / measured.seconds
-    scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
-    message, byte, *own = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
-    bucket = {measured.method: measured.bucket for measured in measurements}
-    pairs = zip(own[::2], own[1::2], strict=True)
-    methods = {name: Method(*pair, bucket[name]) for name, pair in zip(names, pairs, strict=True)}
-    return Costs(Network(message, byte), methods)
-
-
-def _parts(costs: Costs, measured: Measurement) -> tuple[float, float]:
-    """Return which parts of own work and wire count: all of the one that takes longer, a B-th of the other one."""
-    own = costs.methods[measured.method].work * measured.nbytes
-    part = 1.0 / buckets(measured.nbytes, measured.bucket)
-    wire = costs.network.seconds(measured.workers, measured.nbytes, measured.wire)
-    return (1.0, part) if own >= wire else (part, 1.0)
-
-
-def _require_costs(**values: float) -> None:
+def require_costs(**values: float) -> None:
+    """Refuse what is no number of at least 0."""
     for name, value in values.items():
         require_real(value, f"`{name}`", positive=False)
 
 
-def _require_bucket(bucket: float) -> None:
+def require_bucket(bucket: float) -> None:
+    """Refuse what is no positive number of bytes; infinity is one."""
     if not bucket > 0:
         raise ValueError(f"`bucket` must be positive. Received: {bucket!r}")

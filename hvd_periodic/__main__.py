@@ -1,0 +1,6 @@
+"""``python -m hvd_periodic`` is ``hvdp``."""
+
+from hvd_periodic.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,124 @@
+"""What the doctor finds by starting jobs of two ranks: with each launcher, and with each asynchronous transport."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvd_periodic.cli import processes
+from hvd_periodic.cli.findings import OK, PROBLEM, SETUP, WARNING, Finding
+from hvd_periodic.cli.machine import ROOT, TRANSPORT, YIELD
+
+RANKS = 2
+
+_SLOTS = re.compile(r"not enough slots|All nodes which are allocated for this job are already filled")
+_FLAGS = re.compile(r"un(recognized|known) (option|argument)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that should work.
+
+    Attributes:
+        what: it tries.
+        launcher: its words, up to the program.
+        program: of each rank.
+        variables: of the environment.
+        needed: whether training does not work without it; otherwise some kinds of training do not.
+    """
+
+    what: str
+    launcher: Sequence[str]
+    program: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    needed: bool = False
+
+
+def jobs(mpirun: str | None, horovodrun: str | None, framework: str, mpi: bool, gloo: bool, mpi4py: bool) -> list[Job]:
+    """Return the jobs that should work here.
+
+    Args:
+        mpirun: path of the launcher; None: there is none.
+        horovodrun: likewise.
+        framework: whose Horovod is tried.
+        mpi: whether that was built with it.
+        gloo: likewise.
+        mpi4py: whether that is there.
+    """
+    exchange, found = processes.probe("exchange", framework), []
+    if mpirun and mpi:
+        found.append(Job("mpirun", [mpirun], exchange, needed=True))
+    if horovodrun and gloo:
+        found.append(Job("horovodrun --gloo", [horovodrun, "--gloo"], exchange, needed=not (mpirun and mpi)))
+    if horovodrun and mpirun and mpi:
+        found.append(Job("horovodrun --mpi", [horovodrun, "--mpi"], exchange))
+    if mpirun and mpi and mpi4py:
+        for transport in ("window", "service"):
+            program = processes.probe("asynchronous")
+            found.append(Job(f"asynchronous, {transport}", [mpirun], program, {TRANSPORT: transport}))
+    return found
+
+
+def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
+    """Start a job; return what became of it.
+
+    What other checks find, such as root's permissions, is taken care of here, so that all problems are found at once.
+    """
+    complete = {**environment, **dict.fromkeys((*ROOT, YIELD), "1"), "OMP_NUM_THREADS": "1", **job.variables}
+    words = [*job.launcher, "-np", str(RANKS), *job.program, f"{seconds:g}"]
+    started = time.perf_counter()
+    ended = processes.run(words, seconds + 10, complete)
+    oversubscribed = bool(_SLOTS.search(ended.output))
+    if oversubscribed:
+        more = ["--mpi-args=--oversubscribe"] if "--mpi" in job.launcher else ["--oversubscribe"]
+        words = [*job.launcher, *more, *words[len(job.launcher) :]]
+        started = time.perf_counter()
+        ended = processes.run(words, seconds + 10, complete)
+    finding = judged(job, ended, time.perf_counter() - started, words)
+    if oversubscribed and finding.status == OK:
+        mend = shlex.join([*words[: len(job.launcher) + 1], "-np", str(RANKS), "..."])
+        return Finding(
+            WARNING, job.what, f"{finding.text}; there are less than {RANKS} slots, as the launcher counts", mend
+        )
+    return finding
+
+
+def judged(job: Job, ended: processes.Ended, seconds: float, words: Sequence[str]) -> Finding:
+    """Return what the end of a job means."""
+    bad = PROBLEM if job.needed else WARNING
+    assignments = [f"{name}={value}" for name, value in job.variables.items()]
+    again = " ".join([*assignments, shlex.join(words)])
+    report = ended.report
+    if report is None or "error" in report:
+        if ended.hung is not None:
+            text = f"{RANKS} ranks did not get to the end of an exchange in time: {ended.hung}"
+        else:
+            reason = ended.last() if report is None else report["error"]
+            text = f"{RANKS} ranks end with exit code {ended.code}: {reason}"
+        return Finding(bad, job.what, text, _mend(ended.output, again))
+    if report["ranks"] != RANKS:
+        text = f"{RANKS} processes were started, and each sees {report['ranks']} rank: the launcher is of another MPI"
+        return Finding(bad, job.what, text, SETUP)
+    if not report["right"]:
+        return Finding(bad, job.what, "ranks exchange, and what arrives is wrong", again)
+    if report.get("world") not in (None, RANKS):
+        text = f"Horovod sees {RANKS} ranks, and mpi4py {report['world']}: it was built for another MPI"
+        return Finding(WARNING, job.what, text, "pip install --force-reinstall --no-binary mpi4py 'mpi4py>=4'")
+    if report.get("threads") is False:
+        text = "ranks exchange; MPI has no MPI_THREAD_MULTIPLE, and asynchronous exchange will be refused"
+        return Finding(WARNING, job.what, text, SETUP)
+    if ended.code != 0:
+        return Finding(bad, job.what, f"ranks exchange, and end with exit code {ended.code}: {ended.last()}", again)
+    return Finding(OK, job.what, f"{RANKS} ranks exchange; {seconds:.0f} s from start to end")
+
+
+def _mend(output: str, again: str) -> str:
+    """Return the command against what a launcher has said; otherwise the one with which to see it again."""
+    if "allow-run-as-root" in output:
+        return f"export {' '.join(f'{name}=1' for name in ROOT)}"
+    if _FLAGS.search(output):
+        return "mpirun -np 2 ...  # or horovodrun --gloo"
+    return again

@@ -1,0 +1,71 @@
+"""Finds the command, runs it, and turns what it refuses into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from hvd_periodic.cli import doctor, plan, simulate
+from hvd_periodic.cli.refusal import RefusalError
+from hvd_periodic.version import __version__
+
+COMMANDS = {"doctor": doctor, "plan": plan, "simulate": simulate}
+"""Modules with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; their text is the help."""
+
+REFUSED, INTERRUPTED = 2, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    made = argparse.ArgumentParser(
+        prog="hvdp",
+        description="Periodic exchange for Horovod: is a machine ready for it, what will it cost, and what is learned.",
+        epilog="hvdp COMMAND --help explains a command.",
+    )
+    made.add_argument("--version", action="version", version=f"hvd_periodic {__version__}")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        text = str(module.__doc__)
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code: 2 if it was refused.
+
+    Args:
+        argv: its words; by default those of this process.
+    """
+    arguments = parser().parse_args(argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # In words, without a line of the core.
+            code: int = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
+    except RefusalError as error:
+        print(f"hvdp {arguments.command}: error: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read this has seen enough. Python would complain once more when it flushes at its end.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)

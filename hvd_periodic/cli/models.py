@@ -1,0 +1,119 @@
+"""How many parameters a file holds, without loading them where the format allows it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.cli.refusal import RefusalError
+
+_OPTIMIZER = "optim"
+"""Keys that begin with this hold the state of an optimizer, not parameters."""
+
+
+def parameters_of(path: Path) -> int:
+    """Return the number of floating-point numbers in a file of parameters.
+
+    Statistics, such as those of batch normalization, count with them.
+
+    Raises:
+        RefusalError: there is no such file, it is none of the formats, or its library is not installed.
+    """
+    kind = next((kind for kind in READERS if path.name.endswith(kind)), None)
+    if kind is None:
+        raise RefusalError(f"`--model` must end in one of {', '.join(READERS)}. Received: {path}")
+    if not path.is_file():
+        raise RefusalError(f"`--model`: there is no file {path}")
+    try:
+        count = READERS[kind](path)
+    except RefusalError:
+        raise
+    except ImportError as error:
+        raise RefusalError(f"`--model`: {kind} needs {error.name}: pip install {error.name}") from error
+    except Exception as error:
+        # Whatever readers of damaged files raise, of which there are many kinds.
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise RefusalError(f"`--model`: {path} cannot be read as {kind}: {reason}") from error
+    if count == 0:
+        raise RefusalError(f"`--model`: {path} holds no floating-point numbers")
+    return count
+
+
+def _safetensors(path: Path) -> int:
+    """The header is JSON, after its length in 8 bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    tensors = [value for key, value in header.items() if key != "__metadata__"]
+    return sum(prod(tensor["shape"]) for tensor in tensors if tensor["dtype"].startswith(("F", "BF")))
+
+
+def _npz(path: Path) -> int:
+    """Each array has a header of its own."""
+    count = 0
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if not name.endswith(".npy"):
+                continue
+            with archive.open(name) as file:
+                version = np.lib.format.read_magic(file)
+                read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
+                shape, _, dtype = read(file)
+                count += prod(shape) if np.issubdtype(dtype, np.floating) else 0
+    return count
+
+
+def _h5(path: Any) -> int:
+    import h5py
+
+    count = 0
+
+    def visit(name: str, item: Any) -> None:
+        nonlocal count
+        if isinstance(item, h5py.Dataset) and not name.startswith(_OPTIMIZER) and item.dtype.kind == "f":
+            count += item.size
+
+    with h5py.File(path, "r") as file:
+        file.visititems(visit)
+    return count
+
+
+def _keras(path: Path) -> int:
+    """A zip archive with a file of weights in it."""
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
+        return _h5(file)
+
+
+def _torch(path: Path) -> int:
+    """Tensors stay on disk, and no code of the file is run."""
+    import torch
+
+    return _counted(torch.load(path, weights_only=True, mmap=True, map_location="cpu"), torch)
+
+
+def _counted(value: Any, torch: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.numel()) if value.is_floating_point() else 0
+    if isinstance(value, Mapping):
+        return sum(_counted(item, torch) for key, item in value.items() if not str(key).startswith(_OPTIMIZER))
+    if isinstance(value, (list, tuple)):
+        return sum(_counted(item, torch) for item in value)
+    return 0
+
+
+READERS: dict[str, Callable[[Path], int]] = {
+    ".safetensors": _safetensors,
+    ".npz": _npz,
+    ".keras": _keras,
+    ".h5": _h5,
+    ".pt": _torch,
+    ".pth": _torch,
+}

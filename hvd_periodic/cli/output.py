@@ -1,0 +1,142 @@
+"""What commands print: tables, JSON and progress; with rich where it is installed, otherwise as plain text.
+
+A table is for people and goes to standard output, progress to standard error, and only where that is a terminal. Into a
+pipe nothing is colored, and no line is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO
+
+LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE")
+"""Variables of launchers: mpirun gives its ranks terminals, and what they print there may end in a file."""
+
+UNBOUNDED = 400
+"""Columns of a table that goes into a pipe, at most."""
+
+
+class Advance(Protocol):
+    """Moves a bar on."""
+
+    def __call__(self, done: int, now: str = "") -> None:
+        """Say that so much of the total is done, and what is done now."""
+
+
+def terminal(stream: TextIO) -> bool:
+    """Return whether somebody sees this while it is written."""
+    return stream.isatty() and not any(name in os.environ for name in LAUNCHED)
+
+
+def say(text: str = "") -> None:
+    """Print a paragraph, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns if terminal(sys.stdout) else 120
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is text, the others are numbers."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(plain_table(title, columns, rows))
+        return
+    say(title)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if i else "left", overflow="fold", vertical="bottom")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    seen = terminal(sys.stdout)
+    Console(width=None if seen else UNBOUNDED, force_terminal=seen, highlight=False).print(table)
+
+
+def item(head: str, style: str, text: str, command: str = "") -> None:
+    """Print a paragraph with a colored head, and below it a command, which stays in one line.
+
+    Args:
+        head: a word.
+        style: of it, in a terminal.
+        text: the paragraph.
+        command: may be copied.
+    """
+    seen = terminal(sys.stdout)
+    width = min(shutil.get_terminal_size().columns, 100) if seen else 120
+    indent = " " * 9
+    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    body = f"\n{indent}".join(lines) + (f"\n{indent}$ {command}" if command else "")
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        print(f"{head:<9}{body}")
+        return
+    Console(force_terminal=seen, highlight=False, soft_wrap=True).print(Text(f"{head:<9}", style), Text(body), sep="")
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of text.
+
+    Example:
+        >>> print(plain_table("steps", ["algorithm", "n"], [["easgd", "10"]]))
+        steps
+        algorithm   n
+        easgd      10
+    """
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    cells = (
+        [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    )
+    return "\n".join([title, *("  ".join(row).rstrip() for row in cells)])
+
+
+def write_json(value: Any) -> None:
+    """Print JSON; numbers that it does not have, NaN and infinity, become null."""
+    print(json.dumps(_finite(value), indent=1))
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Advance]:
+    """Show a bar in a terminal; yield what moves it on by so many of the total, and says what is done now."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield _nothing
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not terminal(sys.stderr)) as bar:
+        task = bar.add_task(what, total=total)
+
+        def advance(done: int, now: str = "") -> None:
+            bar.update(task, advance=done, description=now or None)
+
+        yield advance
+
+
+def _nothing(done: int, now: str = "") -> None:
+    return None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,221 @@
+"""What training will cost on n ranks: traffic, share of time in exchanges, steps per second; and which period to take.
+
+  hvdp plan --parameters 25.6M --ranks 8 --bandwidth 10 --latency 50 --step 100
+  hvdp plan --model model.safetensors --ranks 8 --bandwidth 1 --step 50 --plot plan.png
+  mpirun -np 4 hvdp plan --parameters 25.6M --step 100 --measure
+
+The equations are those of hvd_periodic.cost_model. With --measure, costs are those of the job's ranks: of the network
+by allreduces of 4 kB to 17 MB, and with PyTorch of each algorithm and compression by exchanges, all in host memory; the
+root prints. Otherwise the network is what you say, and the work of the processor that of one core which copies 7 GB/s,
+as measured in README.md, the same for all algorithms. All send the same bytes, of a replicated center. How much steps
+vary, --spread, says how long ranks wait for the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvd_periodic import Algorithm, Wire
+from hvd_periodic.arguments import require_int, require_real
+from hvd_periodic.cli import chosen, output, planned, plots, ranks
+from hvd_periodic.cli.models import parameters_of
+from hvd_periodic.cli.planned import Advice, Row, Way
+from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cost_model import Job, Method, Network, typical
+
+SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--parameters", metavar="N", help="of the model: 25600000, 25.6M, 1.5G")
+    model.add_argument("--model", type=Path, metavar="FILE", help=".safetensors, .npz, .keras, .h5, .pt: counts them")
+    parser.add_argument("--ranks", type=int, metavar="N", help="workers")
+    parser.add_argument("--step", type=float, required=True, metavar="MS", help="milliseconds of a local step")
+    parser.add_argument("--spread", type=float, default=0.0, metavar="MS", help="its standard deviation (default: 0)")
+    parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="of each rank, in Gbit/s")
+    parser.add_argument("--latency", type=float, metavar="US", help="microseconds for a message (default: 50)")
+    parser.add_argument("--measure", action="store_true", help="measure all of that in this job, and exchanges")
+    parser.add_argument("--algorithm", default="average", metavar="A,...", help="default: average")
+    parser.add_argument("--period", default="1,10,100", metavar="P,...", help="local steps (default: 1,10,100)")
+    parser.add_argument("--compression", default="none,int8", metavar="C,...", help="default: none,int8")
+    parser.add_argument("--share", type=float, default=0.1, metavar="S", help="of time for exchanges (default: 0.1)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the whole run: an exchange for each hundredth of it")
+    parser.add_argument("--learning-rate", type=float, metavar="R", help="with which one worker trains alone")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it over periods: .png, .svg, .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print and draw, on one rank."""
+    _check(arguments)
+    plots.require(arguments.plot)
+    algorithms, wires = chosen.algorithms(arguments.algorithm), chosen.compressions(arguments.compression)
+    periods = chosen.integers(arguments.period, "--period")
+    nbytes = 4 * (parameters_of(arguments.model) if arguments.model else count(arguments.parameters))
+    if arguments.measure:
+        workers, network, ways, speaks = _measured(algorithms, wires)
+        if not speaks:
+            return 0
+    else:
+        workers, network = _stated(arguments)
+        ways = list(planned.ways(algorithms, wires, lambda algorithm, wire: typical(wire)))
+    with refusing():
+        job = Job(workers, nbytes, arguments.step / 1e3, 1, spread=arguments.spread / 1e3)
+    advice = planned.advise(job, network, ways, arguments.share, arguments.steps)
+    found = planned.rows(job, network, ways, sorted({*periods, advice.period}))
+    if arguments.json:
+        costs = {way.name: {"begin_seconds": way.method.begin, "byte_seconds": way.method.work} for way in ways}
+        output.write_json(_record(job, network, found, advice, arguments) | {"own_work": costs})
+    else:
+        _show(job, network, found, advice, arguments)
+    if arguments.plot:
+        plots.draw(arguments.plot, _title(job, network), _panels(job, network, ways, advice, periods))
+    return 0
+
+
+def count(text: str) -> int:
+    """Return a number of parameters, which may end in k, M, G or B.
+
+    Example:
+        >>> count("25.6M"), count("1e3")
+        (25600000, 1000)
+    """
+    factor = SUFFIXES.get(text[-1:], 1)
+    with refusing():
+        try:
+            number = float(text.rstrip("".join(SUFFIXES)) if factor > 1 else text) * factor
+        except ValueError:
+            raise ValueError(f"`--parameters` must be a number such as 25.6M. Received: {text!r}") from None
+        return round(require_real(number, "`--parameters`", positive=True))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be."""
+    with refusing():
+        require_real(arguments.step, "`--step`", positive=True)
+        require_real(arguments.spread, "`--spread`", positive=False)
+        if not 0 < arguments.share < 1:
+            raise ValueError(f"`--share` must be between 0 and 1. Received: {arguments.share!r}")
+        if arguments.steps is not None:
+            require_int(arguments.steps, "`--steps`", 1)
+        if arguments.learning_rate is not None:
+            require_real(arguments.learning_rate, "`--learning-rate`", positive=True)
+        given = [f"--{name}" for name in ("ranks", "bandwidth", "latency") if getattr(arguments, name) is not None]
+        if arguments.measure and given:
+            raise ValueError(f"--measure finds out itself what {' and '.join(given)} would say: leave that out")
+
+
+def _stated(arguments: argparse.Namespace) -> tuple[int, Network]:
+    """Return workers and network as they were given."""
+    for name in ("ranks", "bandwidth"):
+        if getattr(arguments, name) is None:
+            raise RefusalError(f"Say --{name}; or --measure, in a job: mpirun -np 4 hvdp plan --measure ...")
+    latency = 50.0 if arguments.latency is None else arguments.latency
+    with refusing():
+        workers = require_int(arguments.ranks, "`--ranks`", 1)
+        byte = 8e-9 / require_real(arguments.bandwidth, "`--bandwidth`", positive=True)
+        return workers, Network(require_real(latency, "`--latency`", positive=False) / 1e6, byte)
+
+
+def _measured(algorithms: list[chosen.Choice], wires: list[chosen.Choice]) -> tuple[int, Network, list[Way], bool]:
+    """Return workers, network and ways to exchange of this job; whether this process prints. Collective."""
+    job = ranks.job()
+    workers, root = job.communicator.size, job.communicator.rank == 0
+    if workers == 1:
+        raise RefusalError("There is one rank, and no network to measure: mpirun -np 4 hvdp plan --measure ...")
+    total = len(ranks.ALLREDUCES) + len(algorithms) * len(wires) * len(ranks.EXCHANGES)
+    with output.progress("measuring", total) if root else nullcontext(_nothing) as advance:
+        network = ranks.network(job, advance)
+
+        def method(algorithm: Algorithm, wire: Wire) -> Method:
+            return ranks.method(job, network, algorithm, wire, advance) or typical(wire)
+
+        return workers, network, list(planned.ways(algorithms, wires, method)), root
+
+
+def _nothing(done: int, now: str = "") -> None:
+    return None
+
+
+def _title(job: Job, network: Network) -> str:
+    spread = f" ± {1e3 * job.spread:g}" if job.spread else ""
+    return (
+        f"{job.nbytes / 4e6:.4g} million parameters ({job.nbytes / 1e6:.4g} MB), {_ranks(job.workers)}, "
+        f"{8e-9 / network.byte if network.byte else float('inf'):.3g} Gbit/s, {1e6 * network.message:.3g} µs, "
+        f"steps of {1e3 * job.step:g}{spread} ms"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def _show(job: Job, network: Network, found: list[Row], advice: Advice, arguments: argparse.Namespace) -> None:
+    """Print the table and the advice."""
+    columns = ("exchange", "period", "MB per step", "in exchanges", "steps/s", "of local")
+    cells = [
+        (row.exchange, str(row.period), f"{row.sent / 1e6:.3g}", f"{100 * row.share:.3g} %", f"{row.rate:.4g}",
+         f"{row.rate * job.step:.2f}")
+        for row in found
+    ]  # fmt: skip
+    output.show(_title(job, network), columns, cells)
+    output.say(
+        "MB per step: that a rank sends. in exchanges: share of the time, waiting for the slowest rank included. of "
+        "local: relative to steps without communication. overlap: exchanges travel until just before the next one."
+    )
+    output.say()
+    for name, text in advice.lines(job, arguments.learning_rate).items():
+        output.say(f"{name}: {text}")
+
+
+def _record(job: Job, network: Network, found: list[Row], advice: Advice, arguments: argparse.Namespace) -> Any:
+    """Return plain values."""
+    return {
+        "parameters": round(job.nbytes / 4),
+        "ranks": job.workers,
+        "step_seconds": job.step,
+        "spread_seconds": job.spread,
+        "message_seconds": network.message,
+        "byte_seconds": network.byte,
+        "rows": [asdict(row) for row in found],
+        "recommended": {
+            "period": advice.period,
+            "exchange": advice.exchange,
+            "moving_rate": advice.moving_rate(job),
+            "learning_rate": arguments.learning_rate,
+            "why": advice.lines(job, arguments.learning_rate),
+        },
+    }
+
+
+def _panels(job: Job, network: Network, ways: list[Way], advice: Advice, periods: list[int]) -> list[plots.Panel]:
+    """Return three quantities over periods."""
+    longest = max(100, 2 * advice.period, *periods)
+    places = sorted({round(longest ** (i / 40)) for i in range(41)})
+    by_name: dict[str, list[Row]] = {}
+    for row in planned.rows(job, network, ways, places):
+        by_name.setdefault(row.exchange, []).append(row)
+    names = list(dict.fromkeys(name.removesuffix(", overlap") for name in by_name))
+    marks = {f"recommended: {advice.period}": float(advice.period)}
+
+    def panel(label: str, what: Any, log: str) -> plots.Panel:
+        curves = []
+        for name, each in by_name.items():
+            plain = name.removesuffix(", overlap")
+            places = [row.period for row in each] if len(each) > 1 else [1, longest]
+            values = [what(row) for row in each] * (1 if len(each) > 1 else 2)
+            style = "--" if plain != name else "-" if len(each) > 1 else ":"
+            curves.append(plots.Curve(name, places, values, names.index(plain), style))
+        return plots.Panel("period, in local steps", label, curves, log, marks)
+
+    return [
+        panel("steps per second", lambda row: row.rate, "x"),
+        panel("share of time in exchanges, %", lambda row: 100 * row.share, "x"),
+        panel("MB that a rank sends per step", lambda row: row.sent / 1e6, "xy"),
+    ]

@@ -1,0 +1,169 @@
+"""What the cost model says of ways to exchange, and which of them it recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hvd_periodic import EASGD, Algorithm, Wire
+from hvd_periodic.algorithms import Exchange
+from hvd_periodic.cli.chosen import Choice
+from hvd_periodic.cost_model import (
+    Job,
+    Method,
+    Network,
+    seconds_per_step,
+    sent_per_step,
+    share_of_exchanges,
+    shortest_period,
+    typical_allreduce,
+    with_period,
+)
+
+EXCHANGES = 100
+"""That a run should have, at least."""
+
+LONG = 100
+"""Local steps from which on a period is long, where the length of the run is not known."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to exchange.
+
+    Attributes:
+        name: what is printed.
+        wire: how parameters travel.
+        overlaps: whether exchanges travel until just before the next one.
+        method: what it costs a worker.
+    """
+
+    name: str
+    wire: Wire
+    overlaps: bool
+    method: Method
+
+    def of(self, job: Job, period: int) -> Job:
+        """Return a job that exchanges like this."""
+        return with_period(replace(job, period=2, overlap=int(self.overlaps), wire=self.wire), period)
+
+
+def ways(
+    algorithms: Sequence[Choice], wires: Sequence[Choice], method: Callable[[Algorithm, Wire], Method]
+) -> Iterator[Way]:
+    """Yield all ways to exchange: of each algorithm, those first that change training least."""
+    for algorithm, made in algorithms:
+        for name, wire in wires:
+            label = f"{algorithm}, {name}" if wire.lossy else algorithm
+            found = method(made, wire)
+            yield Way(label, wire, False, found)
+            yield Way(f"{label}, overlap", wire, True, found)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to exchange, at a period.
+
+    Attributes:
+        exchange: its name.
+        period: in local steps.
+        sent: bytes of a rank, per step.
+        share: of time in exchanges.
+        rate: steps per second.
+    """
+
+    exchange: str
+    period: int
+    sent: float
+    share: float
+    rate: float
+
+
+def rows(job: Job, network: Network, ways: Sequence[Way], periods: Sequence[int]) -> list[Row]:
+    """Return an allreduce at every step, and all ways to exchange at all periods."""
+    found = [_row("allreduce of gradients", replace(job, period=1), typical_allreduce(), network)]
+    for way in ways:
+        for period in periods:
+            if period > 1 or not way.overlaps:
+                found.append(_row(way.name, way.of(job, period), way.method, network))
+    return found
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What is recommended.
+
+    Attributes:
+        exchange: how.
+        period: how often.
+        share: of time that exchanges take then.
+        wanted: that they should take at most.
+        blocking: the period that it would take without overlap and compression; None: more than anyone would wait.
+        limit: the longest period that leaves a run exchanges enough.
+        steps: of the run, if it is known.
+    """
+
+    exchange: str
+    period: int
+    share: float
+    wanted: float
+    blocking: int | None
+    limit: int
+    steps: int | None
+
+    def moving_rate(self, job: Job) -> float:
+        """Return the rate of elastic averaging: its default."""
+        return EASGD().default_rate(Exchange(job.workers, self.period))
+
+    def lines(self, job: Job, learning_rate: float | None) -> dict[str, str]:
+        """Return what is recommended, and why, by what it is about."""
+        n = job.workers
+        given = "" if learning_rate is None else f"{learning_rate:g}, not {n * learning_rate:g}: "
+        return {
+            "Period": f"{self.period}, {self.exchange}. {self._why()}",
+            "Moving rate": "leave it out. Elastic averaging takes min(0.9/n, 1/(n+1)) then, the paper's where that "
+            f"does not overshoot: {self.moving_rate(job):.4g} for {n} ranks. Averaging and DiLoCo have none.",
+            "Learning rate": f"{given}that with which one worker trains alone. A local step sees the batch of one "
+            "rank: take the factor hvd.size() out again.",
+        }
+
+    def _why(self) -> str:
+        share, wanted = f"Exchanges take {100 * self.share:.2g} % of the time then", f"{100 * self.wanted:g} %"
+        if self.share > self.wanted:
+            reached = f"{share}, and no period up to {self.limit} brings that to {wanted}"
+            return f"{reached}: compress more, take larger batches or fewer ranks, or allow longer periods."
+        if self.period == 1:
+            return f"{share}: the network carries an exchange at every step, and Horovod's own optimizer does as well."
+        if self.blocking == self.period:
+            return (
+                f"{share}. Shorter periods cost more; longer ones cost accuracy, first where learning rates are high."
+            )
+        blocking = "no period" if self.blocking is None else f"only a period of {self.blocking}"
+        long = f"more than {self.limit} leaves a run of {self.steps} steps less than {EXCHANGES} exchanges"
+        reason = long if self.steps else f"more than {self.limit} is long"
+        return f"{share}. Without overlap and compression {blocking} would bring that to {wanted}, and {reason}."
+
+
+def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps: int | None) -> Advice:
+    """Return the way to exchange that costs least accuracy, and its shortest period that costs at most a share of time.
+
+    The first way that fits is taken; they begin with those that change training least. Where none fits, it is the one
+    with the least share at the longest period that the run allows.
+    """
+    limit = LONG if steps is None else max(1, steps // EXCHANGES)
+    periods = [shortest_period(way.of(job, 2), way.method, network, share) for way in ways]
+    fitting = [i for i, period in enumerate(periods) if period is not None and period <= limit]
+    if fitting:
+        best = fitting[0]
+        period = periods[best] or 1
+    else:
+        shares = [share_of_exchanges(way.of(job, max(limit, 2)), way.method, network) for way in ways]
+        best, period = min(range(len(ways)), key=shares.__getitem__), max(limit, 2)
+    way = ways[best]
+    taken = share_of_exchanges(way.of(job, period), way.method, network)
+    return Advice(way.name, period, taken, share, periods[0], limit, steps)
+
+
+def _row(name: str, job: Job, method: Method, network: Network) -> Row:
+    seconds = seconds_per_step(job, method, network)
+    return Row(name, job.period, sent_per_step(job), share_of_exchanges(job, method, network), 1 / seconds)

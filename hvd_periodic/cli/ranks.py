@@ -1,0 +1,150 @@
+"""The ranks of the job that a command runs in, by whichever framework Horovod was built with; what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_periodic import Algorithm, Communicator, Wire
+from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.cost_model import Method, Network, fit_method, fit_network
+
+ALLREDUCES = (2**10, 2**14, 2**18, 2**20, 2**22)
+"""Elements of float32: from latency to bandwidth."""
+
+EXCHANGES = (2**12, 2**22)
+"""Elements of exchanges, of one bucket each."""
+
+REPETITIONS = 7
+
+_NEVER = 10**9
+
+
+class Exchanger(Protocol):
+    """What exchanges when it is told to: a synchronizer."""
+
+    def sync(self) -> None:
+        """Exchange."""
+
+    def finalize(self) -> None:
+        """Exchange for the last time."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of this job.
+
+    Attributes:
+        communicator: moves tensors between them.
+        tensor: turns a numpy array into what it moves.
+        exchanger: makes what exchanges so many parameters in host memory; None: that cannot be measured here.
+    """
+
+    communicator: Communicator
+    tensor: Callable[[Any], Any]
+    exchanger: Callable[[Algorithm, Wire, int], Exchanger] | None = None
+
+
+def torch_ranks() -> Ranks:
+    """Return the ranks, with tensors of PyTorch."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    return Ranks(HorovodCommunicator("horovod.torch", None, torch.from_numpy), torch.from_numpy, _torch_exchanger)
+
+
+def _torch_exchanger(algorithm: Algorithm, wire: Wire, size: int) -> Exchanger:
+    import torch
+
+    from hvd_periodic.torch import PeriodicOptimizer
+
+    x = torch.nn.Parameter(torch.zeros(size))
+    x.grad = torch.zeros(size)
+    local = torch.optim.SGD([x], 0.1)
+    optimizer = PeriodicOptimizer(local, [("x", x)], algorithm, _NEVER, compression=wire)
+    optimizer.step()
+    found: Exchanger = optimizer.synchronizer
+    return found
+
+
+def tensorflow_ranks() -> Ranks:
+    """Return the ranks, with tensors of TensorFlow."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+
+    hvd.init()
+    return Ranks(TensorFlowCommunicator(), tf.convert_to_tensor)
+
+
+FRAMEWORKS: dict[str, Callable[[], Ranks]] = {"torch": torch_ranks, "tensorflow": tensorflow_ranks}
+
+
+def job() -> Ranks:
+    """Return the ranks of this job.
+
+    Raises:
+        RefusalError: Horovod is there for no framework; or, from all ranks, it does not know of the others.
+    """
+    reasons = []
+    for name, ranks in FRAMEWORKS.items():
+        try:
+            return ranks()
+        except ImportError as error:
+            reasons.append(f"{name}: {error}")
+        except RuntimeError as error:
+            raise RefusalError(str(error)) from error
+    raise RefusalError(f"This needs Horovod with PyTorch or TensorFlow, see hvdp doctor. {'; '.join(reasons)}")
+
+
+def network(ranks: Ranks, tick: Callable[[int], None]) -> Network:
+    """Return what a collective costs among these ranks. Collective."""
+    found = []
+    for size in ALLREDUCES:
+        sum_up = partial(_sum, ranks.communicator, ranks.tensor(np.zeros(size, np.float32)))
+        found.append((4.0 * size, _seconds(ranks.communicator, sum_up)))
+        tick(1)
+    return fit_network(ranks.communicator.size, found)
+
+
+def method(
+    ranks: Ranks, network: Network, algorithm: Algorithm, wire: Wire, tick: Callable[[int], None]
+) -> Method | None:
+    """Return what these ranks do themselves in an exchange; None: it cannot be measured. Collective."""
+    if ranks.exchanger is None:
+        return None
+    found = []
+    for size in EXCHANGES:
+        with refusing():
+            exchanger = ranks.exchanger(algorithm, wire, size)
+        found.append((4.0 * size, _seconds(ranks.communicator, exchanger.sync)))
+        exchanger.finalize()
+        tick(1)
+    return fit_method(network, ranks.communicator.size, found, wire)
+
+
+def _sum(communicator: Communicator, buffer: Any) -> None:
+    communicator.allreduce(buffer, "hvdp.sum")()
+
+
+def _seconds(communicator: Communicator, act: Callable[[], object]) -> float:
+    """Return the median of what something takes on the slowest rank, all beginning together. Collective."""
+    found = []
+    for repetition in range(REPETITIONS + 2):
+        communicator.gather_integers(np.zeros(1, np.int64), "hvdp.together")
+        started = time.perf_counter()
+        act()
+        taken = np.array([1e9 * (time.perf_counter() - started)]).astype(np.int64)
+        slowest = communicator.gather_integers(taken, "hvdp.nanoseconds").max()
+        if repetition >= 2:
+            found.append(float(slowest) / 1e9)
+    return median(found)

@@ -1,0 +1,162 @@
+"""Train on simulated workers: compare algorithms, periods and rates before paying for machines.
+
+  hvdp simulate --algorithm easgd,average,diloco --period 1,10,100
+  hvdp simulate --algorithm "easgd(moving_rate=0.1),easgd" --problem network --plot comparison.png
+  hvdp simulate --algorithm mine.Damped --function mine:loss_and_gradient
+
+Workers are threads, and run the very algorithms of the package. Every combination of the algorithms, periods and
+learning rates is trained on the same data. All workers begin alike and draw noise and examples of their own; the same
+command gives the same numbers.
+
+A function of your own, --function module:name, is called with the parameters, a float64 vector, and a numpy Generator,
+and returns (loss, gradient). It runs on several threads, and must not change the parameters. All begin at its attribute
+`start`, or at --dimension zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from hvd_periodic.arguments import require_int, require_momentum, require_real
+from hvd_periodic.cli import chosen, output, plots
+from hvd_periodic.cli.problems import PROBLEMS, Problem, Shape, of_function
+from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.simulated import Outcome, Setting, Training, simulate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--algorithm", default="average,easgd,diloco", metavar="A,...", help="default: %(default)s")
+    parser.add_argument("--period", default="10", metavar="P,...", help="local steps, or schedules (default: 10)")
+    parser.add_argument("--learning-rate", default="0.1", metavar="R,...", help="of a worker's SGD (default: 0.1)")
+    parser.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of a worker's SGD (default: 0)")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of each worker (default: 1000)")
+    parser.add_argument("--overlap", default="0", metavar="D", help="steps for which exchanges travel, or period")
+    parser.add_argument("--fragments", type=int, default=1, metavar="F", help="parts that are exchanged one by one")
+    parser.add_argument("--compression", default="none", metavar="C", help="fp16, bf16, int8, topk(0.01)")
+    problem = parser.add_argument_group("what is trained")
+    problem.add_argument("--problem", choices=PROBLEMS, default="quadratic", help="default: quadratic")
+    problem.add_argument("--function", metavar="MODULE:NAME", help="a function of your own instead")
+    problem.add_argument("--dimension", type=int, default=20, metavar="N", help="parameters or inputs (default: 20)")
+    problem.add_argument("--condition", type=float, default=100.0, metavar="K", help="largest by smallest curvature")
+    problem.add_argument("--noise", type=float, default=1.0, metavar="S", help="of gradients or targets (default: 1)")
+    problem.add_argument("--heterogeneity", type=float, default=0.0, metavar="H", help="of workers' data (default: 0)")
+    problem.add_argument("--batch", type=int, default=16, metavar="B", help="examples of a step (default: 16)")
+    problem.add_argument("--seed", type=int, default=0, help="of data and noise (default: 0)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the courses: .png, .svg, .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the courses, in place of the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train with every setting; print, draw."""
+    plots.require(arguments.plot)
+    training, settings, problem = _training(arguments), _settings(arguments), _problem(arguments)
+    outcomes = []
+    with output.progress("simulating", training.steps * len(settings)) as advance:
+        for setting in settings:
+            with refusing(str(setting)):
+                outcomes.append(simulate(problem, setting, training, partial(advance, now=str(setting))))
+    pairs = list(zip(settings, outcomes, strict=True))
+    what = arguments.function or arguments.problem
+    if arguments.json:
+        records = [outcome.record(setting) for setting, outcome in pairs]
+        head = {"problem": what, "workers": training.workers, "steps": training.steps, "seed": training.seed}
+        output.write_json(head | {"runs": records})
+    else:
+        _show(f"{what}: {training.workers} workers, {training.steps} steps each", pairs)
+    if arguments.plot:
+        plots.draw(arguments.plot, f"{what}, {training.workers} workers", _panels(pairs))
+    return 0
+
+
+def _training(arguments: argparse.Namespace) -> Training:
+    """Return what all settings have in common."""
+    with refusing():
+        workers = require_int(arguments.workers, "`--workers`", 1)
+        steps = require_int(arguments.steps, "`--steps`", 1)
+        fragments = require_int(arguments.fragments, "`--fragments`", 1)
+        momentum = require_momentum(arguments.momentum, "`--momentum`")
+        seed = require_int(arguments.seed, "`--seed`", 0)
+    if arguments.overlap != "period" and not arguments.overlap.isdigit():
+        raise RefusalError(f"`--overlap` must be local steps, or period. Received: {arguments.overlap!r}")
+    overlap = arguments.overlap if arguments.overlap == "period" else int(arguments.overlap)
+    wires = chosen.compressions(arguments.compression)
+    if len(wires) > 1:
+        raise RefusalError(f"`--compression` is one for all. Received: {arguments.compression!r}")
+    return Training(workers, steps, momentum, seed, overlap, fragments, wires[0][1])
+
+
+def _settings(arguments: argparse.Namespace) -> list[Setting]:
+    """Return every combination of algorithm, period and learning rate."""
+    combinations = product(
+        chosen.algorithms(arguments.algorithm),
+        chosen.periods(arguments.period),
+        chosen.rates(arguments.learning_rate, "--learning-rate"),
+    )
+    return [
+        Setting(algorithm, period, rate, made, schedule) for (algorithm, made), (period, schedule), rate in combinations
+    ]
+
+
+def _problem(arguments: argparse.Namespace) -> Problem:
+    """Return what is trained."""
+    with refusing():
+        require_int(arguments.dimension, "`--dimension`", 1)
+        require_int(arguments.batch, "`--batch`", 1)
+        if not require_real(arguments.condition, "`--condition`", positive=True) >= 1:
+            raise RefusalError(f"`--condition` must be at least 1. Received: {arguments.condition!r}")
+        for name in ("noise", "heterogeneity"):
+            require_real(getattr(arguments, name), f"`--{name}`", positive=False)
+    if arguments.function:
+        function = chosen.user_object(arguments.function, "--function")
+        return of_function(function, arguments.dimension, arguments.seed, arguments.function)
+    names = ("workers", "dimension", "condition", "noise", "heterogeneity", "batch")
+    shape = Shape(**{name: getattr(arguments, name) for name in names})
+    return PROBLEMS[arguments.problem](shape, np.random.default_rng(arguments.seed))
+
+
+def _show(title: str, pairs: list[tuple[Setting, Outcome]]) -> None:
+    """Print a row for each training."""
+    columns = ("algorithm", "period", "rate", "center", "replicas", "distance", "exchanges", "MB sent")
+    rows = []
+    for setting, outcome in pairs:
+        typed = (setting.algorithm, setting.period, f"{setting.learning_rate:g}")
+        if outcome.diverged is None:
+            later = outcome.course[len(outcome.course) // 2 :]
+            means = (np.mean([getattr(point, name) for point in later]) for name in ("replicas", "distance"))
+            numbers = (f"{value:.4g}" for value in (outcome.center, *means))
+            rows.append((*typed, *numbers, str(outcome.exchanges), f"{outcome.bytes / 1e6:.3g}"))
+        else:
+            rows.append((*typed, f"diverged at step {outcome.diverged}", "", "", "", ""))
+    output.show(title, columns, rows)
+    output.say(
+        "center: its loss at the end, after the last exchange. replicas, distance: their loss and distance to the "
+        "center, means over workers and the second half of the training. exchanges, MB sent: of each worker."
+    )
+
+
+def _panels(pairs: list[tuple[Setting, Outcome]]) -> list[plots.Panel]:
+    """Return losses over steps and over what was sent, and distances."""
+    losses, sent, distances = [], [], []
+    positive = all(point.center > 0 and point.replicas > 0 for _, outcome in pairs for point in outcome.course)
+    for color, (setting, outcome) in enumerate(pairs):
+        course, label = outcome.course, str(setting)
+        steps, center = [point.step for point in course], [point.center for point in course]
+        exchanged = [point for point in course if point.bytes]
+        megabytes = [point.bytes / 1e6 for point in exchanged]
+        losses.append(plots.Curve(label, steps, center, color))
+        losses.append(plots.Curve("mean of the replicas", steps, [point.replicas for point in course], color, ":"))
+        sent.append(plots.Curve(label, megabytes, [point.center for point in exchanged], color))
+        distances.append(plots.Curve(label, steps, [point.distance for point in course], color))
+    log = "y" if positive else ""
+    return [
+        plots.Panel("local step", "loss of the center", losses, log),
+        plots.Panel("MB sent by a worker", "loss of the center", sent, f"x{log}"),
+        plots.Panel("local step", "distance of replicas to the center", distances),
+    ]

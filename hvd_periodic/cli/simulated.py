@@ -1,0 +1,189 @@
+"""One training on simulated workers: threads of this process, with the numpy front end and all of the core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic import SGD, Algorithm, Communicator, PeriodicOptimizer, Schedule, Wire
+from hvd_periodic.cli.problems import Problem
+from hvd_periodic.comm.threads import run
+
+DIVERGED = 1e30
+"""A loss above which a training has no way back."""
+
+_PATIENCE = 24 * 3600.0
+"""Seconds for which a worker waits for the others; users' functions may be slow."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained with: an algorithm, a period and a learning rate, and how users have typed them."""
+
+    algorithm: str
+    period: str
+    learning_rate: float
+    made: Algorithm = field(repr=False)
+    schedule: Schedule = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}, {self.period}, {self.learning_rate:g}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all settings have in common."""
+
+    workers: int
+    steps: int
+    momentum: float
+    seed: int
+    overlap: int | str
+    fragments: int
+    compression: Wire
+    points: int = 100
+    """At how many steps losses are taken."""
+
+
+@dataclass
+class Point:
+    """Where a training is, at some step.
+
+    Attributes:
+        step: local steps.
+        exchanges, bytes: of one worker, so far.
+        center: loss of the center.
+        replicas: mean of the losses of the replicas.
+        distance: mean distance of replicas to the center.
+    """
+
+    step: int
+    exchanges: int
+    bytes: int
+    center: float
+    replicas: float
+    distance: float
+
+
+@dataclass
+class Outcome:
+    """What became of a training.
+
+    Attributes:
+        course: on the way; the last point is that of the last step.
+        center: loss of the center that all leave with, after the last exchange.
+        exchanges, bytes: of one worker, with the last exchange.
+        diverged: the step at which the loss was beyond all bounds; then there is no more than the course until there.
+    """
+
+    course: list[Point]
+    center: float = math.nan
+    exchanges: int = 0
+    bytes: int = 0
+    diverged: int | None = None
+
+    def record(self, setting: Setting) -> dict[str, Any]:
+        """Return plain values."""
+        typed = {"algorithm": setting.algorithm, "period": setting.period, "learning_rate": setting.learning_rate}
+        return typed | asdict(self)
+
+
+class _DivergedError(Exception):
+    """On one of the workers; the others end with it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+def simulate(problem: Problem, setting: Setting, training: Training, tick: Callable[[int], None]) -> Outcome:
+    """Train on simulated workers.
+
+    Args:
+        problem: what.
+        setting: how.
+        training: how long, and the like.
+        tick: is told of local steps as they pass.
+    """
+    marks = _marks(training)
+    notes: list[list[Point]] = [[] for _ in range(training.workers)]
+
+    def work(communicator: Communicator) -> Outcome:
+        rank = communicator.rank
+        with np.errstate(all="ignore"):
+            return _train(communicator, problem, setting, training, marks, notes[rank], tick if rank == 0 else _nothing)
+
+    try:
+        outcome = run(training.workers, work, _PATIENCE)[0]
+    except _DivergedError as error:
+        outcome = Outcome([], diverged=error.step)
+    outcome.course = [_mean(points) for points in zip(*notes, strict=False)]
+    return outcome
+
+
+def _train(
+    communicator: Communicator,
+    problem: Problem,
+    setting: Setting,
+    training: Training,
+    marks: set[int],
+    notes: list[Point],
+    tick: Callable[[int], None],
+) -> Outcome:
+    """Train as one of the workers; note what is there at the marks."""
+    own = np.random.default_rng([training.seed, communicator.rank])
+    x = problem.start.copy()
+    # Fragments end where tensors end: views of one vector.
+    tensors = np.array_split(x, training.fragments)
+    optimizer = PeriodicOptimizer(
+        SGD(setting.learning_rate, training.momentum),
+        {f"x{i}": tensor for i, tensor in enumerate(tensors)},
+        setting.made,
+        setting.schedule,
+        communicator=communicator,
+        overlap=training.overlap,
+        fragments=training.fragments,
+        compression=training.compression,
+    )
+    synchronizer = optimizer.synchronizer
+    for step in range(training.steps + 1):
+        if step:
+            loss, gradient = problem.sample(communicator.rank, x, own)
+            if not (abs(loss) < DIVERGED and np.isfinite(gradient).all()):
+                raise _DivergedError(step)
+            synchronizer.report(loss)
+            optimizer.step(np.array_split(gradient, training.fragments))
+        if step in marks:
+            counters, replica = synchronizer.counters, problem.loss(x)
+            distance = synchronizer.distance() if step else 0.0
+            with optimizer.center():
+                center = problem.loss(x) if communicator.rank == 0 else math.nan
+            notes.append(Point(step, counters.rounds, counters.bytes_sent, center, replica, distance))
+            tick(step - (notes[-2].step if step else 0))
+    synchronizer.finalize()
+    counters = synchronizer.counters
+    with optimizer.center():
+        center = problem.loss(x)
+    return Outcome([], center, counters.rounds, counters.bytes_sent)
+
+
+def _marks(training: Training) -> set[int]:
+    """Return steps at which losses are taken: at random, as equal distances would meet exchanges always or never."""
+    edges = np.linspace(0, training.steps, min(training.points, training.steps) + 1).astype(int)
+    return {0, training.steps, *np.random.default_rng(0).integers(edges[:-1], edges[1:], endpoint=True).tolist()}
+
+
+def _mean(points: tuple[Point, ...]) -> Point:
+    """Return one point for all workers: the center, which is the same, and means of the replicas."""
+    first = points[0]
+    replicas = float(np.mean([point.replicas for point in points]))
+    distance = float(np.mean([point.distance for point in points]))
+    return Point(first.step, first.exchanges, first.bytes, first.center, replicas, distance)
+
+
+def _nothing(_steps: int) -> None:
+    return None
