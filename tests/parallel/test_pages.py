@@ -1,0 +1,49 @@
+"""Every code block of README and documentation runs, each page in a process of its own, or in two ranks where it says so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PATIENCE
+from tests.parallel.launch import MPIRUN, ROOT, environment
+
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+LANGUAGES = {"python", "diff", "bash", "text"}
+BLOCKS = re.compile(r"^```(\w*).*?^```$", re.MULTILINE | re.DOTALL)
+RANKS = "<!-- ranks: 2 -->"
+
+
+def languages(page: Path) -> list[str]:
+    return BLOCKS.findall(page.read_text())
+
+
+def test_every_block_says_its_language() -> None:
+    """Only text is not looked at."""
+    assert {name: set(languages(page)) - LANGUAGES for name, page in PAGES.items()} == dict.fromkeys(PAGES, set())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if set(languages(page)) - {"text"}])
+def test_the_blocks_run(name: str, tmp_path: Path) -> None:
+    launcher = [*MPIRUN, "-np", "2"] if RANKS in PAGES[name].read_text() else []
+    done = subprocess.run(
+        [*launcher, sys.executable, "-m", "tests.pages", str(PAGES[name])],
+        env=environment() | {"TF_NUM_INTRAOP_THREADS": "1", "MPLBACKEND": "agg"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^[1-9]\d* blocks$", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_short(name: str) -> None:
+    assert len(PAGES[name].read_text().splitlines()) < (121 if name == "README.md" else 250)
