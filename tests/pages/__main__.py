@@ -54,4 +54,4 @@ def run(page: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(run(Path(sys.argv[1]).resolve()), "blocks", flush=True)
+    print(f"{run(Path(sys.argv[1]).resolve())} blocks\n", end="", flush=True)
