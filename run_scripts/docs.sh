@@ -37,6 +37,7 @@ main() {
   local folder="$CACHE/docs"
   provide_tools "$folder"
   cd "$PROJECT_ROOT"
+  export NO_MKDOCS_2_WARNING=1
   "$folder/bin/python3" -m mkdocs "${command[@]}" "$@"
 }
 

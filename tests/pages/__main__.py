@@ -1,8 +1,8 @@
 """Runs the code blocks of a page, in their order and in one namespace: ``python -m tests.pages PAGE``.
 
-What a block needs beside those before it comes from blocks that a reader does not see, in comments of HTML. Of a diff, what
-it leaves is run. Shell is read, not run: the files of the project that it names have to be there. Files to be added
-to the project (``# hvd_periodic/...``) have a test of their own, test_contributing.py.
+What a block needs beside those before it comes from blocks that a reader does not see, in comments of HTML. Of a diff,
+what it leaves is run. Shell is read, not run: the files of the project that it names have to be there. Files to be
+added to the project (``# hvd_periodic/...``) have a test of their own, test_contributing.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import hvd_periodic.tensorflow as hvdp
+from hvd_periodic import tensorflow as hvdp
 
 hvd.init()
 generator = np.random.default_rng(hvd.rank())
@@ -32,6 +32,21 @@ local = keras.optimizers.SGD(0.1, momentum=0.9)
 optimizer = local
 
 __all__ = [
-    *("dataset", "epochs", "hvd", "hvdp", "images", "keras", "labels", "local", "loss", "make_model"),
-    *("model", "np", "optimizer", "shard", "test_images", "test_labels", "tf"),
+    "dataset",
+    "epochs",
+    "hvd",
+    "hvdp",
+    "images",
+    "keras",
+    "labels",
+    "local",
+    "loss",
+    "make_model",
+    "model",
+    "np",
+    "optimizer",
+    "shard",
+    "test_images",
+    "test_labels",
+    "tf",
 ]

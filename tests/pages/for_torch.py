@@ -4,7 +4,7 @@ import horovod.torch as hvd
 import torch
 from torch.nn.functional import cross_entropy
 
-import hvd_periodic.torch as hvdp
+from hvd_periodic import torch as hvdp
 
 hvd.init()
 torch.manual_seed(hvd.rank())
@@ -34,6 +34,16 @@ local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = local
 
 __all__ = [
-    *("Net", "cross_entropy", "epochs", "evaluate", "hvd", "hvdp", "loader"),
-    *("local", "make_loader", "model", "optimizer", "torch"),
+    "Net",
+    "cross_entropy",
+    "epochs",
+    "evaluate",
+    "hvd",
+    "hvdp",
+    "loader",
+    "local",
+    "make_loader",
+    "model",
+    "optimizer",
+    "torch",
 ]
