@@ -15,6 +15,10 @@ from tests.parallel.launch import MPIRUN, ROOT, environment
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 LANGUAGES = {"python", "diff", "bash", "text"}
 BLOCKS = re.compile(r"^```(\w*).*?^```$", re.MULTILINE | re.DOTALL)
+LINKS = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "run_scripts/README.md", "examples/existing/README.md")
+"""Pages whose links MkDocs does not check."""
+
 RANKS = "<!-- ranks: 2 -->"
 
 
@@ -48,3 +52,18 @@ def test_the_blocks_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_are_short(name: str) -> None:
     assert len(PAGES[name].read_text().splitlines()) < (121 if name == "README.md" else 250)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links may point to: headings in small letters, without punctuation, with hyphens."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target, anchor in LINKS.findall(page.read_text()):
+        found = (page.parent / target) if target else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
