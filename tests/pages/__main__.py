@@ -1,4 +1,4 @@
-"""Runs the code blocks of a page, in their order and in one namespace: ``python -m tests.pages PAGE``.
+"""Runs the code blocks of a page, in their order and in one namespace: ``python -m tests.pages PAGE FOLDER``.
 
 What a block needs beside those before it comes from blocks that a reader does not see, in comments of HTML. Of a diff,
 what it leaves is run. Shell is read, not run: the files of the project that it names have to be there. Files to be
@@ -7,6 +7,7 @@ added to the project (``# hvd_periodic/...``) have a test of their own, test_con
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -54,4 +55,6 @@ def run(page: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(f"{run(Path(sys.argv[1]).resolve())} blocks\n", end="", flush=True)
+    page = Path(sys.argv[1]).resolve()
+    os.chdir(sys.argv[2])  # For what the blocks write.
+    print(f"{run(page)} blocks\n", end="", flush=True)

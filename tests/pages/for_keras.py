@@ -9,7 +9,7 @@ from hvd_periodic import tensorflow as hvdp
 
 hvd.init()
 generator = np.random.default_rng(hvd.rank())
-images, labels = generator.normal(size=(96, 4)).astype("float32"), generator.integers(3, size=96)
+images, labels = generator.normal(size=(48, 4)).astype("float32"), generator.integers(3, size=48)
 test_images, test_labels = images[:16], labels[:16]
 loss = "sparse_categorical_crossentropy"
 epochs = 2

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE
-from tests.parallel.launch import MPIRUN, ROOT, environment
+from tests.parallel.launch import ROOT, start
 
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 LANGUAGES = {"python", "diff", "bash", "text"}
@@ -18,6 +15,13 @@ BLOCKS = re.compile(r"^```(\w*).*?^```$", re.MULTILINE | re.DOTALL)
 LINKS = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "run_scripts/README.md", "examples/existing/README.md")
 """Pages whose links MkDocs does not check."""
+
+FRAMEWORKS = {
+    "tests.pages.for_keras": "tensorflow",
+    "tests.pages.for_graphs": "tensorflow",
+    "tests.pages.for_torch": "torch",
+}
+"""What a page has to import, by how it is set up."""
 
 RANKS = "<!-- ranks: 2 -->"
 
@@ -32,21 +36,14 @@ def test_every_block_says_its_language() -> None:
     assert not any(others.values()), others
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if set(languages(page)) - {"text"}])
 def test_the_blocks_run(name: str, tmp_path: Path) -> None:
-    launcher = [*MPIRUN, "-np", "2"] if RANKS in PAGES[name].read_text() else []
-    done = subprocess.run(
-        [*launcher, sys.executable, "-m", "tests.pages", str(PAGES[name])],
-        env=environment() | {"TF_NUM_INTRAOP_THREADS": "1", "MPLBACKEND": "agg"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE * 120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^[1-9]\d* blocks$", done.stdout, re.MULTILINE), done.stdout
+    text = PAGES[name].read_text()
+    launcher, ranks = ("mpirun", 2) if RANKS in text else ("python", 1)
+    framework = next((framework for setup, framework in FRAMEWORKS.items() if setup in text), None)
+    output = start(launcher, ranks, ["-m", "tests.pages", str(PAGES[name]), str(tmp_path)], 60, framework)
+    assert len(re.findall(r"^[1-9]\d* blocks$", output, re.MULTILINE)) == ranks, output
 
 
 @pytest.mark.parametrize("name", PAGES)
