@@ -22,7 +22,7 @@ WeightLike = float | Callable[[], float] | None
 class ExchangeOptions(TypedDict, total=False):
     """Options that go to the synchronizer of the core as they are; annotated with their defaults.
 
-    Keys:
+    Attributes:
         center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
             ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
         optimizer_state: what becomes of the local optimizer's state at an exchange: ``"local"``, every worker keeps its
@@ -82,7 +82,7 @@ class Options(ExchangeOptions, total=False):
 
     A new one is declared here or in :class:`ExchangeOptions`, and every constructor takes it.
 
-    Keys:
+    Attributes:
         root_rank: the rank, in Horovod's global numbering, whose values all start from. Default: the first.
         process_set: the Horovod process set that exchanges, default all ranks; or any
             :class:`~hvd_periodic.Communicator`.

@@ -8,6 +8,10 @@ PATIENCE = 8
 """Limits in the tests are for two idle cores; this many times as long may a test really take, where cores are busy."""
 
 
+collect_ignore = ["pages"]
+"""What the blocks of pages talk about starts Horovod when it is imported."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Stretch the limits of all tests."""
     for item in items:

@@ -11,7 +11,7 @@ from hvd_periodic.options import Options
 class NumpyOptions(Options, total=False):
     """Options of the numpy front end.
 
-    Keys:
+    Attributes:
         communicator: another name of ``process_set``, which has to be a :class:`~hvd_periodic.Communicator` here.
             Default: this process alone.
     """

@@ -62,6 +62,10 @@ class KeptExchanges(Kept):
     def rejoin(self, name: str) -> None:
         """Be of the ranks that there are now, under a prefix of the names of collectives; communicates nothing."""
 
+    def has_whole(self, copied: Any) -> bool:
+        """Return whether the center is in what :meth:`copied` returned; not of a share that was loaded from a file."""
+        return all(vectors.get("center") for vectors in self.exchanges_in(copied)["vectors"].values())
+
     def share(self) -> Share:
         """Return what this rank holds of the center, in copies that travel."""
         return own_share(self.synchronizer)
@@ -245,7 +249,8 @@ class Commits:
             yield
         except Exception:
             for name, kept in self._kept().items():
-                kept.put_back(states[name])
+                if not isinstance(kept, KeptExchanges) or kept.has_whole(states[name]):
+                    kept.put_back(states[name])
             for name, each in self._exchanges().items():
                 if not loaded[name]:
                     each.synchronizer.checkpoint.forget()

@@ -10,7 +10,7 @@ from hvd_periodic.options import Options
 class TensorFlowOptions(Options, total=False):
     """Options of the TensorFlow front end.
 
-    Keys:
+    Attributes:
         buffers: ``"average"``: at every exchange real statistics of the model (batch normalization) become their mean
             over ranks, integer ones their maximum; ``"local"``: they are broadcast at the start and then left alone.
             Default: ``"average"``, where a model is given.
@@ -22,7 +22,7 @@ class TensorFlowOptions(Options, total=False):
 class KerasOptions(TensorFlowOptions, total=False):
     """Options of Keras optimizers.
 
-    Keys:
+    Attributes:
         name: of the optimizer.
     """
 

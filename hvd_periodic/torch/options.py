@@ -11,7 +11,7 @@ from hvd_periodic.torch.buffers import Buffers
 class TorchOptions(Options, total=False):
     """Options of the torch front end.
 
-    Keys:
+    Attributes:
         buffers: what becomes of the model's buffers at an exchange. ``"average"``: real ones become their mean over
             ranks, integer ones their maximum; ``"maximum"``; ``"broadcast"``: all become those of ``root_rank``;
             ``"local"``: they are broadcast at the start and then left alone. One of these for all; a dict from patterns

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md adds to the project, in a copy of it: one file each, with its test."""
+"""What the pages *Extend* add to the project, in a copy of it: one file each, with its test."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from tests.conftest import PATIENCE
 ROOT = Path(__file__).parents[2]
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-SUITES = ["conformance/test_algorithms.py", "conformance/test_schedules.py", "unit/test_imports.py"]
+SUITES = [
+    "conformance/test_algorithms.py",
+    "conformance/test_schedules.py",
+    "conformance/test_placements.py",
+    "unit/test_imports.py",
+]
 """They find what is new by themselves."""
 
 
 @pytest.mark.timeout(60)
 def test_every_file_works_as_it_stands(tmp_path: Path) -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    files = dict(FILE.findall(text))
-    assert len(files) == text.count("```python"), "every block begins with the path of its file"
+    pages = [path.read_text() for path in sorted((ROOT / "docs/extend").glob("*.md"))]
+    files = dict(found for page in pages for found in FILE.findall(page))
+    assert len(pages) == 1 + len(files) / 2, "a page has a file and its test"
     for folder in ("hvd_periodic", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "golden"))
     shutil.copy(ROOT / "setup.cfg", tmp_path)
@@ -33,7 +38,7 @@ def test_every_file_works_as_it_stands(tmp_path: Path) -> None:
         (tmp_path / path).write_text(content)
     names = [Path(path).stem for path in files if path.startswith("hvd_periodic/")]
     tests = [path for path in files if path.startswith("tests/")]
-    assert len(names) == len(tests) == 5
+    assert len(names) == len(tests) == 8
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", " or ".join(names)),
@@ -48,5 +53,11 @@ def test_every_file_works_as_it_stands(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for found in ("test_it_is_a_value[Damped]", "test_it_is_a_value[Growing]", "[lists.py]", "[comm/files.py]"):
+    for found in (
+        "test_it_is_a_value[Damped]",
+        "test_it_is_a_value[Growing]",
+        "[lists.py]",
+        "[comm/files.py]",
+        "[wires/levels.py]",
+    ):
         assert f"{found} PASSED" in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""Every promise of GUARANTEES.md names tests, and those exist."""
+"""Every promise of the guarantees names tests, and those exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "GUARANTEES.md").read_text()
+PAGE = (ROOT / "docs/concepts/guarantees.md").read_text()
 PROMISES = [
     line for line in PAGE.splitlines() if line.startswith("|") and "---" not in line and "broken on" not in line
 ]

@@ -1,0 +1,1 @@
+"""The code blocks of README and documentation, run as they stand."""

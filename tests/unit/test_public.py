@@ -1,0 +1,79 @@
+"""Every public name has a docstring, and a place in the API pages."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvd_periodic
+
+PAGES = sorted((Path(__file__).parents[2] / "docs/api").glob("*.md"))
+ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+FRONT_ENDS = {
+    "hvd_periodic": None,
+    "hvd_periodic.torch": "torch",
+    "hvd_periodic.tensorflow": "tensorflow",
+    "hvd_periodic.tensorflow.contrib_opt": "tensorflow",
+}
+"""Packages whose names are public, and what has to be there to import them."""
+
+ELSEWHERE = {"__version__", "callbacks"}
+"""A number, and a module that has a page of its own."""
+
+
+def entries() -> list[str]:
+    return [entry for page in PAGES for entry in ENTRY.findall(page.read_text())]
+
+
+def resolved(entry: str) -> Any:
+    module, _, name = entry.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def public(package: str) -> dict[str, Any]:
+    """Return the public names of a package."""
+    module = importlib.import_module(package)
+    return {name: getattr(module, name) for name in module.__all__ if name not in ELSEWHERE}
+
+
+@pytest.mark.parametrize("package", FRONT_ENDS)
+def test_every_public_name_is_documented(package: str) -> None:
+    if FRONT_ENDS[package]:
+        pytest.importorskip(FRONT_ENDS[package])
+    listed = {entry.rpartition(".")[2]: entry for entry in entries() if of_package(entry, package)}
+    for name, value in public(package).items():
+        assert name in listed, f"{package}.{name} is on no page of docs/api"
+        assert resolved(listed[name]) is value, f"{listed[name]} is not {package}.{name}"
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert value.__doc__, f"{package}.{name} has no docstring"
+
+
+def of_package(entry: str, package: str) -> bool:
+    """Say whether an entry is a name of a front end, or of what they share."""
+    shared = ("algorithms", "schedules", "sync", "comm", "wires", "journal")
+    rooms = ("numpy", *shared) if package == "hvd_periodic" else shared
+    homes = [f"hvd_periodic.{room}." for room in rooms]
+    own = "contrib_opt" in entry if package.endswith("contrib_opt") else "contrib_opt" not in entry
+    return own and (entry.startswith(tuple(homes)) or (package != "hvd_periodic" and entry.startswith(f"{package}.")))
+
+
+def test_every_callback_is_documented() -> None:
+    pytest.importorskip("tensorflow")
+    callbacks = importlib.import_module("hvd_periodic.tensorflow.callbacks")
+    own = [name for name, value in vars(callbacks).items() if getattr(value, "__module__", "") == callbacks.__name__]
+    public_ones = [name for name in own if not name.startswith("_")]
+    assert {f"{callbacks.__name__}.{name}" for name in public_ones} <= set(entries())
+    assert all(getattr(callbacks, name).__doc__ for name in public_ones)
+
+
+def test_every_entry_is_there() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("horovod")
+    assert all(resolved(entry) is not None for entry in entries())
+    assert hvd_periodic.__version__
