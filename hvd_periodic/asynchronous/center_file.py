@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 
@@ -32,12 +34,16 @@ class CenterFile:
         communicator: the ranks.
         root: the rank that makes it.
         parts: what is exchanged.
+
+    Attributes:
+        release: lets other optimizers have the path, now that training is over.
     """
 
     def __init__(self, path: Path, communicator: Communicator, root: int, parts: Sequence[ExchangedTensors]) -> None:
         self.path = path
         self._communicator, self._root, self._parts = communicator, root, parts
         self._appeared = False
+        self.release: Callable[[], object] = lambda: None
 
     def open(self, name: str, everywhere: bool) -> np.ndarray | None:
         """Make the file, and return its center as bytes; collective.
@@ -75,19 +81,27 @@ class CenterFile:
 
     def appear(self) -> None:
         """Let the file have its name; on the root."""
-        if not self._appeared:
-            if self.path.exists():
-                self.path.replace(f"{self.path}.previous")
-            self._unfinished.replace(self.path)
-            self._appeared = True
+        if self._appeared:
+            return
+        if self.path.exists():
+            previous = Path(f"{self.path}.previous")
+            previous.unlink(missing_ok=True)
+            previous.hardlink_to(self.path)  # The file keeps its name until the new one takes it.
+        self._unfinished.replace(self.path)
+        self._appeared = True
 
     @property
     def _unfinished(self) -> Path:
         return Path(f"{self.path}.unfinished")
 
     def _make(self, header: bytes) -> np.ndarray:
+        if self.path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        for used in filter(Path.exists, (self.path, self._unfinished)):
+            os.close(_locked(used))
         self._unfinished.unlink(missing_ok=True)  # That of a job that ended before its first step.
         with self._unfinished.open("x+b") as file:
+            self.release = finalize(self, os.close, _locked(self._unfinished))
             # What is missing is an error here; on a page that has no place on the disk it would end the process.
             os.posix_fallocate(file.fileno(), 0, len(header) + self._nbytes)
             file.write(header)
@@ -105,6 +119,23 @@ class CenterFile:
     @property
     def _nbytes(self) -> int:
         return CenterInMemory.nbytes(self._parts, [part.layout for part in self._parts])
+
+
+def _locked(path: Path) -> int:
+    """Return a descriptor by which a file is locked.
+
+    Raises:
+        BlockingIOError: another optimizer has it, of this job or of another.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise BlockingIOError("another optimizer is using it: give each a file of its own") from error
+    except OSError:  # A disk without locks.
+        return descriptor
+    return descriptor
 
 
 def _header(parts: Sequence[ExchangedTensors], token: str) -> bytes:

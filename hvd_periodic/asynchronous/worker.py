@@ -310,6 +310,8 @@ class Worker:
             self._tell_lost()
             self._final = [self.transport.read(index) for index in range(self._count)]
             self.communicator.assemble(self._number)
+        if self._file is not None:
+            self._file.release()
         self.transport.expect_nothing()
 
     def final(self, index: int) -> np.ndarray:

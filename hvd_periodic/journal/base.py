@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+logger = logging.getLogger("hvd_periodic")
 
 Facts = Mapping[str, object]
 """What training is, by readable name: numbers, strings, lists of them, None."""
@@ -139,8 +142,7 @@ class Journal:
         """Tell that training begins with these counters."""
         self._first = self._last = count
         self._begun, self._waited, self._open = time.perf_counter(), None, 1.0
-        for listener in self.listeners:
-            listener.began(facts)
+        self._tell(lambda listener: listener.began(facts))
 
     def exchanged(
         self,
@@ -156,7 +158,8 @@ class Journal:
         Args:
             count: counters at its end.
             waited: seconds until all ranks had come.
-            closes: part of its distance to the replicas that the center has closed in it; None where there is none.
+            closes: part of its distance to the replicas that the center has closed in it; None where there is no such
+                thing.
             step_seconds: as in :class:`Report`.
             loss: likewise.
             learning_rate: likewise.
@@ -182,8 +185,7 @@ class Journal:
             count.missed - before.missed,
             count.left_out > before.left_out,
         )
-        for listener in self.listeners:
-            listener.exchanged(report)
+        self._tell(lambda listener: listener.exchanged(report))
 
     def ended(self, count: Count) -> None:
         """Tell that training is over."""
@@ -202,5 +204,14 @@ class Journal:
             count.missed - first.missed,
             None if math.isnan(self._open) or count.rounds == first.rounds else 1.0 - self._open,
         )
-        for listener in self.listeners:
-            listener.ended(total)
+        self._tell(lambda listener: listener.ended(total))
+
+    def _tell(self, tell: Callable[[Listener], None]) -> None:
+        """Tell all listeners; one that fails hears no more, and training goes on as on ranks where nobody failed."""
+        for listener in list(self.listeners):
+            try:
+                tell(listener)
+            except Exception as error:
+                self.listeners.remove(listener)
+                name = type(listener).__name__
+                logger.warning("%s hears of no more exchanges, as it has failed: %s", name, error, exc_info=True)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class RunLog(Listener):
         self._write("ended", asdict(total))
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        if self._over:
+            return
         rank, optimizer = self._place()
         path = self._folder / f"rank-{rank}.jsonl"
         known = {name: _plain(value) for name, value in values.items() if value is not None}
@@ -69,11 +72,20 @@ class RunLog(Listener):
                 self._close()
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 self._path, self._close = path, finalize(self, os.close, self._file)
-            if not self._over:
-                os.write(self._file, json.dumps({"event": event, "optimizer": optimizer, **known}).encode() + b"\n")
+                if _is_cut_off(path):
+                    os.write(self._file, b"\n")
+            os.write(self._file, json.dumps({"event": event, "optimizer": optimizer, **known}).encode() + b"\n")
         except OSError as error:
             self._over = True
             logger.warning("The run log %s ends here: %s", path, error)
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Return whether the last line of a job before was not written to its end."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(file.tell() - 1, 0))
+        return file.read(1) not in (b"", b"\n")
 
 
 def _plain(value: Any) -> Any:
@@ -89,15 +101,14 @@ def folder_asked(given: str | os.PathLike[str] | None) -> Path | None:
     if given is not None and not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"`run_log` must be the path of a folder, or None. Received: {given!r}")
     asked = os.environ.get(VARIABLE) if given is None else given
-    return Path(asked) if asked else None
+    return Path(asked).absolute() if asked else None
 
 
 def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
-    """Return the lines of a run log by rank, each in their order; a last line that is cut off is left out.
+    """Return the lines of a run log by rank, each in their order; lines that the end of a job has cut off are left out.
 
     Raises:
         FileNotFoundError: there is no run log in the folder.
-        ValueError: a line that is no JSON; names file and line.
     """
     found = {int(path.stem.removeprefix("rank-")): list(_lines(path)) for path in Path(folder).glob("rank-*.jsonl")}
     if not found:
@@ -106,10 +117,6 @@ def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            return
-        try:
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
             yield json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path} has a line that is no JSON, the {number}th: {error}") from error

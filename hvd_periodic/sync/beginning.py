@@ -65,8 +65,7 @@ class Beginning(Generic[V]):
         self._plan_first_round(records)
         setting.ledger.begin()
         self.begun = True
-        if setting.journal.listeners:
-            setting.journal.began(facts_told(course), count_of(setting.ledger.counters))
+        self._tell()
         return replaces(start, standings, membership.global_rank, membership.global_root, averaging)
 
     def broadcast(self) -> None:
@@ -88,6 +87,13 @@ class Beginning(Generic[V]):
             self._plan_first_round(setting.meeting.meet(Purpose.START))
         setting.ledger.time(setting.ledger.local_steps)
         self.begun = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the journal that training begins, or goes on from other counters."""
+        setting = self._setting
+        if setting.journal.listeners:
+            setting.journal.began(facts_told(self._course), count_of(setting.ledger.counters))
 
     def take_from(self, giver: int) -> None:
         """Give all ranks what one of them has."""

@@ -128,7 +128,7 @@ class Forms(NamedTuple):
                 "`center_file` is for asynchronous exchange, in which a center moves outside of all replicas: save "
                 f"checkpoints of synchronous training. Received: center_file={str(center_file)!r}"
             )
-        return Path(center_file)
+        return Path(center_file).absolute()
 
 
 def _refuse(option: str, given: object, why: str) -> NoReturn:

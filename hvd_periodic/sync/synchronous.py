@@ -159,7 +159,7 @@ class Synchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = self._noted(own, due, plan)
-        tell(self, own, lambda: ledger.counters, setting.meeting.waited)
+        tell(self, own, lambda: ledger.counters, setting.meeting.waited, due.completes)
         ledger.time(agreed.step)
         return agreed.training
 

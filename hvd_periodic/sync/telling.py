@@ -89,7 +89,13 @@ def count_of(counters: Counters) -> Count:
     )
 
 
-def tell(course: Course[Any], own: Standpoint, counters: Callable[[], Counters], waited: float | None) -> None:
+def tell(
+    course: Course[Any],
+    own: Standpoint,
+    counters: Callable[[], Counters],
+    waited: float | None,
+    completes: bool = True,
+) -> None:
     """Tell of an exchange that is over.
 
     Args:
@@ -97,12 +103,14 @@ def tell(course: Course[Any], own: Standpoint, counters: Callable[[], Counters],
         own: where this rank stood before it.
         counters: returns them as they are after it.
         waited: seconds until all ranks had come; None where none waits.
+        completes: it ends a period, in which all fragments have had their turn.
     """
     setting, closes = course.setting, None
     if not setting.journal.listeners:
         return
     if course.steps_agree:
         size = setting.membership.communicator.size
-        closes = setting.exchanged.algorithm.closes(Exchange(size, own.clock.period))
+        closes = setting.exchanged.algorithm.closes(Exchange(size, own.clock.period)) if completes else 0.0
+        closes = 1.0 if setting.phase.equal else closes
     count = count_of(counters())
     setting.journal.exchanged(count, waited, closes, own.step_seconds, own.notes.loss, own.learning_rate)

@@ -35,11 +35,13 @@ class GraphMeeting:
 
     Attributes:
         before: what this rank knew by itself, as one vector of integers.
+        completes: the exchange ends a period.
     """
 
     def __init__(self, setting: Setting[Any], finite: Finite[Any] | None = None) -> None:
         self._setting, self._finite = setting, finite
         self._own: Standpoint | None = None
+        self.completes = True
         self._waited = self._came = 0.0
         known = ledger_of(setting).known() | {_NOT_FINITE: _first_not_finite(finite)}
         self._kinds = {name: scalar.dtype for name, scalar in known.items()}
@@ -82,7 +84,8 @@ class GraphMeeting:
 
         def told(counters: Counters) -> None:
             if self._own is not None:
-                tell(course, self._own, lambda: counters, self._waited if course.steps_agree else None)
+                waited = self._waited if course.steps_agree else None
+                tell(course, self._own, lambda: counters, waited, self.completes)
 
         return told if self._setting.journal.listeners else None
 

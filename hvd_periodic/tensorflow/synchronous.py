@@ -175,6 +175,7 @@ class GraphSynchronous(Synchronous[Any]):
         for fragment in self.turns.fragments:
             numbers |= zip(_names_of(fragment), turns.get(fragment.index, (0, 0)), strict=True)
         meeting.enter()
+        meeting.completes = due.completes
         return numbers
 
     def _started_alike(self, concluded: tf.Tensor) -> list[tf.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -128,21 +129,29 @@ class SaveBestCenter:
     def __call__(self, value: Any) -> bool:
         """Save the center if ``value`` is better than all before; return whether it is on this rank.
 
-        With ``center="root"`` or ``"sharded"`` all ranks call it with values of which all find the same: that of the
-        root decides.
+        With ``center="root"`` or ``"sharded"`` all ranks call it, and the value of the root decides. NaN is never best.
         """
         measured, membership = float(value), self._synchronizer.membership
+        better = not math.isnan(measured) and (self.best is None or self._sign * (measured - self.best) > 0)
+        found = better, measured if better else self.best
         if self._synchronizer.course.reads_together:
-            communicator, name = membership.communicator, f"{membership.name}.best"
-            measured = communicator.broadcast_object(measured, name, membership.root)
-        if not (self.best is None or self._sign * (measured - self.best) > 0):
+            found = membership.communicator.broadcast_object(found, f"{membership.name}.best", membership.root)
+        better, self.best = found
+        if not better:
             return False
-        self.best = measured
         if membership.is_root or self._synchronizer.course.reads_together:
             state = center_state_dict(self._model, self._synchronizer)
             if membership.is_root:
                 write_whole(self._path, lambda stream: torch.save(state, stream))
         return True
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Return the best value, for ``hvdp.save`` and elastic states."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Take the best value of before."""
+        self.best = state["best"]
 
 
 def _synchronizer_of(optimizer: Any) -> Synchronizer:

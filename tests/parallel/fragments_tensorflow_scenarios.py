@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def fragments_of_quadratics() -> Any:
 def fragments_within_a_tensor() -> Any:
     """One tensor in six buckets and three fragments, in every loop: the tensor after every step."""
     results: dict[str, Any] = {}
-    bucket_bytes = VariableReplica.__init__.__defaults__
-    VariableReplica.__init__.__defaults__ = (4 * 8,)
+    construct = VariableReplica.__init__
+    VariableReplica.__init__ = partialmethod(construct, bucket_bytes=4 * 8)  # type: ignore[assignment]
     try:
         for name in ("average", "easgd", "slowmo"):
             for loop in LOOPS:
@@ -99,7 +100,7 @@ def fragments_within_a_tensor() -> Any:
                     seen.append(w.numpy().tolist())
                 results[f"{name} {loop}"] = seen
     finally:
-        VariableReplica.__init__.__defaults__ = bucket_bytes
+        VariableReplica.__init__ = construct  # type: ignore[method-assign]
     return results
 
 

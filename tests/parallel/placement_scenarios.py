@@ -468,8 +468,8 @@ def tensorflow_program() -> Program:
     class SmallBuckets(module.VariableReplica):
         """A replica with small buckets where nothing is said."""
 
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments, bucket_bytes=BUCKET_BYTES_IN_GRAPHS)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, bucket_bytes=BUCKET_BYTES_IN_GRAPHS, **options)
 
     def small_buckets() -> Any:
         return patch.object(module, "VariableReplica", SmallBuckets)

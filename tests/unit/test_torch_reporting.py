@@ -179,3 +179,19 @@ def test_profilers_show_exchanges() -> None:
         trained(5)
     names = [event.name for event in profiler.events()]
     assert names.count("hvd_periodic.exchange") == 2
+
+
+@pytest.mark.parametrize("center", ["replicated", "sharded"])
+def test_what_is_best_survives_and_nan_is_not(center: str, tmp_path: Path) -> None:
+    """After a resume on the root alone too: where the center is in shards its word counts on all."""
+
+    def run(communicator: Communicator) -> list[bool]:
+        model, optimizer = trained(2, communicator=communicator, center=center)
+        before = hvdp.SaveBestCenter(tmp_path / "best.pt", model, optimizer)
+        saved = [before(float("nan")), before(0.9)]
+        resumed = hvdp.SaveBestCenter(tmp_path / "best.pt", model, optimizer)
+        if communicator.rank == 0 or center == "replicated":
+            resumed.load_state_dict(before.state_dict())
+        return [*saved, resumed(0.5), resumed(0.95)]
+
+    assert run_ranks(2, run) == [[False, True, False, True]] * 2
