@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -105,6 +106,16 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
     return Ended(process.returncode, output)
 
 
+def _kill(process: int) -> None:
+    """Kill a process, and wait until it is no more."""
+    descriptor = os.pidfd_open(process)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        select.select([descriptor], [], [], _GRACE)
+    finally:
+        os.close(descriptor)
+
+
 def _end(process: subprocess.Popen[str], mark: str) -> str:
     """End a program and all that it has started; return what it printed."""
     process.terminate()
@@ -115,7 +126,7 @@ def _end(process: subprocess.Popen[str], mark: str) -> str:
     for entry in Path("/proc").iterdir():
         with suppress(ValueError, OSError):
             if belongs in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
+                _kill(int(entry.name))
     with suppress(ProcessLookupError):
         process.kill()
     try:
