@@ -4,8 +4,8 @@
 #   bash run_scripts/setup.sh [--use-current-env] [--without tensorflow | --without torch]
 #
 # Needs Python 3.11 or newer (python3, or $PYTHON), a C++ compiler (g++, or $CXX), make, and a package index that pip can
-# reach; no root. Takes about 10 minutes the first time, of which 5 to build Horovod on two cores; interrupted, it goes on
-# where it was when it is run again, and when everything is there it does nothing.
+# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, three
+# in all. Interrupted, it goes on where it was when it is run again, and when everything is there it does nothing.
 #
 #   --use-current-env   No virtual environment: use the active one (the python3, mpirun and mpicxx on PATH). What it has
 #                       stays as it is: only missing packages are installed, and Horovod is built only if the one that is
@@ -288,7 +288,7 @@ install_horovod() {
 
 # Builds the Horovod wheel in folder $1.
 build_horovod() {
-  step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}" '5 min on two cores for both frameworks, 3 min for torch alone'
+  step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}" '4 min on two cores for both frameworks, 2 min for torch alone'
   cp "$SCRIPTS/horovod_cxx.sh" "$1/cxx"
   local compiler cuda=
   compiler=$(cxx) # Before CXX becomes the wrapper.
