@@ -1,7 +1,7 @@
-"""Checks an sdist and a wheel against the tree that they were built from: ``python -m tests.distributions TREE SDIST WHEEL``.
+"""Checks an sdist and a wheel against the tree they come from: ``python -m tests.distributions TREE SDIST WHEEL``.
 
-The sdist has every file of the tree but what serves the repository alone, the wheel the package and nothing else, and the metadata of
-both are valid and say the same.
+The sdist has every file of the tree but what serves the repository alone, the wheel the package and nothing else, and the
+metadata of both are valid and say the same.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def main(tree: Path, sdist: Path, wheel: Path) -> None:
             raise SystemExit(f"{what}: not as in the tree: {', '.join(names)}")
     if information.description_content_type != "text/markdown" or not information.description:
         raise SystemExit("metadata: the description is not README.md")
-    extras = ", ".join(information.provides_extra or [])
-    print(f"{information.name} {information.version}: {len(source)} files of source, {len(package)} of the package; {extras}")
+    print(f"{information.name} {information.version}: {len(source)} files of source, {len(package)} of the package")
+    print(f"extras: {', '.join(information.provides_extra or [])}")
 
 
 if __name__ == "__main__":

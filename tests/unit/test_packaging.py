@@ -118,8 +118,7 @@ def test_the_changelog_has_this_version() -> None:
     headings = releases()
     assert len(headings) == (ROOT / "CHANGELOG.md").read_text().count("\n## "), "## [VERSION] - YYYY-MM-DD"
     assert headings[0] == ("Unreleased", "")
-    version, day = headings[1]
-    assert version == hvd_periodic.__version__
+    assert headings[1][0] == hvd_periodic.__version__
     days = [date.fromisoformat(str(day)) for _, day in headings[1:]]
     assert days == sorted(days, reverse=True)
 
