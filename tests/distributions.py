@@ -1,7 +1,7 @@
 """Checks an sdist and a wheel against the tree they come from: ``python -m tests.distributions TREE SDIST WHEEL``.
 
-The sdist has every file of the tree but what serves the repository alone, the wheel the package and nothing else, and the
-metadata of both are valid and say the same.
+The sdist has every file of the tree but what serves the repository alone, the wheel the package and nothing else, and
+the metadata of both are valid and say the same.
 """
 
 from __future__ import annotations
