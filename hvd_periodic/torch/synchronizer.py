@@ -18,7 +18,7 @@ from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, as_schedule
@@ -27,6 +27,8 @@ from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.communicator import communicator_of
+from hvd_periodic.torch.data_parallel import island_of
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.marks import marked
 from hvd_periodic.torch.model import Model, NamedTensors
@@ -76,8 +78,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     replica: TorchReplica
     _alone = False
     """Constructed without the other ranks, which may have been there before."""
-    gradient_group: HorovodCommunicator | None = None
+    gradient_group: JobCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
+    averaging: JobCommunicator | None = None
+    """These, or those whose gradients a ``DistributedDataParallel`` averages."""
 
     @takes(TorchOptions)
     @neutrally
@@ -104,6 +108,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             planned = as_schedule(period, as_typed("period"))
             self.gradient_group = gradient_group_of(optimizer)
             replica = TorchReplica(NamedTensors.of(model, options["buffers"]), optimizer)
+            self.averaging = self.gradient_group or island_of(replica.named.behind(), communicator, asynchronous)
+            communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
@@ -127,7 +133,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             build_on_all(communicator, name, build)
         self.learning_rate = _first_rate(optimizer)
         if not self._alone:
-            self.average_within(self.gradient_group)
+            self.average_within(self.averaging)
             self.start()
         _watch(self)
 
@@ -145,7 +151,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
         self._alone = False
         self.membership.join(communicator, self.membership.asked_root, name)
-        self.average_within(self.gradient_group)
+        self.average_within(self.averaging)
         self.start()
 
     @neutrally
@@ -221,6 +227,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Return the arguments of ``_restore``."""
         if self.course.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
+        if self.gradient_group is None and self.averaging is not None:
+            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership
@@ -309,13 +317,6 @@ def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     """Return what sorts the synchronizers of a process alike on all ranks."""
     return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
-
-
-def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
-    if isinstance(process_set, Communicator):
-        return process_set
-    return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
 def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:
