@@ -1,0 +1,106 @@
+"""What all trainers need of the optimizers of this package: to find them, to read their centers, and to end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.reporting import Reporter, Values
+from hvd_periodic.torch.synchronizer import Synchronizer
+
+
+def unwrap(optimizer: Any) -> PeriodicOptimizer:
+    """Return the optimizer of this package that a trainer has wrapped: ``center()`` and all else are there.
+
+    Args:
+        optimizer: of accelerate, after ``prepare``; of Lightning; or one of this package, which is returned.
+
+    Raises:
+        TypeError: there is none of this package inside.
+
+    Example::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with hvdp.unwrap(optimizer).center():
+            evaluate(model)
+    """
+    found = optimizer
+    while found is not None:
+        attributes = getattr(found, "__dict__", {})
+        # Lightning's wrapper is of the class of what it wraps, and has copies of its attributes.
+        inside = attributes.get("_optimizer", attributes.get("optimizer"))
+        if isinstance(found, PeriodicOptimizer) and inside is None:
+            return found
+        found = inside
+    raise TypeError(
+        "A trainer of several ranks needs optimizers of hvd_periodic.torch, such as "
+        f"hvdp.ElasticAverageOptimizer(optimizer, model, 10). Received: {type(optimizer).__name__}"
+    )
+
+
+class Centers:
+    """The centers of all optimizers that a trainer drives, as one.
+
+    Args:
+        optimizers: as the trainer has them.
+
+    Attributes:
+        synchronizers: of the optimizers.
+
+    Raises:
+        TypeError: one of them is none of this package.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self._optimizers = [unwrap(optimizer) for optimizer in optimizers]
+        self.synchronizers: list[Synchronizer] = [optimizer.synchronizer for optimizer in self._optimizers]
+        self._block = ExitStack()
+
+    def enter(self) -> None:
+        """Hold the centers in the model, until :meth:`leave`; nothing where it holds them already."""
+        with ExitStack() as block:
+            for synchronizer in self.synchronizers:
+                if not synchronizer.view.inside:
+                    block.enter_context(synchronizer.center())
+            self._block.push(block.pop_all())
+
+    def leave(self) -> None:
+        """Let the model hold the replica again."""
+        self._block.close()
+
+    def state_of(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return a copy of ``model.state_dict()`` with the values of the centers, under the names that it has."""
+        inside = ExitStack()
+        with inside:
+            for synchronizer in self.synchronizers:
+                if not synchronizer.view.inside:
+                    inside.enter_context(synchronizer.center())
+            return copied(model)
+
+    def finalize(self) -> None:
+        """End training on all ranks, with the same center."""
+        for optimizer in self._optimizers:
+            optimizer.finalize()
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """Let the model hold the centers for good."""
+        model.load_state_dict(self.state_of(model))
+
+    def report(self, sink: Callable[[int, Values], object], every: int) -> None:
+        """Show every so-manieth exchange of the first optimizer, as a :class:`Reporter`; 0: none."""
+        if every:
+            Reporter(self.synchronizers[0], sink, every=every)
+
+
+def copied(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a copy of ``model.state_dict()``."""
+    state = model.state_dict()
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
