@@ -22,7 +22,7 @@ from hvd_periodic.comm.meeting import Purpose, Record, meet
 from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.reporting import Values
 from hvd_periodic.torch.synchronizer import communicator_of
-from hvd_periodic.torch.trainers import Centers, copied, unwrap
+from hvd_periodic.torch.trainers import Centers, copied
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -107,15 +107,6 @@ class PeriodicStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Move the module."""
         self.model.to(self.root_device)
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **options: Any) -> Any:
-        """Step; where Lightning passes over it, as for a batch without loss under a ``GradScaler``, it counts."""
-        ours = unwrap(optimizer)
-        before = ours.synchronizer.local_steps
-        output = super().optimizer_step(optimizer, closure, model, **options)
-        if ours.synchronizer.local_steps == before:
-            ours.skip()
-        return output
 
     def gather(self, value: Any, group: Any = None) -> list[Any]:
         """Return the values of all ranks, in their order: tensors of any shapes, or what can be pickled.
