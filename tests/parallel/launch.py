@@ -48,6 +48,7 @@ LAUNCHERS = {
     "mpirun": MPIRUN,
     "horovodrun --gloo": ["horovodrun", "--gloo"],
     "horovodrun --mpi": ["horovodrun", "--mpi", "--mpi-args=--oversubscribe"],
+    "torchrun": ["torchrun", "--standalone", "--no-python"],
 }
 
 
@@ -129,7 +130,7 @@ def run(
         AssertionError: the job ran out of time; with its output.
     """
     words = _words(launcher)
-    numbers = ["-np", str(ranks)] if words else []
+    numbers = [f"--nproc-per-node={ranks}"] if launcher == "torchrun" else ["-np", str(ranks)] if words else []
     return _run([*words, *numbers, *python(framework), *command], timeout_seconds)
 
 

@@ -157,9 +157,10 @@ def files() -> dict[str, Any]:
 
 
 def bits(module: Module) -> list[str]:
-    state = module.optimizer.state_dict()
-    center = state["hvd_periodic"]["centers"] if "centers" in state["hvd_periodic"] else state["hvd_periodic"]
-    return [module.net.x.detach().numpy().tobytes().hex(), str(center), str(state["state"])]
+    """Replica, center and momentum."""
+    center = module.optimizer.synchronizer.center_tensors()
+    momentum = [state["momentum_buffer"] for state in module.optimizer.state.values()]
+    return [tensor.detach().numpy().tobytes().hex() for tensor in (module.net.x, *center, *momentum)]
 
 
 class Ends(Callback):
@@ -200,11 +201,12 @@ def resumes_to_the_bit() -> dict[str, Any]:
 @scenario
 def goes_on_from_the_center() -> dict[str, Any]:
     """Where the root alone has saved, or the file of a rank is lost."""
-    _, center = easgd(SIZE, {4, 8}, 10)
-    lost = FOLDER / "lost" / "epoch=1-step=10.ckpt.ranks" / "1.ckpt"
-    *_, of_root, _ = resumed(FOLDER / "root", every_rank=False)
-    *_, of_others, _ = resumed(FOLDER / "lost", damage=lambda: lost.unlink(missing_ok=True))
-    return {"same": of_root == of_others, "folder": (FOLDER / "root" / "epoch=1-step=10.ckpt.ranks").exists()}
+    found, name = {}, "epoch=1-step=10.ckpt"
+    lost = FOLDER / "lost" / f"{name}.ranks" / "1.ckpt"
+    for case, every_rank in (("root", False), ("lost", True)):
+        *_, started, _ = resumed(FOLDER / case, lambda: lost.unlink(missing_ok=True), every_rank)
+        found[case] = started == torch.load(FOLDER / case / name)["state_dict"]["net.x"].tolist()
+    return found | {"files of ranks": (FOLDER / "root" / f"{name}.ranks").exists()}
 
 
 @scenario
