@@ -22,6 +22,7 @@ from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, SaveBestCenter
 from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.trainers import unwrap
 from hvd_periodic.wires import Compression
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "node_groups",
     "rank_groups",
     "save",
+    "unwrap",
 ]
 
 

@@ -18,11 +18,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.meeting import Purpose, Record, meet
-from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.reporting import Values
 from hvd_periodic.torch.synchronizer import communicator_of
-from hvd_periodic.torch.trainers import Centers, copied
+from hvd_periodic.torch.trainers import Centers, copied, gather
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -109,15 +107,8 @@ class PeriodicStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def gather(self, value: Any, group: Any = None) -> list[Any]:
-        """Return the values of all ranks, in their order: tensors of any shapes, or what can be pickled.
-
-        Raises:
-            RuntimeError: ranks have come for different things; on all of them.
-        """
-        with self._together():
-            at_hand = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-            found = self.communicator.allgather_object(at_hand, f"{self.communicator.meeting_name}.trainer")
-            return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found
+        """Return the values of all ranks, in their order: tensors of any shapes, or what can be pickled."""
+        return gather(self.communicator, value)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all ranks, stacked."""
@@ -142,14 +133,7 @@ class PeriodicStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of one rank."""
-        with self._together():
-            return self.communicator.broadcast_object(obj, f"{self.communicator.meeting_name}.trainer", src)
-
-    def _together(self) -> Any:
-        """Find out whether all ranks have come to a collective of the trainer, and not some to an exchange."""
-        with neutral():
-            meet(self.communicator, Record(Purpose.TRAINER, 0))
-        return neutral()
+        return self.gather(obj if self.global_rank == src else None)[src]
 
     def teardown(self) -> None:
         """Leave the module and its optimizers on their device: they can be saved after training."""

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.meeting import Purpose, Record, meet
+from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, Values
 from hvd_periodic.torch.synchronizer import Synchronizer
@@ -29,17 +32,16 @@ def unwrap(optimizer: Any) -> PeriodicOptimizer:
         with hvdp.unwrap(optimizer).center():
             evaluate(model)
     """
-    found = optimizer
-    while found is not None:
-        attributes = getattr(found, "__dict__", {})
+    found, inside = None, optimizer
+    while inside is not None:
+        found, attributes = inside, getattr(inside, "__dict__", {})
         # Lightning's wrapper is of the class of what it wraps, and has copies of its attributes.
         inside = attributes.get("_optimizer", attributes.get("optimizer"))
-        if isinstance(found, PeriodicOptimizer) and inside is None:
+        if inside is None and isinstance(found, PeriodicOptimizer):
             return found
-        found = inside
     raise TypeError(
         "A trainer of several ranks needs optimizers of hvd_periodic.torch, such as "
-        f"hvdp.ElasticAverageOptimizer(optimizer, model, 10). Received: {type(optimizer).__name__}"
+        f"hvdp.ElasticAverageOptimizer(optimizer, model, 10). Received: {type(found).__name__}"
     )
 
 
@@ -95,6 +97,19 @@ class Centers:
         """Show every so-manieth exchange of the first optimizer, as a :class:`Reporter`; 0: none."""
         if every:
             Reporter(self.synchronizers[0], sink, every=every)
+
+
+def gather(communicator: Communicator, value: Any) -> list[Any]:
+    """Return what trainers of all ranks have, in the order of ranks: tensors of any shapes, or what can be pickled.
+
+    Raises:
+        RuntimeError: ranks have come for different things; on all of them.
+    """
+    with neutral():
+        meet(communicator, Record(Purpose.TRAINER, 0))
+        at_hand = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        found = communicator.allgather_object(at_hand, f"{communicator.meeting_name}.trainer")
+        return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found
 
 
 def copied(model: torch.nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +14,21 @@ from tests import oracle
 PERIOD = 4
 
 
-def begin() -> tuple[int, int]:
-    """Let the ranks know of each other, by what has started them; return rank and size."""
+def begin(folder: Path | None = None) -> tuple[int, int]:
+    """Let the ranks know of each other, by what has started them; return rank and size.
+
+    Args:
+        folder: where ranks of Horovod meet who need torch.distributed, too.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torch.distributed.init_process_group("gloo")
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     import horovod.torch as hvd
 
     hvd.init()
+    if folder is not None:
+        where = f"file://{folder.absolute()}/rendezvous"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=hvd.rank(), world_size=hvd.size())
     return hvd.rank(), hvd.size()
 
 
@@ -34,6 +42,10 @@ class Quadratic(torch.nn.Module):
 
     def loss(self) -> torch.Tensor:
         return self.x @ torch.tensor(oracle.gradient(self.rank, self.x.tolist()), dtype=torch.float64)
+
+    def forward(self, batch: object) -> torch.Tensor:
+        """Return the loss, whatever the batch."""
+        return self.loss()
 
     def sgd(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=oracle.RATE, momentum=oracle.MOMENTUM)
