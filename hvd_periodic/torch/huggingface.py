@@ -5,6 +5,7 @@ Needs ``transformers``, which is imported here and nowhere else; of accelerate w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.data_parallel import averaging, switch_off
+from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.trainers import Centers, unwrap
 
@@ -29,7 +31,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        model: the model.
+        model: the model, on the device of the accelerator already.
         optimizer: of this package.
         others: loaders and schedulers.
 
@@ -38,7 +40,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: the accelerator knows of other ranks than the optimizer.
+        ValueError: the accelerator knows of other ranks than the optimizer; or the model is on another device.
 
     Example::
 
@@ -47,48 +49,63 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
     """
     _check_ranks(unwrap(optimizer).synchronizer, "The Accelerator", accelerator.process_index, accelerator.num_processes)
-    model = accelerator.prepare_model(model, evaluation_mode=True)
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {accelerator.device.type}:
+        raise ValueError(
+            f"The model must be on {accelerator.device} before the optimizer is made: model.to(accelerator.device). "
+            f"Received: one on {', '.join(sorted(devices))}"
+        )
+    # To place it again would make new buffers of those that are exchanged.
+    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     prepared = accelerator.prepare(optimizer, *others)
     return [model, *(prepared if others else [prepared])]
 
 
+Make = Callable[[torch.optim.Optimizer, torch.nn.Module], PeriodicOptimizer]
+
+
 class PeriodicTrainerCallback(TrainerCallback):  # type: ignore[misc]
-    """Lets a ``Trainer`` evaluate and save the center, ends training on all ranks, and keeps it from averaging gradients.
+    """Lets a ``Trainer`` train by periodic exchange: evaluate and save the center, and average no gradients.
 
-    The Trainer's own DistributedDataParallel is switched off. Checkpoints hold the center as the model, and at the end
-    of training the model has it. They are written by the root alone, and training goes on from the center::
+    The optimizer that the Trainer has made is wrapped when training begins, with the model on its device; its
+    DistributedDataParallel is switched off. Checkpoints hold the center as the model, and at the end of training the
+    model has it. They are written by the root alone, and training goes on from the center::
 
-        optimizer = hvdp.ElasticAverageOptimizer(torch.optim.AdamW(model.parameters()), model, communication_period=10)
-        trainer = Trainer(
-            model, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[PeriodicTrainerCallback()]
-        )
+        def periodic(optimizer, model):
+            return hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
+
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[PeriodicTrainerCallback(periodic)])
         trainer.train()
 
     Args:
+        make: what makes an optimizer of this package of one of torch and a model.
         every_rank: save also what every rank has, by :func:`hvd_periodic.torch.save`, in the folder ``ranks`` of each
             checkpoint: training goes on exactly, to the bit.
 
     Raises:
-        TypeError: an optimizer of another package.
+        TypeError: ``make`` returns something else.
         ValueError: the Trainer knows of other ranks than the optimizer: as where Horovod alone has started them.
     """
 
-    def __init__(self, every_rank: bool = False) -> None:
-        self._every_rank = every_rank
+    def __init__(self, make: Make, every_rank: bool = False) -> None:
+        self._make, self._every_rank = make, every_rank
         self._centers = Centers([])
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
-    ) -> None:
-        """Find the optimizer; go on from what this rank has saved, if all have."""
-        self._centers = Centers([of["optimizer"]])
-        (synchronizer,) = self._centers.synchronizers
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Make the optimizer, and go on from what was saved."""
+        accelerated, model = of["optimizer"], of["model"]
+        optimizer = unwrap(self._make(accelerated.optimizer, model))
+        synchronizer = optimizer.synchronizer
         _check_ranks(synchronizer, "The Trainer", args.process_index, args.world_size)
-        ranks = synchronizer.membership.communicator.global_ranks
-        for wrapper in averaging(synchronizer.replica.tensors, ranks):
+        for wrapper in averaging(synchronizer.replica.tensors, synchronizer.membership.communicator.global_ranks):
             switch_off(wrapper)
-        if self._every_rank and state.global_step > 0:
-            load(_folder(args, state), of["model"], unwrap(of["optimizer"]))
+        accelerated.__setstate__({**accelerated.__getstate__(), "optimizer": optimizer})
+        self._centers = Centers([optimizer])
+        folder = _folder(args, state)
+        if self._every_rank and (folder / _FOLDER).is_dir():
+            load(folder / _FOLDER, model, optimizer)
+        elif (folder / "optimizer.pt").is_file():
+            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Go back to the replica."""
@@ -108,7 +125,7 @@ class PeriodicTrainerCallback(TrainerCallback):  # type: ignore[misc]
         """Save what every rank has, if that was asked for."""
         self._centers.leave()
         if self._every_rank:
-            save(_folder(args, state), of["model"], unwrap(of["optimizer"]))
+            save(_folder(args, state) / _FOLDER, of["model"], unwrap(of["optimizer"]))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **of: Any
@@ -129,7 +146,8 @@ class PeriodicTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FOLDER
+    """Return where the checkpoint of this step is, or would be."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _check_ranks(synchronizer: Synchronizer, who: str, rank: int, size: int) -> None:

@@ -52,7 +52,7 @@ class PeriodicHandler:
         trainer.add_event_handler(Events.COMPLETED, self._end)
         trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
         for evaluator in evaluators:
-            evaluator.add_event_handler(Events.STARTED, self._centers.enter)
+            evaluator.add_event_handler(Events.STARTED, self._show, trainer)
             evaluator.add_event_handler(Events.COMPLETED | Events.TERMINATE, self._centers.leave)
 
     def report(self, sink: Any, every: int = 1) -> None:
@@ -76,9 +76,18 @@ class PeriodicHandler:
         batches = set(gather(self._communicator, trainer.state.epoch_length))
         self._uneven = len(batches) > 1 or batches == {None}
 
-    def _end_epoch(self, trainer: Engine) -> None:
+    def _show(self, evaluator: Engine, trainer: Engine) -> None:
+        """Show the center; at the end of an epoch, once all ranks are there: metrics are of all of them."""
+        if trainer.last_event_name == Events.EPOCH_COMPLETED:
+            self._wait_for_all()
+        self._centers.enter()
+
+    def _wait_for_all(self) -> None:
         if self._uneven:
             self._centers.finalize()
+
+    def _end_epoch(self, trainer: Engine) -> None:
+        self._wait_for_all()
         if any(gather(self._communicator, trainer.should_terminate)):
             trainer.terminate()
 

@@ -30,8 +30,8 @@ FOLDER = Path(sys.argv[1])
 RANK, SIZE = begin(FOLDER)
 
 
-def elastic(model: Quadratic) -> Any:
-    return hvdp.ElasticAverageOptimizer(model.sgd(), model, PERIOD)
+def elastic(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
+    return hvdp.ElasticAverageOptimizer(optimizer, model, PERIOD)
 
 
 def accelerator_with(**options: Any) -> Accelerator:
@@ -41,10 +41,11 @@ def accelerator_with(**options: Any) -> Accelerator:
 
 
 class Net(Quadratic):
-    """As a Trainer calls it: what it evaluates is what the model holds."""
+    """As a Trainer calls it, with a buffer that is exchanged: what it evaluates is what the model holds."""
 
     def __init__(self) -> None:
         super().__init__(RANK)
+        self.register_buffer("running_mean", torch.zeros(1))
         self.seen: list[list[float]] = []
 
     def forward(self, labels: Any = None) -> dict[str, torch.Tensor]:
@@ -69,7 +70,7 @@ def accelerated() -> dict[str, Any]:
     """A loop of the user's, with two backward passes for each of thirteen steps."""
     accelerator = accelerator_with(gradient_accumulation_steps=2)
     net = Net()
-    found = huggingface.prepare(accelerator, net, elastic(net), DataLoader(Examples(26 * SIZE)))
+    found = huggingface.prepare(accelerator, net, elastic(net.sgd(), net), DataLoader(Examples(26 * SIZE)))
     model, optimizer, loader = found
     shown: list[float] = []
     for step, batch in enumerate(loader):
@@ -132,8 +133,8 @@ def trainer(name: str, *callbacks: Any, steps: int = 13, every_rank: bool = Fals
         arguments(name, **options),
         train_dataset=Examples(steps * SIZE),
         eval_dataset=Examples(SIZE),
-        optimizers=(elastic(net), None),
-        callbacks=[PeriodicTrainerCallback(every_rank), *callbacks],
+        optimizers=(net.sgd(), None),
+        callbacks=[PeriodicTrainerCallback(elastic, every_rank), *callbacks],
     )
 
 
@@ -173,7 +174,13 @@ def accumulates() -> list[int]:
 
 
 class Ends(TrainerCallback):
-    """Notes what a rank has after each epoch."""
+    """Notes what a rank has when it starts, and after each epoch."""
+
+    start: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        steps = hvdp.unwrap(of["optimizer"]).synchronizer.local_steps
+        self.start = self.start or [of["model"].x.tolist(), steps]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         optimizer = hvdp.unwrap(of["optimizer"])
@@ -190,7 +197,8 @@ def resumed(name: str, every_rank: bool) -> list[Any]:
     torch.distributed.barrier()
     again = trainer(name, parts, num_train_epochs=3, steps=5, every_rank=every_rank)
     again.train(resume_from_checkpoint=str(FOLDER / name / "checkpoint-5"))
-    return [whole.bits == parts.bits, again.state.global_step]
+    saved = load_file(FOLDER / name / "checkpoint-5" / "model.safetensors")["x"].tolist()
+    return [whole.bits == parts.bits, parts.start == [saved, 5], again.state.global_step]
 
 
 @scenario
@@ -216,13 +224,13 @@ def misfits() -> dict[str, Callable[[], object]]:
 
     def plain_trainer() -> None:
         net = Net()
-        callbacks = [PeriodicTrainerCallback()]
+        callbacks = [PeriodicTrainerCallback(lambda optimizer, model: optimizer)]
         made = Trainer(net, arguments("plain"), train_dataset=Examples(SIZE), callbacks=callbacks)
         made.train()
 
     def wrapped() -> None:
         net = Net()
-        model, optimizer = accelerator_with().prepare(net, elastic(net))
+        model, optimizer = accelerator_with().prepare(net, elastic(net.sgd(), net))
         model(torch.ones(1))["loss"].backward()
         optimizer.step()
 
@@ -231,7 +239,7 @@ def misfits() -> dict[str, Callable[[], object]]:
             process_index, num_processes = 0, 1
 
         net = Net()
-        huggingface.prepare(One(), net, elastic(net))
+        huggingface.prepare(One(), net, elastic(net.sgd(), net))
 
     return {"plain": plain, "plain trainer": plain_trainer, "wrapped": wrapped, "strangers": strangers}
 

@@ -32,7 +32,7 @@ class Job:
         self.net = Quadratic(RANK)
         self.optimizer = hvdp.ElasticAverageOptimizer(self.net.sgd(), self.net, PERIOD, **options)
         self.trainer = create_supervised_trainer(
-            self.net, self.optimizer, lambda loss, _: loss, prepare_batch=lambda batch, *_: (batch, 0)
+            self.net, self.optimizer, lambda loss, _: loss, prepare_batch=lambda batch, **_: (batch, 0)
         )
         self.evaluator = Engine(lambda *_: float(self.net.x.detach().sum()) + RANK)
         Average().attach(self.evaluator, "total")
