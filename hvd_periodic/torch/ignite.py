@@ -53,6 +53,8 @@ class PeriodicHandler:
         trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
         for evaluator in evaluators:
             evaluator.add_event_handler(Events.STARTED, self._show, trainer)
+            # A run that goes on after an error does not start again.
+            evaluator.add_event_handler(Events.ITERATION_STARTED, self._centers.enter)
             evaluator.add_event_handler(Events.COMPLETED | Events.TERMINATE, self._centers.leave)
 
     def report(self, sink: Any, every: int = 1) -> None:

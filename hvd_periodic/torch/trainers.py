@@ -65,11 +65,8 @@ class Centers:
 
     def enter(self) -> None:
         """Hold the centers in the model, until :meth:`leave`; nothing where it holds them already."""
-        with ExitStack() as block:
-            for synchronizer in self.synchronizers:
-                if not synchronizer.view.inside:
-                    block.enter_context(synchronizer.center())
-            self._block.push(block.pop_all())
+        if not all(synchronizer.view.inside for synchronizer in self.synchronizers):
+            self._block.push(self._entered())
 
     def leave(self) -> None:
         """Let the model hold the replica again."""
@@ -77,12 +74,16 @@ class Centers:
 
     def state_of(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return a copy of ``model.state_dict()`` with the values of the centers, under the names that it has."""
-        inside = ExitStack()
-        with inside:
+        with self._entered():
+            return copied(model)
+
+    def _entered(self) -> ExitStack:
+        """Return a block in which the model holds the centers; entered already, all or none."""
+        with ExitStack() as block:
             for synchronizer in self.synchronizers:
                 if not synchronizer.view.inside:
-                    inside.enter_context(synchronizer.center())
-            return copied(model)
+                    block.enter_context(synchronizer.center())
+            return block.pop_all()
 
     def finalize(self) -> None:
         """End training on all ranks, with the same center."""
