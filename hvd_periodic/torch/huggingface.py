@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hvd_periodic.torch.checkpoints import load, save
-from hvd_periodic.torch.data_parallel import averaging, switch_off
+from hvd_periodic.torch.data_parallel import averaging_among, switch_off
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.trainers import Centers, unwrap
@@ -97,7 +97,7 @@ class PeriodicTrainerCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = unwrap(self._make(accelerated.optimizer, model))
         synchronizer = optimizer.synchronizer
         _check_ranks(synchronizer, "The Trainer", args.process_index, args.world_size)
-        for wrapper in averaging(synchronizer.replica.tensors, synchronizer.membership.communicator.global_ranks):
+        for wrapper in averaging_among(synchronizer.replica.tensors, synchronizer.membership.communicator.global_ranks):
             switch_off(wrapper)
         accelerated.__setstate__({**accelerated.__getstate__(), "optimizer": optimizer})
         self._centers = Centers([optimizer])

@@ -48,8 +48,9 @@ LAUNCHERS = {
     "mpirun": MPIRUN,
     "horovodrun --gloo": ["horovodrun", "--gloo"],
     "horovodrun --mpi": ["horovodrun", "--mpi", "--mpi-args=--oversubscribe"],
-    "torchrun": ["torchrun", "--standalone", "--no-python"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
+"""``--standalone``: at a port that is free."""
 
 
 def environment() -> dict[str, str]:
@@ -130,7 +131,9 @@ def run(
         AssertionError: the job ran out of time; with its output.
     """
     words = _words(launcher)
-    numbers = [f"--nproc-per-node={ranks}"] if launcher == "torchrun" else ["-np", str(ranks)] if words else []
+    if launcher == "torchrun":  # It starts Python itself, and anew.
+        return _run([*words, "--nproc-per-node", str(ranks), *command], timeout_seconds)
+    numbers = ["-np", str(ranks)] if words else []
     return _run([*words, *numbers, *python(framework), *command], timeout_seconds)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from tests import oracle
+from tests.parallel.torch_job import UNDER_TORCHRUN, hvd
 
 PERIOD = 4
 
@@ -20,13 +20,8 @@ def begin(folder: Path | None = None) -> tuple[int, int]:
     Args:
         folder: where ranks of Horovod meet who need torch.distributed, too.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        torch.distributed.init_process_group("gloo")
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    import horovod.torch as hvd
-
     hvd.init()
-    if folder is not None:
+    if folder is not None and not UNDER_TORCHRUN:
         where = f"file://{folder.absolute()}/rendezvous"
         torch.distributed.init_process_group("gloo", init_method=where, rank=hvd.rank(), world_size=hvd.size())
     return hvd.rank(), hvd.size()

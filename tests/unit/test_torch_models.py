@@ -118,7 +118,6 @@ def fully_shard(model: Any) -> Any:
 
 
 DIVIDED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "DDP": (torch.nn.parallel.DistributedDataParallel, "DistributedDataParallel averages .* pass that, model.module"),
     "FSDP": (fsdp, "FullyShardedDataParallel divides parameters between processes, which is not supported yet"),
     "FSDP2": (fully_shard, r"fully_shard\(\) divides parameters between processes, which is not supported yet"),
 }
@@ -133,9 +132,8 @@ def test_divided_models_are_refused(case: str) -> None:
     for given in (model, model.named_parameters(), torch.nn.Sequential(model)):
         with pytest.raises(TypeError, match=message):
             wrap(model, given)
-    if case != "DDP":  # whose parameters are those of the module inside
-        with pytest.raises(TypeError, match=r"divide.* between processes, which is not supported yet"):
-            wrap(model, list(model.named_parameters()))
+    with pytest.raises(TypeError, match=r"divide.* between processes, which is not supported yet"):
+        wrap(model, list(model.named_parameters()))
 
 
 class ScheduleFree(torch.optim.SGD):
