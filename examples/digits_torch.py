@@ -1,4 +1,4 @@
-"""What the digits examples in PyTorch share: the model, the data as tensors, and how ranks get to know of each other."""
+"""What the digits examples in PyTorch share: the model, the data as tensors, and how ranks know of each other."""
 
 from __future__ import annotations
 

@@ -196,8 +196,8 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
         )
     elif Purpose.TRAINER in purposes:
         advice = (
-            "A rank has come to the end of its batches, or validates, saves or logs at other steps than the others: the "
-            "trainer's settings have to be the same on all ranks, and so what it decides from"
+            "A rank has come to the end of its batches, or validates, saves or logs at other steps than the others: "
+            "the trainer's settings have to be the same on all ranks, and so has what it decides from"
         )
     elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
         advice = "audit() and broadcast() are for all ranks together"

@@ -58,8 +58,12 @@ __all__ = [
 ]
 
 
+_ON_DEMAND = ("elastic", "lightning", "huggingface", "ignite")
+"""What needs another package."""
+
+
 def __getattr__(name: str) -> ModuleType:
-    """Import ``elastic`` where it is asked for: it needs Horovod."""
-    if name == "elastic":
-        return importlib.import_module("hvd_periodic.torch.elastic")
+    """Import a module that needs another package where it is asked for."""
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"hvd_periodic.torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,7 +48,9 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model.to(accelerator.device), communication_period=10)
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
     """
-    _check_ranks(unwrap(optimizer).synchronizer, "The Accelerator", accelerator.process_index, accelerator.num_processes)
+    _check_ranks(
+        unwrap(optimizer).synchronizer, "The Accelerator", accelerator.process_index, accelerator.num_processes
+    )
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {accelerator.device.type}:
         raise ValueError(
@@ -64,7 +66,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
 Make = Callable[[torch.optim.Optimizer, torch.nn.Module], PeriodicOptimizer]
 
 
-class PeriodicTrainerCallback(TrainerCallback):  # type: ignore[misc]
+class PeriodicTrainerCallback(TrainerCallback):
     """Lets a ``Trainer`` train by periodic exchange: evaluate and save the center, and average no gradients.
 
     The optimizer that the Trainer has made is wrapped when training begins, with the model on its device; its

@@ -18,14 +18,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.reporting import Values
-from hvd_periodic.torch.synchronizer import communicator_of
 from hvd_periodic.torch.trainers import Centers, copied, gather
 
 logger = logging.getLogger("hvd_periodic")
 
 _KEY = "hvd_periodic"
 """Where a checkpoint says of which save it is, and of how many ranks."""
+
+_REDUCTIONS: dict[str, Any] = {
+    "mean": torch.mean,
+    "avg": torch.mean,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 
 
 class PeriodicStrategy(ParallelStrategy):
@@ -95,7 +103,9 @@ class PeriodicStrategy(ParallelStrategy):
                 "`Trainer(sync_batchnorm=True)` averages statistics at every step, for which ranks that exchange now "
                 "and then would wait: leave it out, statistics are averaged at exchanges"
             )
-        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, PeriodicCallback) for c in trainer.callbacks):
+        if trainer.state.fn == TrainerFn.FITTING and not any(
+            isinstance(c, PeriodicCallback) for c in trainer.callbacks
+        ):
             raise ValueError(
                 "PeriodicStrategy needs a PeriodicCallback: pass Trainer(callbacks=[PeriodicCallback(), ...]), which "
                 "validates and saves the center"
@@ -119,13 +129,12 @@ class PeriodicStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the mean of a tensor over ranks; or ``"sum"``, ``"max"``, ``"min"``."""
         operation = str(reduce_op or "mean").rpartition(".")[2].lower()
-        reductions = {"mean": torch.mean, "avg": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
-        if operation not in reductions:
-            raise ValueError(f"`reduce_op` must be one of {', '.join(reductions)}. Received: {reduce_op!r}")
+        if operation not in _REDUCTIONS:
+            raise ValueError(f"`reduce_op` must be one of {', '.join(_REDUCTIONS)}. Received: {reduce_op!r}")
         values = torch.stack(self.gather(torch.as_tensor(tensor, device=self.root_device)))
-        if reductions[operation] is torch.mean and not values.is_floating_point():
+        if operation in ("mean", "avg") and not values.is_floating_point():
             values = values.float()
-        return reductions[operation](values, dim=0)
+        return _REDUCTIONS[operation](values, dim=0)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -150,7 +159,8 @@ class PeriodicStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module with the values of the center."""
         if not self.optimizers:
-            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
         return Centers(self.optimizers).state_of(self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -174,7 +184,7 @@ class PeriodicStrategy(ParallelStrategy):
             own = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
         exact = self.gather(own is not None and own.get(_KEY) == stamp)
         if all(exact) and own is not None:
-            return own
+            return dict(own)
         if stamp is not None and self.is_global_zero:
             logger.warning(
                 "%s was saved by %d ranks, of which not all are here with their files: all go on from its center",

@@ -98,7 +98,7 @@ def half_precision() -> list[Any]:
     accelerator = accelerator_with(mixed_precision="bf16")
     layer = torch.nn.Sequential(torch.nn.Linear(4, 1))
     local = hvdp.ModelAverageOptimizer(torch.optim.SGD(layer.parameters(), lr=0.01), layer, PERIOD)
-    model, optimizer = huggingface.prepare(accelerator, layer, local)
+    model, _ = huggingface.prepare(accelerator, layer, local)
     types = set()
     layer[0].register_forward_hook(lambda *call: types.add(str(call[-1].dtype)))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -60,7 +60,7 @@ class Module(LightningModule):
         self.mean.update(float(RANK))
         self.log("metric", self.mean)
 
-    test_step = predict_step = validation_step
+    test_step = validation_step
 
     def predict_step(self, batch: Any, index: int) -> list[float]:
         return self.net.x.tolist()

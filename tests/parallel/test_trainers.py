@@ -55,7 +55,9 @@ def test_a_rank_that_fails_ends_all(name: str, launcher: str, tmp_path: Path) ->
 
 
 def test_none_is_imported_unless_used() -> None:
-    program = "import sys, hvd_periodic.torch; print({'lightning', 'transformers', 'accelerate', 'ignite'} & {*sys.modules})"
+    program = (
+        "import sys, hvd_periodic.torch; print({'lightning', 'transformers', 'accelerate', 'ignite'} & {*sys.modules})"
+    )
     assert start("python", 1, ["-c", program], 60) == "set()\n"
 
 
