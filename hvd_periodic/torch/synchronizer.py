@@ -103,7 +103,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             placement_of(options["center"])
             planned = as_schedule(period, as_typed("period"))
             self.gradient_group = gradient_group_of(optimizer)
-            replica = TorchReplica(NamedTensors.of(model, options["buffers"]), optimizer)
+            replica = TorchReplica(
+                NamedTensors.of(model, options["buffers"]), optimizer, center_device=options["center_device"]
+            )
+            _check_asynchronous(asynchronous, replica)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
@@ -224,7 +227,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership
-        of_rank = (replica.named, replica.optimizer, replica.bucket_bytes)
+        of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
         arguments = {
             "algorithm": self.exchanged.algorithm,
             "schedule": self.planner.schedule,
@@ -261,6 +264,15 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.checkpoint.loaded = (
             self.local_steps > 0
         )  # A copy made before training waits for weights as the original does.
+
+
+def _check_asynchronous(asynchronous: bool, replica: TorchReplica) -> None:
+    """Refuse what asynchronous exchange does not have."""
+    if asynchronous and replica.center_device is not None:
+        raise ValueError(
+            "`center_device` is of synchronous exchange: an asynchronous center lies in host memory as it is. "
+            f"Received: center_device={str(replica.center_device)!r}, asynchronous=True"
+        )
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:

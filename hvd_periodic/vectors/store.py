@@ -12,9 +12,15 @@ V = TypeVar("V")
 
 
 class Store(Protocol[V]):
-    """Tensors under one layout: the parameters of the user, or a vector of the algorithm's state."""
+    """Tensors under one layout: the parameters of the user, or a vector of the algorithm's state.
+
+    Attributes:
+        layout: the tensors, arenas and buckets.
+        away: the values lie elsewhere than where they are computed with: what is read is a copy, always.
+    """
 
     layout: Layout
+    away: bool = False
 
     def read(self, bucket: Bucket, out: V | None = None) -> V:
         """Return the values of a bucket as one flat vector: a view, or a copy in ``out`` if that is given."""
