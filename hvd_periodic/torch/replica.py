@@ -13,6 +13,7 @@ import torch
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import Replica
 from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
+from hvd_periodic.torch.divided import check_divided, facts_of, is_divided, shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
@@ -75,6 +76,8 @@ class TorchReplica(Replica[torch.Tensor]):
         exchanged = {id(parameter) for _, parameter in taking_part}
         constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
         constants += named.of_policy(LOCAL)
+        self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
+        check_divided(self.divided)
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
@@ -90,6 +93,11 @@ class TorchReplica(Replica[torch.Tensor]):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
         self.parameters: Store[torch.Tensor] = self.store_of(taking_part)
+        if not self.parameters.layout.buckets:
+            raise ValueError(
+                "This rank has no element of any parameter: divide the model between fewer ranks. Received: "
+                f"{len(taking_part)} parameters, the largest of {max(p.numel() for _, p in taking_part)} elements"
+            )
         self.buffers: Store[torch.Tensor] | None = self.store_of(averaged) if averaged else None
         self.integers: Store[torch.Tensor] | None = self.store_of(counted) if counted else None
         self.from_root: Store[torch.Tensor] | None = self.store_of(followed) if followed else None
@@ -105,7 +113,7 @@ class TorchReplica(Replica[torch.Tensor]):
             "buffer from the root": self.from_root,
             "constant": self.constants,
         }
-        facts: dict[str, object] = {
+        facts = facts_of(self.divided) | {
             "optimizer": type(self.optimizer).__name__,
             "bucket_bytes": self.bucket_bytes,
             "center_device": self.center_device,
@@ -121,6 +129,7 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def misfit(self) -> str | None:
         """Return which parameter or exchanged buffer has another dtype, shape or device than at construction."""
+        self.named.reshard()
         for kind, name, tensor, signature in self._signatures:
             if _signature(tensor) != signature:
                 then, now = _describe(*signature), _describe(*_signature(tensor))
@@ -183,8 +192,9 @@ class TorchReplica(Replica[torch.Tensor]):
         """
         views, found = {key: store.tensors() for key, store in worker.items()}, False
         for chunk in self._chunks:
-            parameters, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
-            gradients = [parameter.grad for parameter in parameters]
+            held, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
+            gradients = [None if tensor.grad is None else shard_of(tensor.grad) for tensor in held]
+            parameters = list(map(shard_of, held))
             there = [gradient for gradient in gradients if gradient is not None]
             if len(there) < len(gradients):
                 parameters = _where_there(gradients, parameters)
@@ -215,13 +225,17 @@ class TorchReplica(Replica[torch.Tensor]):
         frozen = [parameter for _, parameter in self.named.parameters if not parameter.requires_grad]
         digest = hashlib.sha256()
         for parameter in frozen:
-            digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(shard_of(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest() if frozen else b""
 
     def discard_gradients(self) -> None:
         """Leave the parameters without gradients, so that optimizers pass over them."""
         for parameter in self.tensors:
             parameter.grad = None
+
+    def follow_weights(self) -> None:
+        """Let forward passes gather what the shards are now."""
+        self.named.reshard()
 
     def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
         """Return a view, or what a stream of its own copies from the device to pinned memory."""
@@ -264,7 +278,7 @@ class TorchReplica(Replica[torch.Tensor]):
         """Return named tensors as a store, which leaves them where they are."""
         specs = []
         tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t for _, t in pairs]
-        for (name, _), tensor in zip(pairs, tensors, strict=True):
+        for (name, _), tensor in zip(pairs, map(shard_of, tensors), strict=True):
             dtype = _accumulation_dtype(name, tensor)
             kind = self._kind(dtype, tensor.device)
             specs.append(TensorSpec(name, tuple(tensor.shape), kind, dtype.itemsize))

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from hvd_periodic.torch.divided import shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, PackedStore
 
 
 class TensorStore(PackedStore[torch.Tensor]):
-    """Tensors of the model, read and written outside autograd; those of any strides one by one."""
+    """Tensors of the model, or their shards, read and written outside autograd; those of any strides one by one."""
 
     def __init__(
         self, layout: Layout, tensors: Sequence[torch.Tensor], empty: Callable[[Bucket], torch.Tensor]
@@ -49,7 +50,7 @@ class TensorStore(PackedStore[torch.Tensor]):
 
         Views are kept, as long as tensors stay where they are.
         """
-        tensors = [self._tensors[piece.tensor] for piece in bucket.pieces]
+        tensors = [self._tensor(piece.tensor) for piece in bucket.pieces]
         if not tensors or not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
         places = list(map(torch.Tensor.data_ptr, tensors))
@@ -58,6 +59,10 @@ class TensorStore(PackedStore[torch.Tensor]):
             pieces = zip(bucket.pieces, tensors, strict=True)
             self._views[key] = places, [t.detach().view(-1)[piece.start : piece.stop] for piece, t in pieces]
         return self._views[key][1]
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        """Return a tensor, or the shard of it that is here; FSDP may move that."""
+        return shard_of(self._tensors[index])
 
 
 class RestingStore(FlatStore[torch.Tensor]):

@@ -21,12 +21,14 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.divided import Divided
-from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.schedules import Schedule, Seconds, as_schedule
+from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.marks import marked
 from hvd_periodic.torch.model import Model, NamedTensors
@@ -36,7 +38,7 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.saved import translated
+from hvd_periodic.torch.saved import divided, translated
 from hvd_periodic.torch.state_making import makes_state_only
 
 
@@ -107,6 +109,14 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
                 NamedTensors.of(model, options["buffers"]), optimizer, center_device=options["center_device"]
             )
             _check_asynchronous(asynchronous, replica)
+            refused = {
+                "asynchronous=True": asynchronous,
+                "nonfinite='skip'": options["nonfinite"] == SKIP,
+                "a period in Seconds": isinstance(planned, Seconds),
+                "an hvd.DistributedOptimizer inside: fully_shard() averages gradients": self.gradient_group is not None,
+                "elastic Horovod": communicator.elastic,
+            }
+            check_possible(replica.divided, refused)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
@@ -188,17 +198,21 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     broadcast = neutrally(ReplicaSynchronizer.broadcast)
     restart_center = neutrally(ReplicaSynchronizer.restart_center)
     distance = neutrally(ReplicaSynchronizer.distance)
-    state_dict = neutrally(ReplicaSynchronizer.state_dict)
     center_tensors = neutrally(ReplicaSynchronizer.center_tensors)
+
+    @neutrally
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every synchronizer does; of parameters that are divided between ranks, vectors are so as well."""
+        return divided(super().state_dict(), self.replica.divided, self.replica.names, self.exchanged.outer)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned, as every synchronizer does."""
-        super().load_state_dict(translated(state, self.tensor_groups, self.replica.named))
+        super().load_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict()`` would raise; change nothing."""
-        self.checkpoint.check(translated(state, self.tensor_groups, self.replica.named))
+        self.checkpoint.check(translated(shards_in(state), self.tensor_groups, self.replica.named))
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -211,6 +225,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         finally:
             with neutral():
                 block.close()
+                self.replica.follow_weights()
 
     def holds_some_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer changes parameters that take part."""
