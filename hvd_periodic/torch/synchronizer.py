@@ -18,7 +18,7 @@ from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
@@ -28,6 +28,7 @@ from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.marks import marked
@@ -78,7 +79,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     replica: TorchReplica
     _alone = False
     """Constructed without the other ranks, which may have been there before."""
-    gradient_group: HorovodCommunicator | None = None
+    gradient_group: JobCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
 
     @takes(TorchOptions)
@@ -108,6 +109,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             replica = TorchReplica(
                 NamedTensors.of(model, options["buffers"]), optimizer, center_device=options["center_device"]
             )
+            communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             _check_asynchronous(asynchronous, replica)
             refused = {
                 "asynchronous=True": asynchronous,
@@ -336,13 +338,6 @@ def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     """Return what sorts the synchronizers of a process alike on all ranks."""
     return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
-
-
-def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
-    if isinstance(process_set, Communicator):
-        return process_set
-    return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
 def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:

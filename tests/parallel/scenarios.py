@@ -20,9 +20,9 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import PostLocal
+from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.replica import TorchReplica
-from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel import torch_fragments, torch_life, torch_overlap
