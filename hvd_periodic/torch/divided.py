@@ -48,10 +48,9 @@ def facts_of(divided: Mapping[str, Any]) -> dict[str, object]:
         "all islands)": " and ".join(places)
     }
     for name, tensor in divided.items():
-        over = " x ".join(map(str, tensor.device_mesh.shape))
-        placements = ", ".join(map(str, tensor.placements))
+        placements, mesh = ", ".join(map(repr, tensor.placements)), list(tensor.device_mesh.shape)
         facts[f"the shards of {name!r}, an uneven sharding across islands"] = (
-            f"{list(shard_of(tensor).shape)} of {list(tensor.shape)} by {placements} over {over} ranks"
+            f"{list(shard_of(tensor).shape)} of {list(tensor.shape)} by {placements} over a mesh of {mesh}"
         )
     return facts
 

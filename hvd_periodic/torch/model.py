@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.torch.buffers import LOCAL, Buffers, policies, policy_of
-from hvd_periodic.torch.divided import reshard
+from hvd_periodic.torch.divided import is_divided, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 """A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
@@ -78,6 +78,11 @@ class NamedTensors:
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
             _refuse_unsupported(parameter)
+            if is_divided(parameter):
+                raise TypeError(
+                    f"`named_parameters`: {name!r} is a DTensor, which belongs to a module that may have put it "
+                    "together for a forward pass: pass the model"
+                )
         return cls(pairs, [], {})
 
     def changed(self) -> str | None:

@@ -40,6 +40,22 @@ def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {original_name(name): tensor for name, tensor in tensors.items()}
 
 
+def check_moving(state: Mapping[str, Any], outer: Any) -> None:
+    """Raise a ValueError where exchanges have passed, and the state of what moves the center is missing.
+
+    ``torch.distributed.checkpoint`` loads what the state that it is given has, and leaves out what else was saved.
+    """
+    moving, rounds = state.get("center_optimizer"), state.get("counters", {}).get("rounds", 0)
+    if not isinstance(outer, TorchOuterOptimizer) or not isinstance(moving, Mapping) or not rounds:
+        return
+    if not moving.get("state", True) and outer.optimizer.keeps_state():
+        raise ValueError(
+            f"The state was saved after {rounds} exchanges, and has nothing of the state of {outer.name}, which moves "
+            "the center: torch.distributed.checkpoint loads what the state_dict() that it is given has. Call "
+            "synchronizer.sync() on all ranks before that"
+        )
+
+
 def divided(state: dict[str, Any], parameters: Mapping[str, Any], names: Sequence[str], outer: Any) -> dict[str, Any]:
     """Return a synchronizer's state in which what belongs to a divided parameter is divided like it.
 

@@ -39,7 +39,7 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.saved import divided, translated
+from hvd_periodic.torch.saved import check_moving, divided, translated
 from hvd_periodic.torch.state_making import makes_state_only
 
 
@@ -210,11 +210,14 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned, as every synchronizer does."""
+        self.check_state_dict(state)
         super().load_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict()`` would raise; change nothing."""
         self.checkpoint.check(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        if self.replica.divided:
+            check_moving(state, self.exchanged.outer)
 
     @contextmanager
     def center(self) -> Iterator[None]:
