@@ -53,6 +53,10 @@ class Replica(Protocol, Generic[V]):
         """Return what :meth:`new_store` does, for a vector that exchanges alone read; it may lie elsewhere."""
         return self.new_store(layout, name)
 
+    def resting(self, value: V) -> V:
+        """Return a vector that is not computed with for some time; it may lie elsewhere until it is written again."""
+        return value
+
     def drop_store(self, name: str) -> None:
         """Take notice that what :meth:`new_store` has made under a name is no longer used."""
         return

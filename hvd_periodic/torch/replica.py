@@ -167,6 +167,10 @@ class TorchReplica(Replica[torch.Tensor]):
             return self.new_store(layout, name)
         return RestingStore(layout, self._kinds)
 
+    def resting(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a vector where centers rest."""
+        return value if self.center_device is None else value.to(self.center_device)
+
     def new_temporary_store(self, layout: Layout) -> Store[torch.Tensor]:
         """Return zeros where centers rest."""
         return self.new_resting_store(layout, "temporary")
