@@ -207,6 +207,42 @@ class HorovodCommunicator(JobCommunicator):
         return HorovodCommunicator, (self._framework, process_set, self._tensor)
 
 
+_registered: dict[tuple[str, tuple[int, ...]], Any] = {}
+"""Process sets of this process by framework and ranks: Horovod refuses to register one twice."""
+
+
+def register(hvd: Any, ranks: list[int]) -> Any:
+    """Return the process set of some ranks; collective among all ranks of the job.
+
+    Args:
+        hvd: Horovod's module of a framework.
+        ranks: all, or some of them.
+
+    Raises:
+        RuntimeError: Horovod was initialized without dynamic process sets.
+    """
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    known = _registered.get((hvd.__name__, tuple(ranks)))
+    if known is None or _ranks_of(hvd, known) != ranks:
+        try:
+            known = hvd.add_process_set(hvd.ProcessSet(ranks))
+        except Exception as error:
+            raise RuntimeError(
+                f"The process set of ranks {ranks} cannot be made ({error}): call hvd.init(process_sets='dynamic'), or "
+                "node_groups() in place of hvd.init(), and register no process set of the same ranks before"
+            ) from error
+        _registered[hvd.__name__, tuple(ranks)] = known
+    return known
+
+
+def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
+    """Return what Horovod has under the number of a process set: other ranks, or none, once it was initialized anew."""
+    registry: Any = importlib.import_module(hvd.ProcessSet.__module__)
+    found: dict[int, list[int]] = registry._basics._get_process_set_ids_and_ranks()
+    return found.get(process_set.process_set_id)
+
+
 def _refuse_unknown_launcher(size: int) -> None:
     """Raise where a launcher has started several processes of which each takes itself for the whole job."""
     for variable, launcher in _LAUNCHERS.items():

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hvd_periodic.comm.attendance import is_aside
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.objects import pass_object
 from hvd_periodic.comm.presence import number_of
@@ -60,7 +60,7 @@ class TorchDistributedCommunicator(JobCommunicator):
     """
 
     _own: ClassVar[dict[str, _Own]] = {}
-    """Groups of these communicators by meeting name."""
+    """Groups of these communicators, by name."""
 
     def __init__(self, group: Any = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -81,7 +81,9 @@ class TorchDistributedCommunicator(JobCommunicator):
         self._world = dist.group.WORLD
         self._backends = _backends_of(group)
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
-        self.sums = frozenset() if "mpi" in self._backends.values() else frozenset({"f2", "bf2"})  # type: ignore[misc]
+        over_mpi = "mpi" in self._backends.values()
+        self.sums = frozenset() if over_mpi else frozenset({"f2", "bf2"})  # type: ignore[misc]
+        self.from_any_thread = not over_mpi
         self.host = number_of(socket.gethostname())
 
     @property
@@ -191,7 +193,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Raise a RuntimeError, on all ranks, where a launcher of MPI has not started them."""
         if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
             raise RuntimeError(
-                "Asynchronous exchange needs MPI beside torch.distributed, and this job was started without it: start it "
+                "Asynchronous exchange needs MPI beside torch.distributed, and this job was started without: start it "
                 "by mpirun, or by srun --mpi=pmix, of the MPI that mpi4py was built for; or exchange synchronously, "
                 'with overlap="period" for exchanges that travel while training goes on'
             )
@@ -243,29 +245,43 @@ class TorchDistributedCommunicator(JobCommunicator):
                 f"{error}"
             ) from error
 
-    @cached_property
+    @property
     def _group(self) -> Any:
-        """The group of this package's own; collective among its ranks at first."""
+        """The group of this package's own, or that of a thread beside training; collective among its ranks at first."""
         if "mpi" in self._backends.values():  # It makes no group that not all ranks of the job make.
             return self.process_set
-        known = self._own.get(self.meeting_name)
+        name = f"{self.meeting_name}.{'aside' if is_aside() else 'own'}"
+        known = self._own.get(name)
         if known is None or known.given is not self.process_set:
             number = 1 if known is None else known.number + 1
-            made = self.attendance.during(
-                lambda: _duplicate(self.ranks, self._backends, f"{self.meeting_name}.{number}")
-            )
-            known = self._own[self.meeting_name] = _Own(self.process_set, made, number)
+            made = self.attendance.during(lambda: _duplicate(self.ranks, self._backends, f"{name}.{number}"))
+            known = self._own[name] = _Own(self.process_set, made, number)
         return known.made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (None if self.process_set is self._world else self.meeting_name,)
 
 
+_registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""Groups of ranks, by these, each with the group of all in which it was made."""
+
+
+def register_group(ranks: list[int]) -> Any:
+    """Return the process group of some ranks, or what stands for it on the others; collective among all of the job."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    world, known = _registered.get(tuple(ranks), (None, None))
+    if world is None or world is not dist.group.WORLD:
+        known = dist.new_group(ranks)
+        _registered[tuple(ranks)] = dist.group.WORLD, known
+    return known
+
+
 def _restored(meeting_name: str | None) -> TorchDistributedCommunicator:
     """Return the communicator of all ranks; or of a group, which no other process knows."""
     if meeting_name is None:
         return TorchDistributedCommunicator()
-    known = TorchDistributedCommunicator._own.get(meeting_name)
+    known = TorchDistributedCommunicator._own.get(f"{meeting_name}.own")
     if known is None:
         raise RuntimeError(
             "An optimizer over a torch.distributed.ProcessGroup can be unpickled in the process that made the group "

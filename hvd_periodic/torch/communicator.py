@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.horovod import HorovodCommunicator, register
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator
+from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator, register_group
 
 VARIABLE = "HVD_PERIODIC_COMM"
 """Environment variable: what ranks exchange by where no process set says so, ``"horovod"`` or ``"torch"``."""
@@ -34,10 +36,30 @@ def communicator_of(process_set: Any) -> Communicator:
     """
     if isinstance(process_set, Communicator):
         return process_set
-    asked = os.environ.get(VARIABLE, "").strip().lower()
-    communicator = _made(process_set, asked)
-    communicator.problem = _unknown(asked) or _disagreement()
+    communicator = _made(process_set, _chosen())
+    communicator.problem = _unknown() or _disagreement()
     return communicator
+
+
+def everyone() -> tuple[Communicator, Callable[[list[int]], Any]]:
+    """Return all ranks of the job, and what makes process sets of some; initializes Horovod where nothing is.
+
+    Raises:
+        RuntimeError: what is chosen is not initialized, or not installed.
+    """
+    if _chosen() == "torch":
+        return TorchDistributedCommunicator(), register_group
+    if horovod() is None and find_spec("horovod") is not None:
+        importlib.import_module("horovod.torch").init(process_sets="dynamic")
+    return communicator_of(None), lambda ranks: register(horovod(), ranks)
+
+
+def _chosen() -> str:
+    """Return what ranks exchange by where no process set says so; empty where nothing is initialized."""
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    if asked in ("horovod", "torch"):
+        return asked
+    return "horovod" if horovod() is not None else "torch" if _has_torch() else ""
 
 
 def horovod() -> Any:
@@ -46,30 +68,29 @@ def horovod() -> Any:
     return module if module is not None and module.is_initialized() else None
 
 
-def _made(process_set: Any, asked: str) -> JobCommunicator:
+def _made(process_set: Any, chosen: str) -> JobCommunicator:
     if isinstance(process_set, DeviceMesh):
         return TorchDistributedCommunicator(_of_mesh(process_set))
     if isinstance(process_set, dist.ProcessGroup) or process_set == dist.GroupMember.NON_GROUP_MEMBER:
         return TorchDistributedCommunicator(process_set)
-    if process_set is None and (asked == "torch" or (asked != "horovod" and _only_torch())):
+    if process_set is None and chosen == "torch":
         return TorchDistributedCommunicator()
+    if process_set is None and not chosen:
+        raise RuntimeError(
+            "Neither Horovod nor torch.distributed is initialized: call hvd.init() or "
+            "torch.distributed.init_process_group() before the optimizer is constructed"
+        )
     if find_spec("horovod") is None:
-        raise RuntimeError(_NEITHER if process_set is None else f"{_NO_HOROVOD}. Received: {process_set!r}")
+        raise RuntimeError(
+            "Horovod is not installed, and asked for by what the environment or `process_set` says: pass a "
+            "torch.distributed.ProcessGroup, a DeviceMesh of one dimension or a communicator. "
+            f"Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
+        )
     return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
-_NEITHER = (
-    "Neither Horovod nor torch.distributed is initialized: call torch.distributed.init_process_group(), or hvd.init(), "
-    "before the optimizer is constructed"
-)
-_NO_HOROVOD = (
-    "`process_set` must be a torch.distributed.ProcessGroup, a DeviceMesh of one dimension or a communicator, where "
-    "Horovod is not installed"
-)
-
-
-def _only_torch() -> bool:
-    return horovod() is None and dist.is_available() and dist.is_initialized()
+def _has_torch() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -82,9 +103,10 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def _unknown(asked: str) -> ValueError | None:
+def _unknown() -> ValueError | None:
     """Return what is wrong with what the environment asks for."""
-    if asked in ("", "horovod", "torch"):
+    asked = os.environ.get(VARIABLE, "").strip()
+    if asked.lower() in ("", "horovod", "torch"):
         return None
     return ValueError(f"The environment variable {VARIABLE} must be 'horovod' or 'torch'. Received: {asked!r}")
 
@@ -92,7 +114,7 @@ def _unknown(asked: str) -> ValueError | None:
 def _disagreement() -> ValueError | None:
     """Return how Horovod and torch.distributed number this rank differently, where both are initialized."""
     hvd = horovod()
-    if hvd is None or not (dist.is_available() and dist.is_initialized()):
+    if hvd is None or not _has_torch():
         return None
     of_horovod, of_torch = (hvd.rank(), hvd.size()), (dist.get_rank(), dist.get_world_size())
     if of_horovod == of_torch:

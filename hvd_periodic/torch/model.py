@@ -85,9 +85,13 @@ class NamedTensors:
                 )
         return cls(pairs, [], {})
 
+    def behind(self) -> torch.nn.Module | None:
+        """Return the module that they come from, if that was given and while it lives."""
+        return None if self.module is None else self.module()
+
     def changed(self) -> str | None:
         """Return the name of a parameter or exchanged buffer that the module has in another way now, or None."""
-        module = None if self.module is None else self.module()
+        module = self.behind()
         if module is None:
             return None
         current, original = _ids(module.named_parameters()), _ids(self.parameters)
@@ -98,7 +102,7 @@ class NamedTensors:
 
     def reshard(self) -> None:
         """Let the modules of ``fully_shard()`` have their shards again."""
-        module = None if self.module is None else self.module()
+        module = self.behind()
         if module is not None:
             reshard(module.modules())
 
@@ -142,8 +146,6 @@ def _module_behind(model: Model) -> torch.nn.Module | None:
 
 
 _UNSUPPORTED = {
-    "DistributedDataParallel": "DistributedDataParallel averages gradients at every step, which leaves nothing to "
-    "exchange: train the module inside of it, and pass that, model.module",
     "FullyShardedDataParallel": "FullyShardedDataParallel makes one flat parameter of many: divide the model by "
     "fully_shard() in its place",
 }

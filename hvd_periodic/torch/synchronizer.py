@@ -29,6 +29,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
+from hvd_periodic.torch.data_parallel import island_of
 from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.marks import marked
@@ -81,6 +82,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     """Constructed without the other ranks, which may have been there before."""
     gradient_group: JobCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
+    averaging: JobCommunicator | None = None
+    """These, or those whose gradients a ``DistributedDataParallel`` averages."""
 
     @takes(TorchOptions)
     @neutrally
@@ -109,6 +112,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             replica = TorchReplica(
                 NamedTensors.of(model, options["buffers"]), optimizer, center_device=options["center_device"]
             )
+            self.averaging = self.gradient_group or island_of(replica.named.behind(), communicator, asynchronous)
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             _check_asynchronous(asynchronous, replica)
             refused = {
@@ -142,7 +146,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             build_on_all(communicator, name, build)
         self.learning_rate = _first_rate(optimizer)
         if not self._alone:
-            self.average_within(self.gradient_group)
+            self.average_within(self.averaging)
             self.start()
         _watch(self)
 
@@ -160,7 +164,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
         self._alone = False
         self.membership.join(communicator, self.membership.asked_root, name)
-        self.average_within(self.gradient_group)
+        self.average_within(self.averaging)
         self.start()
 
     @neutrally
@@ -244,6 +248,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Return the arguments of ``_restore``."""
         if self.course.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
+        if self.gradient_group is None and self.averaging is not None:
+            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership

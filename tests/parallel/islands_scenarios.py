@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,10 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 
 import hvd_periodic.torch as hvdp
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import UNDER_TORCHRUN, hvd
 
 scenario = Scenarios()
 ISLANDS = [[0, 1], [2, 3]]
@@ -165,16 +166,14 @@ def as_whole_models() -> Any:
     ]
     found = {}
     for name, way in ways:
-        one = Quadratic(3)
-        inner = torch.optim.SGD(one.parameters(), lr=oracle.RATE, momentum=oracle.MOMENTUM)
-        inner = hvd.DistributedOptimizer(inner, one.named_parameters(), process_set=HERE["groups"].local)
-        optimizer = OPTIMIZERS[name](inner, one, process_set=HERE["groups"].cross, **way)
+        one = DistributedDataParallel(Quadratic(3), process_group=HERE["island"].get_group())
+        _, optimizer = made(name, one, **way)
         train(one, optimizer, looks=False)
         with optimizer.center():
-            center = one.parts[0].tolist()
+            center = one.module.parts[0].tolist()
         model, optimizer = made(name, **way)
         train(model, optimizer, looks=False)
-        found[f"{name} {way}"] = [[whole(model), center_of(model, optimizer)], [one.parts[0].tolist(), center]]
+        found[f"{name} {way}"] = [[whole(model), center_of(model, optimizer)], [one.module.parts[0].tolist(), center]]
     return found
 
 
@@ -377,9 +376,11 @@ def main() -> None:
     """Run on four ranks, over the network of this host."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     HERE["folder"] = Path(sys.argv[1])
+    hvd.init(process_sets="dynamic")
+    if not UNDER_TORCHRUN:
+        meeting = f"file://{HERE['folder']}/meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=hvd.rank(), world_size=hvd.size())
     HERE["groups"] = hvdp.rank_groups(ISLANDS)
-    meeting = f"file://{HERE['folder']}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=hvd.rank(), world_size=hvd.size())
     HERE["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("islands", "shards"))
     HERE["island"] = HERE["mesh"]["shards"]
     scenario.run(HERE["folder"], hvd.rank())

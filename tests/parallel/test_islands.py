@@ -12,6 +12,7 @@ import pytest
 from tests import oracle
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 if not pytest.importorskip("torch").distributed.is_available():
@@ -23,11 +24,11 @@ ISLANDS = [[0, 1], [2, 3]]
 Reports = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """What four ranks report."""
+@pytest.fixture(scope="module", params=["mpirun", thorough("torchrun")])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What four ranks report; with Horovod beside torch.distributed, and without."""
     folder: Path = tmp_path_factory.mktemp("islands")
-    return run_scenarios("mpirun", 4, "islands_scenarios", folder, 120, framework="torch")
+    return run_scenarios(request.param, 4, "islands_scenarios", folder, 120, framework="torch")
 
 
 def close(values: Any) -> Any:

@@ -118,7 +118,6 @@ def fully_shard(model: Any) -> Any:
 
 
 DIVIDED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "DDP": (torch.nn.parallel.DistributedDataParallel, "DistributedDataParallel averages .* pass that, model.module"),
     "FSDP": (fsdp, r"FullyShardedDataParallel makes one flat parameter of many: .* by fully_shard\(\) in its place"),
 }
 
@@ -132,9 +131,8 @@ def test_divided_models_are_refused(case: str) -> None:
     for given in (model, model.named_parameters(), torch.nn.Sequential(model)):
         with pytest.raises(TypeError, match=message):
             wrap(model, given)
-    if case != "DDP":  # whose parameters are those of the module inside
-        with pytest.raises(TypeError, match=message):
-            wrap(model, list(model.named_parameters()))
+    with pytest.raises(TypeError, match=message):
+        wrap(model, list(model.named_parameters()))
 
 
 @pytest.mark.usefixtures("process_group")
