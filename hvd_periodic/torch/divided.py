@@ -5,7 +5,7 @@ Ranks exchange the shards with their peers, which have the same ones in other is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,17 +55,24 @@ def facts_of(divided: Mapping[str, Any]) -> dict[str, object]:
     return facts
 
 
-def check_divided(divided: Mapping[str, Any]) -> None:
+def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
     """Raise a ValueError for parameters whose shards cannot be exchanged.
 
     Args:
         divided: tensors by name.
+        exchanged: all tensors that are, divided or not.
     """
     for name, tensor in divided.items():
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")
         if not shard_of(tensor).is_contiguous():
             raise ValueError(f"The shard of {name!r} must be contiguous. Received: strides {shard_of(tensor).stride()}")
+
+    if not any(shard_of(tensor).numel() for tensor in exchanged):
+        raise ValueError(
+            "This rank has no element of any parameter: divide the model between fewer ranks. Received: "
+            f"{len(exchanged)} parameters, the largest of {max(tensor.numel() for tensor in exchanged)} elements"
+        )
 
 
 def check_possible(divided: Mapping[str, Any], refused: Mapping[str, bool]) -> None:

@@ -77,7 +77,7 @@ class TorchReplica(Replica[torch.Tensor]):
         constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
         constants += named.of_policy(LOCAL)
         self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
-        check_divided(self.divided)
+        check_divided(self.divided, [tensor for _, tensor in taking_part])
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
@@ -93,11 +93,6 @@ class TorchReplica(Replica[torch.Tensor]):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
         self.parameters: Store[torch.Tensor] = self.store_of(taking_part)
-        if not self.parameters.layout.buckets:
-            raise ValueError(
-                "This rank has no element of any parameter: divide the model between fewer ranks. Received: "
-                f"{len(taking_part)} parameters, the largest of {max(p.numel() for _, p in taking_part)} elements"
-            )
         self.buffers: Store[torch.Tensor] | None = self.store_of(averaged) if averaged else None
         self.integers: Store[torch.Tensor] | None = self.store_of(counted) if counted else None
         self.from_root: Store[torch.Tensor] | None = self.store_of(followed) if followed else None
