@@ -114,15 +114,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             )
             self.averaging = self.gradient_group or island_of(replica.named.behind(), communicator, asynchronous)
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
-            _check_asynchronous(asynchronous, replica)
-            refused = {
-                "asynchronous=True": asynchronous,
-                "nonfinite='skip'": options["nonfinite"] == SKIP,
-                "a period in Seconds": isinstance(planned, Seconds),
-                "an hvd.DistributedOptimizer inside: fully_shard() averages gradients": self.gradient_group is not None,
-                "elastic Horovod": communicator.elastic,
-            }
-            check_possible(replica.divided, refused)
+            _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
@@ -292,13 +284,28 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         )  # A copy made before training waits for weights as the original does.
 
 
-def _check_asynchronous(asynchronous: bool, replica: TorchReplica) -> None:
-    """Refuse what asynchronous exchange does not have."""
+def _check_replica(
+    replica: TorchReplica,
+    communicator: Communicator,
+    schedule: Schedule,
+    asynchronous: bool,
+    nonfinite: str,
+    averaging: JobCommunicator | None,
+) -> None:
+    """Refuse what does not go with where the center rests, and with parameters that are divided."""
     if asynchronous and replica.center_device is not None:
         raise ValueError(
             "`center_device` is of synchronous exchange: an asynchronous center lies in host memory as it is. "
             f"Received: center_device={str(replica.center_device)!r}, asynchronous=True"
         )
+    refused = {
+        "asynchronous=True": asynchronous,
+        "nonfinite='skip'": nonfinite == SKIP,
+        "a period in Seconds": isinstance(schedule, Seconds),
+        "gradients that something else averages": averaging is not None,
+        "elastic Horovod": communicator.elastic,
+    }
+    check_possible(replica.divided, refused)
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:
