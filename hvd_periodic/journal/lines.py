@@ -45,15 +45,21 @@ class Lines(Listener):
 
     Args:
         speaks: returns whether this is the rank.
+        number: returns which of several optimizers this is; None where there is one.
     """
 
-    def __init__(self, speaks: Callable[[], bool]) -> None:
-        self._speaks = speaks
+    def __init__(self, speaks: Callable[[], bool], number: Callable[[], int | None] = lambda: None) -> None:
+        self._speaks, self._number = speaks, number
+
+    @property
+    def _log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """The log, whose lines name one of several optimizers."""
+        return _Named(logger, {"number": self._number()})
 
     def began(self, facts: Facts) -> None:
         """Say what training is."""
         if self._speaks():
-            logger.info("%s", described(facts))
+            self._log.info("%s", described(facts))
 
     def exchanged(self, report: Report) -> None:
         """Say what an exchange has taken."""
@@ -63,7 +69,7 @@ class Lines(Listener):
         more = "" if report.step_seconds is None else f", {_seconds(report.step_seconds)} a step"
         more += "" if report.loss is None else f", loss {report.loss:.6g}"
         more += f", {report.missed} pushes of others since the last" if report.missed else ""
-        logger.debug(
+        self._log.debug(
             "Exchange %d at step %d: %s%s, %s%s",
             report.rounds,
             report.step,
@@ -78,7 +84,7 @@ class Lines(Listener):
         if not (total.exchanges and self._speaks()):
             return
         waited = "" if total.waited is None else f", {_seconds(total.waited)} of it waiting for other ranks"
-        logger.info(
+        self._log.info(
             "%s steps and %s exchanges in %s: %.1f %% of it in exchanges (%s%s), %s sent by this rank",
             f"{total.steps:,}",
             f"{total.exchanges:,}",
@@ -89,14 +95,23 @@ class Lines(Listener):
             _bytes(total.bytes_sent),
         )
         if total.left_out:
-            logger.info("This rank was left out of %d exchanges: its replica was not finite", total.left_out)
+            self._log.info("This rank was left out of %d exchanges: its replica was not finite", total.left_out)
         if total.closed is not None and total.closed < _ENOUGH:
-            logger.info(
+            self._log.info(
                 "In %d exchanges the center has gone %.0f %% of its way to the replicas, and may be worse than they "
                 "are: exchange more often (a shorter period), or move it further (a larger moving rate)",
                 total.exchanges,
                 100 * total.closed,
             )
+
+
+class _Named(logging.LoggerAdapter[logging.Logger]):
+    """Begins lines with the number of an optimizer, if there is one."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the line and what goes with it."""
+        number = (self.extra or {}).get("number")
+        return (msg if number is None else f"Optimizer {number}: {msg}"), kwargs
 
 
 def described(facts: Facts) -> str:
