@@ -36,8 +36,8 @@ class RunLog(Listener):
 
     Args:
         folder: of the run; it is made.
-        place: returns the rank in the job, which may change under elastic Horovod, which optimizer of its ranks this is,
-            and the name that it has on all of them and no other optimizer of this process has.
+        place: returns the rank in the job, which may change under elastic Horovod, which optimizer of its ranks this
+            is, and the name that it has on all of them, and no other optimizer of this process.
 
     Raises:
         OSError: the folder cannot be made, or written to.
