@@ -47,7 +47,7 @@ FIGURES = {
     ),
     "exchanges": Figure("Exchanges", "minutes since the beginning", "exchanges", "There was no exchange.", False),
     "sent": Figure("Bytes of an exchange", "local step", "MB sent by a rank", "There was no exchange."),
-    "bytes": Figure("Bytes so far", "local step", "MB sent by a rank", "There was no exchange.", False),
+    "bytes": Figure("Bytes so far", "local step", "MB sent by a rank", "There was no exchange."),
     "waiting": Figure(
         "Waiting", "rank", "seconds", "No rank waits for others: there is one, or exchange is asynchronous."
     ),
@@ -70,10 +70,11 @@ def panel(tolds: Sequence[Told], what: str) -> Panel | None:
 
 def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
     """Return a curve for each training, or for each rank of a single one."""
-    if what == "staleness":
-        tolds = [told for told in tolds if told.asynchronous]
     found = []
     alone = tolds[0].ranks if len(tolds) == 1 else ()
+    if what == "staleness":
+        tolds = [told for told in tolds if told.asynchronous]
+        alone = alone if tolds else ()
     if figure.of_ranks and 1 < len(alone) <= RANKS:
         found = [(f"rank {each.rank}", curve(tolds[0], what, each.rank)) for each in alone]
     else:

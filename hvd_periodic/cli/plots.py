@@ -113,7 +113,7 @@ def svg(panel: Panel, name: str) -> str:
     text = stream.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r"#([\w-]+)", text))
-    text = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
     text = re.sub(r"(id=\"|#)(?=[mp][0-9a-f]{10})", rf"\1{name}-", text)
     text = re.sub(r"font: (\S+) 'DejaVu Sans'[^;\"]*", r"font-size: \1", text)
     for number, color in enumerate(_COLORS):

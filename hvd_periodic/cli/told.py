@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.journal.lines import ENOUGH
+from hvd_periodic.journal.lines import ENOUGH, seconds_of
 from hvd_periodic.journal.runs import Part, Run, Segment, Training
 
 POINTS = 200
@@ -20,6 +20,9 @@ _MUCH = 0.1
 
 _MOSTLY = 0.6
 """Part of the exchanges to which one rank came last, from which on all wait for it."""
+
+_SEVERAL = 10
+"""Exchanges below which that is chance."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +152,14 @@ def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], 
     Args:
         told: the training.
         what: ``"loss"``, ``"distance"``, ``"bytes"``, ``"sent"``, ``"staleness"`` or ``"exchanges"``.
-        rank: of which; None: the mean over those that have it.
+        rank: of which; None: the mean over those that have it; of exchanges over minutes the first.
     """
     x: list[float] = []
     y: list[float] = []
     sent: dict[int, int] = {}
     for part in told.training.parts:
         points: dict[float, list[float]] = {}
+        clock = min(part.segments) if what == "exchanges" else None  # Moments of ranks have no mean.
         for each, segment in part.segments.items():
             for report in segment.reports:
                 sent[each] = sent.get(each, 0) + report.bytes_sent
@@ -168,7 +172,7 @@ def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], 
                     "exchanges": report.rounds,
                 }
                 value = values[what]
-                if value is not None and rank in (None, each):
+                if value is not None and (clock if rank is None else rank) in (None, each):
                     place = (report.time - told.begun) / 60 if what == "exchanges" else float(report.step)
                     points.setdefault(place, []).append(value)
         if points:
@@ -320,10 +324,10 @@ def _of_waiting(told: Told) -> Iterator[str]:
     if share is not None and share > _MUCH:
         slowest = max(told.ranks, key=lambda each: each.last or 0.0)
         waiting = f"Ranks wait {100 * share:.0f} % of the time for each other"
-        if (slowest.last or 0.0) > _MOSTLY:
+        if (slowest.last or 0.0) > _MOSTLY and slowest.exchanges >= _SEVERAL:
             yield (
                 f"All wait for rank {slowest.rank} ({slowest.host}): it came last to {100 * (slowest.last or 0):.0f} % "
-                f"of the exchanges, and others waited {slowest.kept or 0:.3g} s for it. {waiting}. Look at what its "
+                f"of the exchanges, and others waited {seconds_of(slowest.kept or 0.0)} for it. {waiting}. Look at what its "
                 "steps do more than those of others: data, evaluation, a slower or a shared device."
             )
         else:

@@ -72,6 +72,7 @@ class Total:
         missed: asynchronously, pushes of other ranks between its own since then.
         closed: part of a distance to the replicas that the center has closed; None where the algorithm has no such
             thing.
+        skipped_updates: iterations since then whose update did not run.
     """
 
     time: float
@@ -86,6 +87,7 @@ class Total:
     left_out: int = 0
     missed: int = 0
     closed: float | None = None
+    skipped_updates: int = 0
 
 
 class Listener:
@@ -242,6 +244,7 @@ class Journal:
             count.left_out - first.left_out,
             count.missed - first.missed,
             None if math.isnan(self._open) or count.rounds == first.rounds else 1.0 - self._open,
+            count.skipped_updates - first.skipped_updates,
         )
         self._tell(lambda listener: listener.ended(total))
 
