@@ -70,27 +70,27 @@ def panel(tolds: Sequence[Told], what: str) -> Panel | None:
 
 def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
     """Return a curve for each training, or for each rank of a single one."""
-    found = []
     alone = tolds[0].ranks if len(tolds) == 1 else ()
-    if what == "staleness":
-        tolds = [told for told in tolds if told.asynchronous]
-        alone = alone if tolds else ()
     if figure.of_ranks and 1 < len(alone) <= RANKS:
-        found = [(f"rank {each.rank}", curve(tolds[0], what, each.rank)) for each in alone]
+        wanted = [(f"rank {each.rank}", tolds[0], each.rank) for each in alone]
     else:
-        found = [(told.label, curve(told, what)) for told in tolds]
+        wanted = [(told.label, told, None) for told in tolds]
+    found = [
+        (label, curve(told, what, rank) if told.asynchronous or what != "staleness" else ([], []))
+        for label, told, rank in wanted
+    ]
     return [Curve(label, x, y, color) for color, (label, (x, y)) in enumerate(found) if x]
 
 
 def _bars(tolds: Sequence[Told]) -> list[Curve]:
     """Return how long every rank has waited, and for a single training how long others have for it."""
     found = []
-    for told in tolds:
+    for color, told in enumerate(tolds):
         ranks = [each for each in told.ranks if each.waited is not None]
         label = "waited" if len(tolds) == 1 else told.label
         if ranks and len(told.ranks) > 1:
             places = [float(each.rank) for each in ranks]
-            found.append(Curve(label, places, [each.waited or 0.0 for each in ranks], len(found), "bars"))
+            found.append(Curve(label, places, [each.waited or 0.0 for each in ranks], color, "bars"))
             if len(tolds) == 1:
                 kept = [each.kept or 0.0 for each in ranks]
                 found.append(Curve("others waited for it, all together", places, kept, 1, "bars"))

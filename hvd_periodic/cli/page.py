@@ -58,8 +58,8 @@ def _figure(tolds: Sequence[Told], what: str) -> str:
     if panel is None:
         return f'<figure class="card">{head}<p>{escape(figure.where_none)}</p></figure>'
     said = f"{figure.title}: {figure.y} over {figure.x}. {' '.join(_said(curve) for curve in panel.curves)}"
-    label = escape(said, quote=True)
-    return f'<figure class="card">{head}<div role="img" aria-label="{label}">{plots.svg(panel, what)}</div></figure>'
+    label, legend = escape(said, quote=True), len(panel.curves) > 1 or len(tolds) > 1
+    return f'<figure class="card">{head}<div role="img" aria-label="{label}">{plots.svg(panel, what, legend)}</div></figure>'
 
 
 def _said(curve: plots.Curve) -> str:
@@ -182,7 +182,7 @@ _PROPERTIES: dict[str, Callable[[Told], str]] = {
     "Optimizer of the center": _fact("outer_optimizer"),
     "Ranks": _ranks_of,
     "Period": _period,
-    "Part of its way that the center goes in an exchange": _fact("closes", lambda closes: f"{100 * closes:.3g} %"),
+    "Way of the center in an exchange": _fact("closes", lambda closes: f"{100 * closes:.3g} %"),
     "Exchange": lambda told: "asynchronous" if told.asynchronous else "synchronous",
     "Overlap": _fact("overlap"),
     "Fragments": _fact("fragments"),
@@ -198,7 +198,7 @@ _PROPERTIES: dict[str, Callable[[Told], str]] = {
     "Exchanges of a rank": _sum("exchanges", _whole, each=True),
     "Loss, first → last": _edges("loss"),
     "Distance to the center, first → last": _edges("distance"),
-    "Way of the center to the replicas": _closed,
+    "Way of the center in all of them": _closed,
     "Sent by a rank": _sum("bytes_sent", lambda number: bytes_of(number), each=True),
     "Sent by a rank in an exchange": _per_exchange,
     "Time in exchanges": _share("exchange_seconds"),

@@ -89,23 +89,24 @@ def draw(path: Path, title: str, panels: Sequence[Panel], option: str = "--plot"
     pyplot.close(figure)
 
 
-def svg(panel: Panel, name: str) -> str:
+def svg(panel: Panel, name: str, legend: bool) -> str:
     """Return one panel as an element of a page, whose text has the color and the font of the page.
 
     Args:
         panel: what is drawn.
         name: another one for every figure of the page.
+        legend: whether curves have to be told apart, also from those of other figures.
     """
     pyplot = _pyplot()
     plain = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.color": _TEXT, "axes.edgecolor": _TEXT}
     plain |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
     plain |= {"font.family": "sans-serif", "axes.prop_cycle": pyplot.cycler(color=_COLORS)}
     with pyplot.rc_context(plain):
-        figure, axes = pyplot.subplots(figsize=(4.6, 3.0), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(3.7, 2.7), layout="constrained")
         shown = _draw(axes, panel)
-        if len(shown) > 1:
+        if legend:
             figure.legend(
-                shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize="small"
+                shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8.5
             )
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})

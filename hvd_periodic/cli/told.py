@@ -327,8 +327,8 @@ def _of_waiting(told: Told) -> Iterator[str]:
         if (slowest.last or 0.0) > _MOSTLY and slowest.exchanges >= _SEVERAL:
             yield (
                 f"All wait for rank {slowest.rank} ({slowest.host}): it came last to {100 * (slowest.last or 0):.0f} % "
-                f"of the exchanges, and others waited {seconds_of(slowest.kept or 0.0)} for it. {waiting}. Look at what its "
-                "steps do more than those of others: data, evaluation, a slower or a shared device."
+                f"of the exchanges, and others waited {seconds_of(slowest.kept or 0.0)} for it. {waiting}. Look at "
+                "what its steps do more than those of others: data, evaluation, a slower or a shared device."
             )
         else:
             yield (
