@@ -29,7 +29,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
-from hvd_periodic.torch.data_parallel import island_of
+from hvd_periodic.torch.data_parallel import island_of, refuse_averaging
 from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.marks import marked
@@ -146,6 +146,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Begin training, if it has not begun, as every synchronizer does."""
         if self.begun:
             return False
+        refuse_averaging(self.replica.tensors, self.membership.communicator.global_ranks)
         with neutral():
             if self._alone:
                 communicator = self.membership.communicator
