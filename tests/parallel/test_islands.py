@@ -125,8 +125,8 @@ REFUSED = {
     "asynchronous": "does not go with asynchronous=True",
     "skip": "does not go with nonfinite='skip'",
     "seconds": "does not go with a period in Seconds",
-    "save": r"save\(\) and load\(\) are for models that every rank has whole",
-    "load": r"save\(\) and load\(\) are for models that every rank has whole",
+    "save": r"save\(\), load\(\) and SaveBestCenter are for models that every rank has whole",
+    "load": r"save\(\), load\(\) and SaveBestCenter are for models that every rank has whole",
 }
 
 
