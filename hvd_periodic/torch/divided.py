@@ -80,8 +80,8 @@ def require_whole(divided: Mapping[str, Any]) -> None:
     if divided:
         raise ValueError(
             "save(), load() and SaveBestCenter are for models that every rank has whole, and this one is divided "
-            "between ranks: use torch.distributed.checkpoint, in every island for itself, for model, optimizer.inner and "
-            "optimizer.synchronizer.state_dict(); or for center_state_dict()"
+            "between ranks: use torch.distributed.checkpoint, in every island for itself, for model, "
+            "optimizer.inner and optimizer.synchronizer.state_dict(); or for center_state_dict()"
         )
 
 
