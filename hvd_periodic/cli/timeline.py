@@ -71,7 +71,7 @@ def clocks(part: Part) -> dict[int, float]:
     """Return by how many seconds the clock of every rank is ahead of the first one's: 0 on the same host."""
     reference = min(part.segments)
     hosts = {rank: segment.facts.get("host") for rank, segment in part.segments.items()}
-    ends = {
+    ends: dict[int, dict[int, float]] = {
         rank: {report.rounds: report.came + report.waited for report in segment.reports if report.waited is not None}
         for rank, segment in part.segments.items()
     }
