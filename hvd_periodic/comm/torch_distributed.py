@@ -93,6 +93,12 @@ class TorchDistributedCommunicator(JobCommunicator):
             return True
         return any(os.environ.get(here) == os.environ.get(of_all, "") for here, of_all in _ON_THIS_HOST)
 
+    def store(self) -> Any:
+        """Return a connection of its own to the store of the job, which a thread may ask while another waits there."""
+        c10d: Any = distributed_c10d
+        store = c10d._get_default_store()
+        return store.clone() if hasattr(store, "clone") else None  # Before torch 2.6 stores cannot be cloned.
+
     def everyone(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""
         return TorchDistributedCommunicator()
