@@ -259,9 +259,7 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("local_mpirun.sh", 3), ("local_horovodrun.sh", 2), ("local_torchrun.sh", 2)]
-)
+@pytest.mark.parametrize(("name", "ranks"), [("local_mpirun.sh", 3), ("local_horovodrun.sh", 2)])
 def test_launch_scripts(name: str, ranks: int, script: Path, tmp_path: Path) -> None:
     finished = run_script(name, str(ranks), str(script), str(tmp_path), "0")
     assert finished.returncode == 0, finished.stdout + finished.stderr
