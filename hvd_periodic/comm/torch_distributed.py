@@ -82,7 +82,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         self._backends = _backends_of(group)
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
         over_mpi = "mpi" in self._backends.values()
-        self.sums = frozenset() if over_mpi else frozenset({"f2", "bf2"})  # type: ignore[misc]
+        self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
         self.from_any_thread = not over_mpi
         self.host = number_of(socket.gethostname())
 
