@@ -49,6 +49,14 @@ class Replica(Protocol, Generic[V]):
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 
+    def new_resting_store(self, layout: Layout, name: str) -> Store[V]:
+        """Return what :meth:`new_store` does, for a vector that exchanges alone read; it may lie elsewhere."""
+        return self.new_store(layout, name)
+
+    def resting(self, value: V) -> V:
+        """Return a vector that is not computed with for some time; it may lie elsewhere until it is written again."""
+        return value
+
     def drop_store(self, name: str) -> None:
         """Take notice that what :meth:`new_store` has made under a name is no longer used."""
         return
