@@ -1,4 +1,4 @@
-"""The workers of a job: those of Horovod, or, with HVD_PERIODIC_COMM=torch and under torchrun, those of torch.distributed."""
+"""The workers of a job: of Horovod; or, with HVD_PERIODIC_COMM=torch or under torchrun, of torch.distributed."""
 
 from __future__ import annotations
 
