@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +41,8 @@ class TorchReplica(Replica[torch.Tensor]):
         TypeError: a parameter that cannot be averaged.
         ValueError: no or unnamed parameters; parameters without memory.
     """
+
+    framework = f"PyTorch {torch.__version__}"
 
     def __init__(
         self,
@@ -98,6 +101,16 @@ class TorchReplica(Replica[torch.Tensor]):
         self.from_root: Store[torch.Tensor] | None = self.store_of(followed) if followed else None
         self.constants: Store[torch.Tensor] | None = self.store_of(constants) if constants else None
         self.in_host_memory = all(device.type == "cpu" for _, device in self._kinds.values())
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Be a range for torch's profiler, and where GPUs are used for those that read NVTX."""
+        with torch.profiler.record_function(name), self._nvtx(name):
+            yield
+
+    @staticmethod
+    def _nvtx(name: str) -> AbstractContextManager[object]:
+        return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
 
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""

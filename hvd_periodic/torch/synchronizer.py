@@ -32,7 +32,6 @@ from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.data_parallel import island_of, refuse_averaging
 from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
-from hvd_periodic.torch.marks import marked
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
@@ -189,8 +188,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)
-    sync = neutrally(marked(ReplicaSynchronizer.sync, "hvd_periodic.exchange"))
-    land = neutrally(marked(ReplicaSynchronizer.land, "hvd_periodic.land"))
+    sync = neutrally(ReplicaSynchronizer.sync)
+    land = neutrally(ReplicaSynchronizer.land)
     finalize = neutrally(ReplicaSynchronizer.finalize)
     leave = neutrally(ReplicaSynchronizer.leave)
     audit = neutrally(ReplicaSynchronizer.audit)
