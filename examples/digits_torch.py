@@ -1,8 +1,6 @@
-"""What the digits examples in PyTorch share: the model, the data as tensors, and how ranks know of each other."""
+"""What the digits examples in PyTorch share: the model, and the data as tensors."""
 
 from __future__ import annotations
-
-import os
 
 import digits
 import torch
@@ -34,13 +32,3 @@ def data() -> tuple[TensorDataset, TensorDataset]:
 def dataset(images: digits.Digits) -> TensorDataset:
     """Return images and labels as tensors."""
     return TensorDataset(torch.from_numpy(images.images), torch.from_numpy(images.labels))
-
-
-def start() -> None:
-    """Let the ranks know of each other: by torch.distributed under torchrun, otherwise by Horovod."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        torch.distributed.init_process_group("gloo")
-    else:
-        import horovod.torch as hvd
-
-        hvd.init()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import digits_torch
 import ignite.distributed as idist
 import torch
+import workers
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.metrics import Accuracy
 from torch.nn.functional import cross_entropy
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.ignite import PeriodicHandler
 
-digits_torch.start()
+workers.init()
 torch.manual_seed(idist.get_rank())
 train, test = digits_torch.data()
 share = {"num_replicas": idist.get_world_size(), "rank": idist.get_rank()}

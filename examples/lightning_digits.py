@@ -9,6 +9,7 @@ import sys
 
 import digits_torch
 import torch
+import workers
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import cross_entropy
@@ -41,7 +42,7 @@ class Digits(LightningModule):
         return hvdp.ElasticAverageOptimizer(optimizer, self, communication_period=10)
 
 
-digits_torch.start()
+workers.init()
 seed_everything(1)
 train, test = digits_torch.data()
 trainer = Trainer(

@@ -1,4 +1,4 @@
-"""The workers of a job: those of Horovod, or, with HVD_PERIODIC_COMM=torch, those of torch.distributed."""
+"""The workers of a job: of Horovod; or, with HVD_PERIODIC_COMM=torch or under torchrun, of torch.distributed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-OVER_TORCH = os.environ.get("HVD_PERIODIC_COMM") == "torch"
+OVER_TORCH = os.environ.get("HVD_PERIODIC_COMM") == "torch" or "TORCHELASTIC_RUN_ID" in os.environ
 
 if not OVER_TORCH:
     import horovod.torch as hvd

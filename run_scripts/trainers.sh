@@ -5,7 +5,7 @@
 #   bash run_scripts/trainers.sh
 #   bash run_scripts/trainers.sh COMMAND [ARGUMENT...]     # then runs a command with them
 #
-#   bash run_scripts/trainers.sh mpirun -np 2 python3 examples/trainers/lightning_digits.py
+#   bash run_scripts/trainers.sh mpirun -np 2 python3 examples/lightning_digits.py
 #
 # test.sh does it by itself. Nothing is reported to or loaded from a hub of models.
 

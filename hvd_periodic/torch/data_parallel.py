@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_periodic.comm.base import Communicator
@@ -47,22 +48,28 @@ def island_of(
     return next((averaged for averaged in found if averaged.size > 1), None)
 
 
-def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> list[DistributedDataParallel]:
-    """Return what averages gradients of these parameters between several of these ranks of the job, and is not off.
+_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+"""All of this process, since this module is imported: trainers wrap models after optimizers are made."""
 
-    A parameter does not know of it, and trainers wrap models after optimizers are made: all objects of the process are
-    looked at, once, and only where torch.distributed is there.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    ours = set(map(id, tensors))
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+
+def _note(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+    """Note who wraps a module; a parameter does not know of it."""
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
+register_module_module_registration_hook(_note)
+
+
+def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> list[DistributedDataParallel]:
+    """Return what averages gradients of these parameters between several of these ranks of the job, and is not off."""
+    ours = set(map(id, tensors)) if _wrappers else set()
     return [
         wrapper
-        for wrapper in found
-        if wrapper.require_backward_grad_sync
+        for wrapper in list(_wrappers)
+        if any(id(parameter) in ours for parameter in wrapper.module.parameters())
+        and wrapper.require_backward_grad_sync
         and len(set(dist.get_process_group_ranks(wrapper.process_group)) & set(ranks)) > 1
-        and any(id(parameter) in ours for parameter in wrapper.module.parameters())
     ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.parallel.beside import trainers, with_trainers  # noqa: F401
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")
 Reports = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["mpirun", "torchrun"])
+@pytest.fixture(scope="module", params=["mpirun", thorough("torchrun")])
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
     return run_scenarios(request.param, 2, "ignite_scenarios", tmp_path_factory.mktemp("job"), 180)
