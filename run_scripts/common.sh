@@ -8,8 +8,9 @@ SCRIPTS="$PROJECT_ROOT/run_scripts"
 VENV=$(realpath -m "${HVD_PERIODIC_VENV:-$PROJECT_ROOT/.venv}")
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/hvd_periodic"
 
-# Set by --use-current-env, and inherited by the scripts that a script starts.
+# Set by --use-current-env and --without, and inherited by the scripts that a script starts.
 USE_CURRENT_ENV=${HVD_PERIODIC_USE_CURRENT_ENV:-}
+WITHOUT=${HVD_PERIODIC_WITHOUT:-}
 
 say() { printf '%s\n' "$*"; }
 
@@ -26,21 +27,37 @@ use_current_env() {
   export HVD_PERIODIC_USE_CURRENT_ENV=1
 }
 
-# For quickstart.sh and test.sh: $1 is the script, the rest its arguments. Carries out --help and --use-current-env, which
-# come first, and sets ARGUMENTS to what follows.
+# Does without framework $1: the other one is enough.
+go_without() {
+  if [[ $1 != torch && $1 != tensorflow ]]; then
+    die "--without takes the name of one framework, tensorflow or torch. Received: ${1:-nothing}"
+  elif [[ ${WITHOUT:-$1} != "$1" ]]; then
+    die "--without takes one framework: without both of $WITHOUT and $1, nothing is left to set up"
+  fi
+  WITHOUT=$1
+  export HVD_PERIODIC_WITHOUT=$1
+}
+
+# For quickstart.sh and test.sh: $1 is the script, the rest its arguments. Carries out --help and the options of setup.sh,
+# which come first, and sets ARGUMENTS to what follows.
 take_options() {
   local script=$1
   shift
-  case ${1:-} in
-    -h | --help)
-      usage_of "$script"
-      exit 0
-      ;;
-    --use-current-env)
-      use_current_env
-      shift
-      ;;
-  esac
+  while :; do
+    case ${1:-} in
+      -h | --help)
+        usage_of "$script"
+        exit 0
+        ;;
+      --use-current-env) use_current_env ;;
+      --without)
+        go_without "${2:-}"
+        shift
+        ;;
+      *) break ;;
+    esac
+    shift
+  done
   ARGUMENTS=("$@")
 }
 
