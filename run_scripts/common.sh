@@ -154,23 +154,28 @@ prepare_local_job() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
-# Lets Python see other packages that benchmarks compare: in an environment of their own, which sees the project's.
+# Lets Python see other packages that benchmarks compare.
 provide_peers() {
   activate_for_jobs
   set_state
-  local folder="$STATE/peers" packages
-  if ! cmp -s "$SCRIPTS/requirements-peers.txt" "$folder/complete"; then
-    say "== Installing accelerate and torchft into $folder (1 min)"
-    rm -rf "$folder"
-    python3 -m venv --without-pip "$folder"
-    packages=$(packages_of "$folder/bin/python3")
-    packages_of python3 >"$packages/project.pth"
-    python3 -m pip --python "$folder/bin/python3" install --quiet --disable-pip-version-check --no-input \
-      --requirement "$SCRIPTS/requirements-peers.txt"
-    cp "$SCRIPTS/requirements-peers.txt" "$folder/complete"
-  fi
-  packages=$(packages_of "$folder/bin/python3")
+  provide_beside peers 'accelerate and torchft'
+  local packages
+  packages=$(packages_of "$STATE/peers/bin/python3")
   export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Installs requirements-$1.txt, which brings $2, into an environment of its own, $STATE/$1, which sees the project's.
+provide_beside() {
+  local folder="$STATE/$1" requirements="$SCRIPTS/requirements-$1.txt" packages
+  if cmp -s "$requirements" "$folder/complete"; then return; fi
+  say "== Installing $2 into $folder (1 min)"
+  rm -rf "$folder"
+  python3 -m venv --without-pip "$folder"
+  packages=$(packages_of "$folder/bin/python3")
+  packages_of python3 >"$packages/project.pth"
+  python3 -m pip --python "$folder/bin/python3" install --quiet --disable-pip-version-check --no-input \
+    --requirement "$requirements"
+  cp "$requirements" "$folder/complete"
 }
 
 # Prints where a Python has its packages.

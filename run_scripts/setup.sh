@@ -4,12 +4,12 @@
 #   bash run_scripts/setup.sh [--use-current-env] [--without tensorflow | --without torch]
 #
 # Needs Python 3.11 or newer (python3, or $PYTHON), a C++ compiler (g++, or $CXX), make, and a package index that pip can
-# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, three
-# in all. Interrupted, it goes on where it was when it is run again, and when everything is there it does nothing.
+# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, three to
+# four in all. Interrupted, it goes on where it was when it is run again, and when everything is there it does nothing.
 #
 #   --use-current-env   No virtual environment: use the active one (the python3, mpirun and mpicxx on PATH). What it has
-#                       stays as it is: only missing packages are installed, and Horovod is built only if the one that is
-#                       there does not work.
+#                       stays as it is, but for a setuptools that is too old for torch: only missing packages are installed,
+#                       and Horovod is built only if the one that is there does not work.
 #   --without NAME      tensorflow or torch: whoever needs one framework does without the other. (By default both; under
 #                       --use-current-env, those already there, or both if none is.)
 #

@@ -76,9 +76,11 @@ main() {
     ARGUMENTS=("${ARGUMENTS[@]:1}")
   fi
   bash "$SCRIPTS/setup.sh"
+  bash "$SCRIPTS/trainers.sh"
   activate
   set_state
   export_job_variables
+  export HVD_PERIODIC_TRAINERS="$STATE/trainers"
   # The ranks of a test share the cores: one thread each.
   export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 
