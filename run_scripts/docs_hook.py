@@ -9,7 +9,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):<code>(~?)([\w.]+)</code>
 LINE = re.compile(r'<span id="__line-[^"]*">')
 """Of code: numbered anew in every docstring, and so no name within a page."""
 CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
-CODE = re.compile(r"<code>([^<]{20,})</code>")
+CODE = re.compile(r"<code>([^<]{15,})</code>")
 ENDS = re.compile(r"[/_.,(=:]+")
 """After which long names in tables may break, so that the columns beside them are not squeezed."""
 
