@@ -18,26 +18,12 @@ import flags
 import torch
 import workers
 from checkpoints import EXIT_CODE, Checkpoints
+from digits_torch import build_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import hvd_periodic.torch as hvdp
-
-
-def build_model() -> nn.Module:
-    """Return a small convolutional network with batch normalization."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 10),
-    )
 
 
 @torch.no_grad()
