@@ -148,6 +148,13 @@ def make_groups(
     return Groups(tuple(map(tuple, lists)), sets[tuple(local)], sets[tuple(cross)])
 
 
+def ranks_of_host(framework: str) -> range:
+    """Return the ranks of this host, which launchers number one after another; local."""
+    hvd: Any = importlib.import_module(framework)
+    first = hvd.rank() - hvd.local_rank()
+    return range(first, first + hvd.local_size())
+
+
 def divides_the_job(process_set: Any) -> bool:
     """Return whether a process set is one of groups, of which every rank of the job is in one."""
     return any(known is process_set for known in _registered.values())

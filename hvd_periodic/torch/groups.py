@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hvd_periodic.comm.groups import Groups, make_groups
+from hvd_periodic.comm.groups import Groups, make_groups, ranks_of_host
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.torch.neutral import neutrally
 
@@ -48,6 +48,20 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
     return make_groups("horovod.torch", _everyone, groups=groups)
+
+
+def node_ranks() -> range:
+    """Return the ranks of this host, as there are now; local. Passed itself, as ``process_set``.
+
+    It says who is in the group of this rank, and is asked anew where ranks change: under elastic Horovod, where there
+    can be no process sets. So may any function that divides all ranks into groups.
+
+    Example::
+
+        inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
+    """
+    return ranks_of_host("horovod.torch")
 
 
 def _everyone() -> HorovodCommunicator:

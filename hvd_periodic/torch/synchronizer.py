@@ -19,6 +19,7 @@ from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.subset import Subset, require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, as_schedule
@@ -105,6 +106,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             self.gradient_group = gradient_group_of(optimizer)
             replica = TorchReplica(NamedTensors.of(model, options["buffers"]), optimizer)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            require_possible(communicator, options["center"], options["nonfinite"], asynchronous)
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(
@@ -164,7 +166,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         _, moving, arguments = self._constructed()
-        changed = {"communicator": communicator_of(None), "name": name, "journal": self.journal}
+        communicator = self.membership.communicator.anew(communicator_of(None))
+        changed = {"communicator": communicator, "name": name, "journal": self.journal}
         _assemble(self, self.replica, moving, arguments | changed)
         self._alone = False
         if loaded is not None:
@@ -312,9 +315,11 @@ def _order(synchronizer: Synchronizer) -> tuple[str, int]:
 
 
 def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
+    """Return the communicator over a Horovod process set, or what was given in its place: one, or a function."""
     if isinstance(process_set, Communicator):
         return process_set
+    if callable(process_set):
+        return Subset(communicator_of(None), process_set)
     return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
