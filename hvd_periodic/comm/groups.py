@@ -141,6 +141,11 @@ def make_groups(
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
     if rank == 0:
         logger.info("Groups of ranks: %s", lists)
+        if communicator.elastic:
+            logger.warning(
+                "Horovod ends all processes of an elastic job in which there are process sets, with the first that is "
+                "lost: pass process_set=hvdp.node_ranks, which needs none, to an optimizer of hvd_periodic.torch"
+            )
         if len(lists) == 1:
             logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")
         if any(len(group) == 1 for group in lists):

@@ -166,5 +166,6 @@ def require_possible(communicator: Communicator, center: str, nonfinite: str, as
     for what, found in refused.items():
         if found and communicator.everyone is not communicator:
             raise ValueError(
-                f"With a function as `process_set`, groups exchange in step, by a center on every rank. Received: {what}"
+                f"With a function as `process_set`, groups exchange in step, by a center on every rank. "
+                f"Received: {what}"
             )

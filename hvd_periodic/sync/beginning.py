@@ -129,7 +129,9 @@ class Beginning(Generic[V]):
         """Give the ranks that exchange the center of one of them, which is on every rank; replicas stay."""
         course, membership = self._course, self._setting.membership
         communicator, name = membership.communicator, f"{membership.name}.center"
-        optimizer_state = communicator.broadcast_object(course.optimizer_state_to_give(None), f"{name}.optimizer", giver)
+        optimizer_state = communicator.broadcast_object(
+            course.optimizer_state_to_give(None), f"{name}.optimizer", giver
+        )
         send = sender(communicator, name, giver)
         for group in course.tensor_groups:
             for store in group.center_state.values():

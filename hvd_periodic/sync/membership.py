@@ -64,7 +64,7 @@ class Membership:
 
     @property
     def first(self) -> int:
-        """The rank that all ranks start from, among all that meet; :attr:`root` where these are the ones that exchange."""
+        """That which all start from, among all that meet: :attr:`root`, unless these are one of several groups."""
         return 0 if self.in_step else self.root
 
     @property

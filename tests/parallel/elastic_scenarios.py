@@ -74,7 +74,9 @@ SCENARIOS = {
     ),
     "one joins": Scenario("agn", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)]),
     "a host of two": Scenario("diloco", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], slots=2, inner="easgd"),
-    "a host joins a host of two": Scenario("easgd", 2, [Event("wait", 5, 2, rank=0)], [(2, 0), (3, 8)], slots=2, inner="diloco"),
+    "a host joins a host of two": Scenario(
+        "easgd", 2, [Event("wait", 5, 2, rank=0)], [(2, 0), (3, 8)], slots=2, inner="diloco"
+    ),
     "before a collective": Scenario(
         "averaging", 3, [Event("before", 7, 3, rank=1, number=2)], [(3, 0), (2, 4)], collectives=True
     ),
