@@ -189,8 +189,8 @@ class Parts(Generic[V]):
             TypeError: always; a front end that can do better overrides this.
         """
         raise TypeError(
-            f"A {type(self).__name__} cannot be copied or pickled: construct another one on all ranks, and load into it "
-            "what state_dict() returns"
+            f"A {type(self).__name__} cannot be copied or pickled: construct another one on all ranks, and load "
+            "into it what state_dict() returns"
         )
 
     def center_tensors(self) -> list[Any]:
