@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -86,12 +86,12 @@ class Communicator(ABC):
         return list(range(self.size))
 
     @property
-    def everyone(self) -> Communicator:
+    def meets_with(self) -> Communicator:
         """The ranks that meet when these do: others than these where groups exchange in step."""
         return self
 
     def among(self, of_all: Sequence[T]) -> list[T]:
-        """Return what there is of these ranks, given that of :attr:`everyone`."""
+        """Return what there is of these ranks, given that of :attr:`meets_with`."""
         return list(of_all)
 
     def anew(self, everyone: Communicator) -> Communicator:
@@ -104,6 +104,9 @@ class Communicator(ABC):
     def changed(self) -> str | None:
         """Return how the job has changed since construction, so that these ranks are no longer what they were."""
         return None
+
+    def check_devices(self, kinds: Iterable[str]) -> None:
+        """Raise a ValueError where these ranks cannot exchange tensors of a kind of device, such as ``"cuda"``."""
 
     @abstractmethod
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:

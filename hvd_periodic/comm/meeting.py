@@ -25,7 +25,7 @@ class MeetingRanks(Ranks, Protocol):
     attendance: Attendance
 
     @property
-    def everyone(self) -> MeetingRanks:
+    def meets_with(self) -> MeetingRanks:
         """All that meet when these do."""
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
@@ -44,6 +44,7 @@ class Purpose(IntEnum):
     AUDIT = 6
     BROADCAST = 7
     COMMIT = 8
+    TRAINER = 9
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def meet(
         RuntimeError: another rank cannot go on, or ranks have come for different things; on all of them.
     """
     enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
-    communicator = communicator.everyone
+    communicator = communicator.meets_with
     communicator.attendance.last = record
     own = np.concatenate([np.array(integers(replace(record, enclosed=enclosed.size)), np.int64), enclosed])
     records, enclosures = opened(communicator.gather_integers(own, communicator.meeting_name))
@@ -198,6 +199,11 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
             "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
             "take them out of `if rank == 0:`, and save on one rank what all have read"
         )
+    elif Purpose.TRAINER in purposes:
+        advice = (
+            "A rank has come to the end of its batches, or validates, saves or logs at other steps than the others: "
+            "the trainer's settings have to be the same on all ranks, and so has what it decides from"
+        )
     elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
         advice = "audit() and broadcast() are for all ranks together"
     elif Purpose.START in purposes and len(purposes) > 1:
@@ -213,6 +219,8 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
 def _place(record: Record) -> str:
     if record.purpose == Purpose.CONSTRUCT:
         return "construction of an optimizer"
+    if record.purpose == Purpose.TRAINER:
+        return "a collective of the trainer"
     what = {
         Purpose.START: "first step",
         Purpose.EXCHANGE: "exchange",

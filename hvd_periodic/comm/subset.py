@@ -44,7 +44,7 @@ class Subset(Communicator):
         self.description = f"{everyone.description}, in groups"
 
     @property
-    def everyone(self) -> Communicator:
+    def meets_with(self) -> Communicator:
         """All ranks."""
         return self._everyone
 
@@ -58,7 +58,7 @@ class Subset(Communicator):
 
     def check(self) -> None:
         """Raise a ValueError on all ranks where some do not agree on who is in their group."""
-        told = self.everyone.allgather_object(self.places, "hvd_periodic.groups")
+        told = self.meets_with.allgather_object(self.places, "hvd_periodic.groups")
         for rank, places in enumerate(told):
             other = next((place for place in places if told[place] != places), None)
             if other is not None:
@@ -69,16 +69,16 @@ class Subset(Communicator):
 
     def unique_name(self, timeout_seconds: object = None) -> str:
         """Return a prefix on which all ranks agree."""
-        return self.everyone.unique_name(timeout_seconds)
+        return self.meets_with.unique_name(timeout_seconds)
 
     @property
     def global_ranks(self) -> list[int]:
         """The ranks of the group as the job numbers them."""
-        return self.among(self.everyone.global_ranks)
+        return self.among(self.meets_with.global_ranks)
 
     def changed(self) -> str | None:
         """Return how the job has changed since construction."""
-        return self.everyone.changed()
+        return self.meets_with.changed()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start to sum parts, a part on each rank; the sums are gathered where the result is waited for."""
@@ -103,7 +103,7 @@ class Subset(Communicator):
         """Give what one rank has to all."""
         if self.rank != root:
             return self._scatter(buffer[:0], [0] * self.size, name)()
-        return self._scatter(self.everyone.repeated(buffer, self.size), [len(buffer)] * self.size, name)()
+        return self._scatter(self.meets_with.repeated(buffer, self.size), [len(buffer)] * self.size, name)()
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Give what every rank has to all."""
@@ -111,7 +111,7 @@ class Subset(Communicator):
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start to give what every rank has to all."""
-        return self._scatter(self.everyone.repeated(buffer, self.size), [len(buffer)] * self.size, name)
+        return self._scatter(self.meets_with.repeated(buffer, self.size), [len(buffer)] * self.size, name)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to exchange parts."""
@@ -119,7 +119,7 @@ class Subset(Communicator):
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the values of the group; they are small, and all ranks gather them."""
-        return self.among(self.everyone.allgather_object(value, name))
+        return self.among(self.meets_with.allgather_object(value, name))
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of the group."""
@@ -140,13 +140,13 @@ class Subset(Communicator):
 
     def _scatter(self, buffer: Any, counts: Sequence[int], name: str) -> Callable[[], Any]:
         """Start to give the ranks of the group so many elements each, and no others any."""
-        of_all = np.zeros(self.everyone.size, np.int32)
+        of_all = np.zeros(self.meets_with.size, np.int32)
         of_all[self.places] = counts
-        finish = self.everyone.scatter(buffer, of_all, name)
+        finish = self.meets_with.scatter(buffer, of_all, name)
         return lambda: finish()[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Subset, (self.everyone, self._choose)
+        return Subset, (self.meets_with, self._choose)
 
 
 def require_possible(communicator: Communicator, center: str, nonfinite: str, asynchronous: bool) -> None:
@@ -164,7 +164,7 @@ def require_possible(communicator: Communicator, center: str, nonfinite: str, as
         f"nonfinite={nonfinite!r}": nonfinite == "skip",
     }
     for what, found in refused.items():
-        if found and communicator.everyone is not communicator:
+        if found and communicator.meets_with is not communicator:
             raise ValueError(
                 f"With a function as `process_set`, groups exchange in step, by a center on every rank. "
                 f"Received: {what}"

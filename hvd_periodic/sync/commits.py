@@ -373,7 +373,7 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool, nested: bo
         averages: it is around an ``hvd.DistributedOptimizer``.
         nested: it is around another optimizer of this package, where the front end cannot keep that.
     """
-    communicator = synchronizer.membership.communicator.everyone
+    communicator = synchronizer.membership.communicator.meets_with
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,

@@ -31,7 +31,7 @@ class Membership:
         """Be a member of these ranks, and no longer of those before."""
         self.communicator, self.asked_root, self.name = communicator, root, name
         self.root = root if root < communicator.size else 0
-        self.together = Together(communicator.everyone)
+        self.together = Together(communicator.meets_with)
         self.in_groups = False
 
     def refuse_others(self) -> None:
@@ -60,7 +60,7 @@ class Membership:
     @property
     def in_step(self) -> bool:
         """Whether this is one of groups that exchange in step, each by a center of its own."""
-        return self.communicator.everyone is not self.communicator
+        return self.communicator.meets_with is not self.communicator
 
     @property
     def first(self) -> int:

@@ -196,6 +196,12 @@ def _check(model: Any, optimizer: Any) -> None:
             f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
             f"{type(optimizer).__name__}"
         )
+    if any(level.replica.divided for level in _levels(optimizer)):
+        raise ValueError(
+            "save() and load() are for models that every rank has whole, and this one is divided between ranks: use "
+            "torch.distributed.checkpoint, in every island for itself, for model, optimizer.inner and "
+            "optimizer.synchronizer.state_dict()"
+        )
 
 
 def _has_state(value: Any) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
-from hvd_periodic.comm.groups import Groups, make_groups, ranks_of_host
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.groups import Groups, make_groups
+from hvd_periodic.torch.communicator import everyone, horovod
 from hvd_periodic.torch.neutral import neutrally
 
 
@@ -20,7 +18,8 @@ def node_groups(size: int | None = None) -> Groups:
 
     Returns:
         the process sets of this rank: ``local``, of its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
-        groups, for an optimizer of this package.
+        groups, for an optimizer of this package. Over ``torch.distributed``, which has to be initialized before, they
+        are process groups, and ``local`` is for ``DistributedDataParallel``.
 
     Raises:
         TypeError, ValueError: ``size`` is not an int of at least 1.
@@ -32,7 +31,7 @@ def node_groups(size: int | None = None) -> Groups:
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=groups.local)
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
     """
-    return make_groups("horovod.torch", _everyone, size)
+    return make_groups(*everyone(), size)
 
 
 @neutrally
@@ -47,7 +46,7 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return make_groups("horovod.torch", _everyone, groups=groups)
+    return make_groups(*everyone(), groups=groups)
 
 
 def node_ranks() -> range:
@@ -56,13 +55,16 @@ def node_ranks() -> range:
     It says who is in the group of this rank, and is asked anew where ranks change: under elastic Horovod, where there
     can be no process sets. So may any function that divides all ranks into groups.
 
+    Raises:
+        RuntimeError: Horovod is not initialized.
+
     Example::
 
         inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
         optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
     """
-    return ranks_of_host("horovod.torch")
-
-
-def _everyone() -> HorovodCommunicator:
-    return HorovodCommunicator("horovod.torch", None, torch.from_numpy)
+    hvd = horovod()
+    if hvd is None:
+        raise RuntimeError("node_ranks() asks Horovod, which is not initialized: call hvd.init() before")
+    first = hvd.rank() - hvd.local_rank()
+    return range(first, first + hvd.local_size())

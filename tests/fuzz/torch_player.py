@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -126,6 +127,13 @@ class TorchPlayer(Player):
             return loss
 
         trained.optimizer.step(evaluate)
+
+    def replaced(self, trained: Trained, how: str) -> None:
+        """Go on with a copy."""
+        pair = trained.model, trained.optimizer
+        made = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+        trained.model, trained.optimizer = made
+        trained.block = []
 
     def change(self, trained: Trained, what: str) -> None:
         """Change parameters after construction."""
