@@ -83,10 +83,11 @@ class Options(ExchangeOptions, total=False):
     A new one is declared here or in :class:`ExchangeOptions`, and every constructor takes it.
 
     Attributes:
-        root_rank: the rank, in Horovod's global numbering, whose values all start from. Default: the first.
-        process_set: the Horovod process set that exchanges, default all ranks; or any
-            :class:`~hvd_periodic.Communicator`. In PyTorch also a function that returns the ranks of this one's group,
-            such as :func:`hvd_periodic.torch.node_ranks`: it is asked anew where elastic Horovod changes ranks.
+        root_rank: the rank, as the job numbers them, whose values all start from. Default: the first.
+        process_set: the Horovod process set that exchanges, default all ranks; any
+            :class:`~hvd_periodic.Communicator`; for PyTorch also a ``torch.distributed.ProcessGroup``, a ``DeviceMesh``
+            of one dimension, or a function that returns the ranks of this one's group, such as
+            :func:`hvd_periodic.torch.node_ranks`: it is asked anew where elastic Horovod changes ranks.
     """
 
     root_rank: Annotated[int | None, None]

@@ -54,7 +54,7 @@ FIGURES = {
     "staleness": Figure(
         "Staleness",
         "local step",
-        "pushes of others between two",
+        "pushes of others missed",
         "There is none: exchange is synchronous, and every rank takes part in all of them.",
     ),
 }
@@ -71,6 +71,7 @@ def panel(tolds: Sequence[Told], what: str) -> Panel | None:
 def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
     """Return a curve for each training, or for each rank of a single one."""
     alone = tolds[0].ranks if len(tolds) == 1 else ()
+    wanted: list[tuple[str, Told, int | None]]
     if figure.of_ranks and 1 < len(alone) <= RANKS:
         wanted = [(f"rank {each.rank}", tolds[0], each.rank) for each in alone]
     else:

@@ -104,6 +104,7 @@ def svg(panel: Panel, name: str, legend: bool) -> str:
     with pyplot.rc_context(plain):
         figure, axes = pyplot.subplots(figsize=(3.7, 2.7), layout="constrained")
         shown = _draw(axes, panel)
+        axes.locator_params(axis="x", nbins=5)
         if legend:
             figure.legend(
                 shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8.5

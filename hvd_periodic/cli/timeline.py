@@ -71,7 +71,7 @@ def clocks(part: Part) -> dict[int, float]:
     """Return by how many seconds the clock of every rank is ahead of the first one's: 0 on the same host."""
     reference = min(part.segments)
     hosts = {rank: segment.facts.get("host") for rank, segment in part.segments.items()}
-    ends = {
+    ends: dict[int, dict[int, float]] = {
         rank: {report.rounds: report.came + report.waited for report in segment.reports if report.waited is not None}
         for rank, segment in part.segments.items()
     }
@@ -85,7 +85,7 @@ def clocks(part: Part) -> dict[int, float]:
 
 def _exchange(report: Report, rank: int, thread: int, start: float) -> Iterator[Event]:
     """Yield an exchange of one rank, and in it where ranks met."""
-    told = {"step": report.step, "bytes sent": report.bytes_sent}
+    told: Event = {"step": report.step, "bytes sent": report.bytes_sent}
     more = {"loss": report.loss, "distance to the center": report.distance, "learning rate": report.learning_rate}
     told |= {name: value for name, value in more.items() if value is not None}
     if report.missed:

@@ -67,6 +67,10 @@ class JobCommunicator(Communicator):
         """Those of one set of ranks."""
         return self.meeting_name
 
+    def store(self) -> Any:
+        """Return where ranks note that they have come, before they have met; None: where their launcher has a place."""
+        return None
+
     @property
     @abstractmethod
     def one_host(self) -> bool:
@@ -93,7 +97,7 @@ class JobCommunicator(Communicator):
         except ValueError as error:
             return None, error
         if not self.attendance.peers and not self.elastic:
-            sign(self.attendance.name, self.attendance.rank)
+            sign(self.attendance.name, self.attendance.rank, self.store())
         return None if found is None else found.introduction(self.attendance), None
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:

@@ -82,7 +82,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         self._backends = _backends_of(group)
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
         over_mpi = "mpi" in self._backends.values()
-        self.sums = frozenset() if over_mpi else frozenset({"f2", "bf2"})  # type: ignore[misc]
+        self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
         self.from_any_thread = not over_mpi
         self.host = number_of(socket.gethostname())
 
@@ -92,6 +92,12 @@ class TorchDistributedCommunicator(JobCommunicator):
         if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
             return True
         return any(os.environ.get(here) == os.environ.get(of_all, "") for here, of_all in _ON_THIS_HOST)
+
+    def store(self) -> Any:
+        """Return a connection of its own to the store of the job, which a thread may ask while another waits there."""
+        c10d: Any = distributed_c10d
+        store = c10d._get_default_store()
+        return store.clone() if hasattr(store, "clone") else None  # Before torch 2.6 stores cannot be cloned.
 
     def everyone(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""

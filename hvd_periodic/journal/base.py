@@ -144,10 +144,12 @@ class Journal:
 
     Attributes:
         listeners: who hears; any may be added at any time, in TensorFlow before the first step is compiled.
+        begun: they have been told that training has begun.
     """
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners: list[Listener] = list(listeners)
+        self.begun = False
         self._first = self._last = Count()
         self._begun = time.perf_counter()
         self._waited: float | None = None
@@ -161,6 +163,7 @@ class Journal:
     def began(self, facts: Facts, count: Count) -> None:
         """Tell that training begins with these counters."""
         self._first = self._last = count
+        self.begun = True
         self._begun, self._waited, self._open, self._measuring = time.perf_counter(), None, 1.0, 0.0
         self._tell(lambda listener: listener.began(facts))
 

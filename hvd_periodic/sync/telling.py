@@ -51,10 +51,17 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
     return Journal(listeners)
 
 
-def facts_told(course: Course[Any]) -> Facts:
+def tell_beginning(course: Course[Any], counters: Counters) -> None:
+    """Tell that training begins, or goes on, with these counters."""
+    journal = course.setting.journal
+    if journal.listeners:
+        journal.began(_facts(course, counters), count_of(counters))
+
+
+def _facts(course: Course[Any], counters: Counters) -> Facts:
     """Return what training is, for people."""
     setting, membership = course.setting, course.setting.membership
-    exchanged, schedule, counters = setting.exchanged, setting.planner.schedule, setting.ledger.counters
+    exchanged, schedule = setting.exchanged, setting.planner.schedule
     layout, communicator = exchanged.replica.parameters.layout, membership.communicator
     transport = communicator.description if course.worker is None else course.worker.transport.description
     compression, period = described(setting.wire), counters.next_exchange - counters.last_exchange

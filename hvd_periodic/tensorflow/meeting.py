@@ -18,7 +18,7 @@ from hvd_periodic.sync.course import Course, Setting
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.telling import tell
+from hvd_periodic.sync.telling import tell, tell_beginning
 from hvd_periodic.sync.tensor_groups import TensorGroups, named_parts
 from hvd_periodic.tensorflow.coding import GraphCoding
 from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
@@ -91,13 +91,17 @@ class GraphMeeting:
 
     def told_by(self, course: Course[Any]) -> Callable[[Counters], None] | None:
         """Return what tells the journal of an exchange, given the counters after it; None where nobody listens."""
+        journal, sessions = self._setting.journal, in_session()
 
         def told(counters: Counters) -> None:
             if self._own is not None:
+                if sessions and not journal.begun:  # The graph has begun by itself; known is where it was before.
+                    before = self._own.counters
+                    tell_beginning(course, replace(before, local_steps=before.last_exchange))
                 waited = self._waited if course.steps_agree else None
                 tell(course, self._own, lambda: counters, self._came, waited, self.completes)
 
-        return told if self._setting.journal.listeners else None
+        return told if journal.listeners else None
 
     def judge(self, before: list[int], gathered: Sequence[int], purpose: Purpose) -> list[Record]:
         """Return in Python what was gathered.

@@ -16,6 +16,7 @@ from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
+from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
@@ -196,12 +197,7 @@ def _check(model: Any, optimizer: Any) -> None:
             f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
             f"{type(optimizer).__name__}"
         )
-    if any(level.replica.divided for level in _levels(optimizer)):
-        raise ValueError(
-            "save() and load() are for models that every rank has whole, and this one is divided between ranks: use "
-            "torch.distributed.checkpoint, in every island for itself, for model, optimizer.inner and "
-            "optimizer.synchronizer.state_dict()"
-        )
+    require_whole(_levels(optimizer)[0].replica.divided)
 
 
 def _has_state(value: Any) -> bool:

@@ -75,6 +75,16 @@ def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor])
         )
 
 
+def require_whole(divided: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a model of which a file of one rank would hold a part."""
+    if divided:
+        raise ValueError(
+            "save(), load() and SaveBestCenter are for models that every rank has whole, and this one is divided "
+            "between ranks: use torch.distributed.checkpoint, in every island for itself, for model, "
+            "optimizer.inner and optimizer.synchronizer.state_dict(); or for center_state_dict()"
+        )
+
+
 def check_possible(divided: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
     """Raise a ValueError for what makes no sense where parameters are divided.
 

@@ -79,9 +79,7 @@ def test_islands(ranks: Reports) -> None:
 
 
 def test_gradients_that_are_averaged_over_the_same_ranks_are_refused(ranks: Reports) -> None:
-    start = (
-        f"ValueError: The DistributedDataParallel averages the gradients of ranks {[*range(len(ranks))]} at"
-    )
+    start = f"ValueError: The DistributedDataParallel averages the gradients of ranks {[*range(len(ranks))]} at"
     for found in column(ranks, "averaged_anyway"):
         assert all(error.startswith(start) for error in found.values())
 

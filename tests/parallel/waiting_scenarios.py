@@ -48,7 +48,13 @@ class OverMPI:
 
 
 FRAMEWORK = next((name for name in ("tensorflow", "numpy") if name in sys.argv[2:]), "torch")
-hvd: Any = OverMPI() if FRAMEWORK == "numpy" else importlib.import_module(f"horovod.{FRAMEWORK}")
+hvd: Any = (
+    OverMPI()
+    if FRAMEWORK == "numpy"
+    else importlib.import_module("tests.parallel.torch_job").hvd
+    if FRAMEWORK == "torch"
+    else importlib.import_module("horovod.tensorflow")
+)
 hvdp: Any = importlib.import_module("hvd_periodic" if FRAMEWORK == "numpy" else f"hvd_periodic.{FRAMEWORK}")
 
 scenario = Scenarios()

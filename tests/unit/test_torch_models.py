@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,15 @@ def test_a_model_that_is_divided_comes_as_itself() -> None:
         wrap(model, list(model.named_parameters()))
     optimizer = wrap(model, model.named_parameters())
     assert list(optimizer.synchronizer.replica.divided) == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_files_of_one_rank_hold_no_part_of_a_model(tmp_path: Path) -> None:
+    model = fully_shard(network())
+    optimizer = wrap(model)
+    for write in (hvdp.save, hvdp.load, hvdp.SaveBestCenter):
+        with pytest.raises(ValueError, match=r"every rank has whole.*use torch\.distributed\.checkpoint"):
+            write(tmp_path / "file", model, optimizer)
 
 
 @pytest.mark.usefixtures("process_group")
