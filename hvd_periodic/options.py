@@ -85,8 +85,9 @@ class Options(ExchangeOptions, total=False):
     Attributes:
         root_rank: the rank, as the job numbers them, whose values all start from. Default: the first.
         process_set: the Horovod process set that exchanges, default all ranks; any
-            :class:`~hvd_periodic.Communicator`; for PyTorch also a ``torch.distributed.ProcessGroup``, or a
-            ``DeviceMesh`` of one dimension.
+            :class:`~hvd_periodic.Communicator`; for PyTorch also a ``torch.distributed.ProcessGroup``, a ``DeviceMesh``
+            of one dimension, or a function that returns the ranks of this one's group, such as
+            :func:`hvd_periodic.torch.node_ranks`: it is asked anew where elastic Horovod changes ranks.
     """
 
     root_rank: Annotated[int | None, None]

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from hvd_periodic.comm.attendance import Attendance, Unattended
 from hvd_periodic.comm.meeting import Purpose, Record, meet
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import LONG, Messages
+
+T = TypeVar("T")
 
 
 class Communicator(ABC):
@@ -83,6 +85,22 @@ class Communicator(ABC):
         """The ranks of the set as the job numbers them."""
         return list(range(self.size))
 
+    @property
+    def meets_with(self) -> Communicator:
+        """The ranks that meet when these do: others than these where groups exchange in step."""
+        return self
+
+    def among(self, of_all: Sequence[T]) -> list[T]:
+        """Return what there is of these ranks, given that of :attr:`meets_with`."""
+        return list(of_all)
+
+    def anew(self, everyone: Communicator) -> Communicator:
+        """Return what takes the place of this one, where all ranks are others now; communicates nothing."""
+        return everyone
+
+    def check(self) -> None:
+        """Raise on all ranks where they do not agree on who these are. Collective."""
+
     def changed(self) -> str | None:
         """Return how the job has changed since construction, so that these ranks are no longer what they were."""
         return None
@@ -125,6 +143,19 @@ class Communicator(ABC):
         """Start :meth:`allgather` of buffers of one size; what is returned waits. By default it takes place at once."""
         gathered = self.allgather(buffer, name, out)
         return lambda: gathered
+
+    def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Sequence[int]]]:
+        """Start to give every rank so many elements of ``buffer``, one part after another.
+
+        What is returned waits for what has come here, one rank after another, and how much from each.
+        """
+        told = self.allgather_object((np.array(buffer), counts), name)
+        parts = [np.split(values, np.cumsum(given)[:-1])[self.rank] for values, given in told]
+        return lambda: (np.concatenate(parts), [len(part) for part in parts])
+
+    def repeated(self, buffer: Any, times: int) -> Any:
+        """Return a buffer several times, one after another; local."""
+        return np.tile(buffer, times)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to give every rank its part of ``buffer``; what is returned waits for this rank's part of all.

@@ -137,12 +137,22 @@ def make_groups(
         communicator.allgather_object(None, "hvd_periodic.registered")
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
     if rank == 0:
-        logger.info("Groups of ranks: %s", lists)
-        if len(lists) == 1:
-            logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")
-        if any(len(group) == 1 for group in lists):
-            logger.info("A group of one rank averages no gradients")
+        _tell(lists, communicator.elastic)
     return Groups(tuple(map(tuple, lists)), sets[tuple(local)], sets[tuple(cross)])
+
+
+def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
+    """Say in the log which groups there are, and what is odd about them."""
+    logger.info("Groups of ranks: %s", lists)
+    if elastic:
+        logger.warning(
+            "Horovod ends all processes of an elastic job in which there are process sets, with the first that is "
+            "lost: pass process_set=hvdp.node_ranks, which needs none, to an optimizer of hvd_periodic.torch"
+        )
+    if len(lists) == 1:
+        logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")
+    if any(len(group) == 1 for group in lists):
+        logger.info("A group of one rank averages no gradients")
 
 
 def divides_the_job(process_set: Any) -> bool:

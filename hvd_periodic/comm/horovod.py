@@ -138,17 +138,20 @@ class HorovodCommunicator(JobCommunicator):
         """Give a pickled object to one rank, and to no other."""
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
-            splits = self._tensor((data.size * (np.arange(self.size) == to)).astype(np.int32))
-            received, counts = self._scattered(self._tensor(data.copy()), splits, f"{name}.data")
-            return np.asarray(received), np.asarray(counts).tolist()
+            counts = (data.size * (np.arange(self.size) == to)).astype(np.int32)
+            received, given = self.scatter(self._tensor(data.copy()), counts, f"{name}.data")()
+            return np.asarray(received), np.asarray(given).tolist()
 
         return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
-    def _scattered(self, data: Any, splits: Any, name: str) -> tuple[Any, Any]:
-        """Give every rank its part; return what came here, and how much from each."""
-        options = {"splits": splits, "name": name, "process_set": self.process_set}
-        received, counts = self._begun(self._hvd.alltoall_async(data, **options))()
-        return received, counts
+    def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
+        """Start to give every rank its part, in a new tensor."""
+        options = {"splits": self._tensor(counts), "name": name, "process_set": self.process_set}
+        return self._begun(self._hvd.alltoall_async(buffer, **options))
+
+    def repeated(self, buffer: Any, times: int) -> Any:
+        """Return a tensor several times."""
+        return buffer.repeat(times)
 
     @property
     def waits_busily(self) -> bool:  # type: ignore[override]

@@ -24,6 +24,10 @@ class MeetingRanks(Ranks, Protocol):
     meeting_name: str
     attendance: Attendance
 
+    @property
+    def meets_with(self) -> MeetingRanks:
+        """All that meet when these do."""
+
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of all ranks, one rank after another."""
 
@@ -136,7 +140,7 @@ def meet(
     failure: Exception | None = None,
     enclosed: np.ndarray | None = None,
 ) -> tuple[list[Record], list[np.ndarray]]:
-    """Return the records of all ranks and what each has enclosed, in rank order.
+    """Return the records of all ranks that meet and what each has enclosed, in rank order.
 
     Args:
         communicator: the ranks.
@@ -149,6 +153,7 @@ def meet(
         RuntimeError: another rank cannot go on, or ranks have come for different things; on all of them.
     """
     enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
+    communicator = communicator.meets_with
     communicator.attendance.last = record
     own = np.concatenate([np.array(integers(replace(record, enclosed=enclosed.size)), np.int64), enclosed])
     records, enclosures = opened(communicator.gather_integers(own, communicator.meeting_name))

@@ -52,13 +52,15 @@ class Beginning(Generic[V]):
         records = setting.meeting.meet(Purpose.START)
         standings = membership.together.gather(self._standing(moment), "start")
         averaging = self._averaging([standing.local_steps for standing in standings.values()])
-        start = decide(standings, membership.global_root, averaging, asynchronous=not course.steps_agree)
+        everyone = membership.communicator.meets_with
+        root = everyone.global_ranks[membership.first]
+        start = decide(standings, root, averaging, asynchronous=not course.steps_agree)
         if start is Start.ANEW:
             self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
         elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
             course.tensor_groups.give_statistics()
         elif start is Start.FROM_ROOT:
-            self._take_over(membership.communicator, membership.root, membership.name)
+            self._take_over(everyone, membership.first, membership.name)
         elif start is Start.AS_LOADED:
             course.resume(checkpoint.state)
         checkpoint.forget()
@@ -70,6 +72,10 @@ class Beginning(Generic[V]):
 
     def broadcast(self) -> None:
         """Give all ranks what the root has."""
+        self.take_from(self._setting.membership.first)
+
+    def take_from(self, giver: int) -> None:
+        """Give all ranks what one of them has."""
         setting, membership = self._setting, self._setting.membership
         setting.meeting.come_for(Purpose.BROADCAST, setting.exchanged.replica.changes())
         together = membership.together
@@ -79,7 +85,7 @@ class Beginning(Generic[V]):
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
                 f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
-        self._take_over(membership.communicator, membership.root, membership.name)
+        self._take_over(membership.communicator.meets_with, giver, membership.name)
         if together.group is not None:
             self._take_over(together.group, together.group_root, together.group_name)
         self._checkpoint.forget()
@@ -93,22 +99,13 @@ class Beginning(Generic[V]):
         """Tell the journal that training begins, or goes on from other counters."""
         tell_beginning(self._course, self._setting.ledger.counters)
 
-    def take_from(self, giver: int) -> None:
-        """Give all ranks what one of them has."""
-        membership = self._setting.membership
-        root, membership.root = membership.root, giver
-        try:
-            self.broadcast()
-        finally:
-            membership.root = root
-
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
 
         Args:
             state: in which the center is, where no rank has the whole of it.
         """
-        ledger, replica = self._setting.ledger, self._setting.exchanged.replica
+        replica = self._setting.exchanged.replica
         self._course.discard()
         for group in self._course.tensor_groups:
             center = group.center
@@ -118,6 +115,31 @@ class Beginning(Generic[V]):
             for bucket in group.values.layout.buckets:
                 group.start_from(bucket, center.read(bucket))
             group.outbox.forget()
+        self._forget_work()
+
+    def start_anew(self) -> None:
+        """Let this rank, which has the counters of others, go on with its replica as the center."""
+        self._course.discard()
+        self._course.restart()
+        self._forget_work()
+
+    def take_center_from(self, giver: int) -> None:
+        """Give the ranks that exchange the center of one of them, which is on every rank; replicas stay."""
+        course, membership = self._course, self._setting.membership
+        communicator, name = membership.communicator, f"{membership.name}.center"
+        optimizer_state = communicator.broadcast_object(
+            course.optimizer_state_to_give(None), f"{name}.optimizer", giver
+        )
+        send = sender(communicator, name, giver)
+        for group in course.tensor_groups:
+            for store in group.center_state.values():
+                course.tensor_groups.send_store(store, send)
+        if communicator.rank != giver:
+            self._setting.exchanged.center_optimizer.load(optimizer_state)
+
+    def _forget_work(self) -> None:
+        """Forget what the counters of another rank say of its own work."""
+        ledger = self._setting.ledger
         ledger.counters = replace(ledger.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
         ledger.notes = replace(ledger.notes, loss_sum=0.0, losses=0)
 
@@ -148,6 +170,7 @@ class Beginning(Generic[V]):
     def _standing(self, moment: Moment) -> Standing:
         """Return where this rank stands, for the others."""
         counters, checkpoint, groups = self._setting.ledger.counters, self._checkpoint, self._course.tensor_groups
+        membership = self._setting.membership
         loaded = checkpoint.has_loaded()
         return Standing(
             loaded,
@@ -158,6 +181,7 @@ class Beginning(Generic[V]):
             groups.replica_digest(),
             moment,
             checkpoint.failure,
+            min(membership.communicator.global_ranks) if membership.in_step else 0,
         )
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:

@@ -15,7 +15,7 @@ from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, whole_of
+from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, unite, whole_of
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -196,7 +196,7 @@ class Commits:
             )
         with nullcontext() if holders else self._loaded_still():
             if holders:
-                objects = self._go_on(communicator, objects, self.held.get(max(common)), min(holders), change)
+                objects = self._go_on(communicator, objects, self.held.get(max(common)), list(holders), change)
             else:
                 change()
                 for kept in self._kept().values():
@@ -212,10 +212,11 @@ class Commits:
         communicator: Communicator,
         objects: Objects,
         own: Commit | None,
-        giver: int,
+        holders: Sequence[int],
         change: Callable[[], None],
     ) -> Objects:
-        """Go on from a commit that the ranks hold, of which one gives it to those that join; return its objects."""
+        """Go on from a commit that ranks hold, of which the first gives it to those that join; return its objects."""
+        giver = min(holders)
         wholes = {
             name: kept.recovered(communicator, *(own.parts(name) if own is not None else (None, None)))
             for name, kept in self._exchanges().items()
@@ -232,7 +233,9 @@ class Commits:
             self._put_back(own, wholes)
         for name, each in self._exchanges().items():
             steps = each.synchronizer.local_steps
-            if own is None:
+            if each.synchronizer.membership.in_step:
+                unite(each.synchronizer, holders)
+            elif own is None:
                 start_from_center(each.synchronizer, wholes.get(name))
                 text = "Rank %d has joined at local step %d, and starts from the center"
                 logger.warning(text, communicator.rank, steps)
@@ -361,22 +364,23 @@ class CommittedState(ABC):
         """Return the ranks that there are now."""
 
 
-def refuse_fixed(name: str, synchronizer: Parts[Any], nested: bool, averages: bool) -> None:
+def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool, nested: bool = False) -> None:
     """Raise a ValueError where the ranks of an optimizer cannot change.
 
     Args:
         name: of the optimizer, as an argument.
         synchronizer: its exchanges.
-        nested: it is around another optimizer of this package.
         averages: it is around an ``hvd.DistributedOptimizer``.
+        nested: it is around another optimizer of this package, where the front end cannot keep that.
     """
-    communicator = synchronizer.membership.communicator
+    communicator = synchronizer.membership.communicator.meets_with
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,
-        "is around an optimizer of this package, between groups of ranks": nested,
+        "is around an optimizer of this package": nested,
         "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
-        f"exchanges within process set {within}, which elastic Horovod does not keep": within != 0,
+        f"exchanges within process set {within}, and where there is one, Horovod ends all with the first that is lost; "
+        "in PyTorch, process_set=hvdp.node_ranks does without": within != 0,
     }
     for why, found in refused.items():
         if found:

@@ -19,6 +19,7 @@ def check_agreement(course: Course[Any], policy: LocalState) -> None:
         ValueError: ranks differ; raised on all of them.
     """
     membership = course.setting.membership
+    membership.communicator.check()
     facts = build_on_all(membership.communicator, membership.name, lambda: facts_of(course, policy))
     agree(membership.communicator, membership.name, facts)
     if membership.together.group is not None:

@@ -173,7 +173,8 @@ class Meeting:
         """
         states = {record.optimizer_state for record in records}
         if self._optimizer_state is not None and 0 not in states and len(states) > 1:
-            agree(self._membership.communicator, self._membership.name, self._optimizer_state.facts())
+            agree(self._membership.communicator.meets_with, self._membership.name, self._optimizer_state.facts())
+        exchanging = self._membership.communicator.among(records)
         training = [record for record in records if record.training]
         deciding = training or list(records)
         self.everyone_trains = len(training) == len(records)
@@ -195,8 +196,8 @@ class Meeting:
             unforeseen=not deciding[0].foreseen or len({record.foreseen for record in deciding}) > 1,
             settings=self._settings_of(records, deciding),
             states_are_there=len(states) == 1,
-            weights=relative_weights(records),
-            left_out=[rank for rank, record in enumerate(records) if record.left_out],
+            weights=relative_weights(exchanging),
+            left_out=[rank for rank, record in enumerate(exchanging) if record.left_out],
         )
 
     def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:
@@ -206,7 +207,7 @@ class Meeting:
         ahead on one that has ended its epoch. Those that train decide; of them, who has made most updates; of several,
         the first.
         """
-        communicator, name = self._membership.communicator, self._membership.name
+        communicator, name = self._membership.communicator.meets_with, self._membership.name
         first = leading(deciding)
         most = first.updates
         if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):

@@ -31,7 +31,7 @@ class Membership:
         """Be a member of these ranks, and no longer of those before."""
         self.communicator, self.asked_root, self.name = communicator, root, name
         self.root = root if root < communicator.size else 0
-        self.together = Together(communicator)
+        self.together = Together(communicator.meets_with)
         self.in_groups = False
 
     def refuse_others(self) -> None:
@@ -56,6 +56,16 @@ class Membership:
     def is_root(self) -> bool:
         """Whether all start from the values of this rank."""
         return self.communicator.rank == self.root
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this is one of groups that exchange in step, each by a center of its own."""
+        return self.communicator.meets_with is not self.communicator
+
+    @property
+    def first(self) -> int:
+        """That which all start from, among all that meet: :attr:`root`, unless these are one of several groups."""
+        return 0 if self.in_step else self.root
 
     @property
     def global_rank(self) -> int:

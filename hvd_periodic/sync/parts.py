@@ -182,6 +182,17 @@ class Parts(Generic[V]):
         """Whether training has begun, since construction and since a state was loaded."""
         return self.beginning.begun
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse copies and pickles, whose functions would still be those of the original: of its learning rate, say.
+
+        Raises:
+            TypeError: always; a front end that can do better overrides this.
+        """
+        raise TypeError(
+            f"A {type(self).__name__} cannot be copied or pickled: construct another one on all ranks, and load "
+            "into it what state_dict() returns"
+        )
+
     def center_tensors(self) -> list[Any]:
         """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
         self.course.arrive()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,26 @@ def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: Whole | Non
     own = synchronizer.checkpoint.save_own
     synchronizer.beginning.start_from_center(None if whole is None else whole.within(own()))
     synchronizer.load_state_dict(synchronizer.state_dict() if whole is None else whole.within(own()))
+
+
+def unite(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:
+    """Let the ranks of a group have one center: that of the first of them that has trained; of none, their replica.
+
+    Replicas stay what they are: of ranks that have joined, the center of all.
+
+    Args:
+        synchronizer: of this rank, that groups exchange by in step; it has the counters of the others.
+        trained: the ranks that have.
+    """
+    membership = synchronizer.membership
+    places = membership.communicator.among(range(membership.communicator.meets_with.size))
+    giver = next((place for place, rank in enumerate(places) if rank in trained), 0)
+    joined = places[membership.communicator.rank] not in trained
+    if joined:
+        synchronizer.beginning.start_anew()
+    synchronizer.beginning.take_center_from(giver)
+    if joined:
+        synchronizer.load_state_dict(synchronizer.state_dict())
 
 
 def whole_of(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]) -> Whole:

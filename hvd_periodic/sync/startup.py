@@ -39,6 +39,7 @@ class Standing:
         replica: digest of the parameters.
         moment: when this rank has come.
         failure: why what was to be loaded here was not; empty where nothing went wrong.
+        group: a number that is the same for ranks that have one center.
     """
 
     loaded: bool
@@ -49,6 +50,7 @@ class Standing:
     replica: str
     moment: Moment = Moment.BEFORE_UPDATE
     failure: str = ""
+    group: int = 0
 
 
 def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False, asynchronous: bool = False) -> Start:
@@ -98,7 +100,9 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
     if not asynchronous:
         _require_one(loaded, lambda standing: f"step {standing.local_steps}")
         _require_one(loaded, lambda s: f"step {s.local_steps}, exchanging at {s.exchanges[0]} and {s.exchanges[1]}")
-        _require_one(loaded, lambda standing: standing.center and f"center {standing.center[:8]}")
+        for group in {standing.group for standing in loaded.values()}:
+            of_group = {rank: standing for rank, standing in loaded.items() if standing.group == group}
+            _require_one(of_group, lambda standing: standing.center and f"center {standing.center[:8]}")
     return Start.AS_LOADED
 
 

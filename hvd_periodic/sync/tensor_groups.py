@@ -112,8 +112,9 @@ class TensorGroups(Generic[V]):
         Raises:
             RuntimeError: they do not; names the ranks, and the first tensor.
         """
+        membership = self._membership
         audit(
-            self._membership.together,
+            membership.communicator if membership.in_step else membership.together,
             "center",
             lambda: (
                 part

@@ -54,12 +54,17 @@ class TensorFlowCommunicator(HorovodCommunicator):
         parts = self._run(self._hvd.alltoall, buffer, name)
         return lambda: parts
 
-    def _scattered(self, data: Any, splits: Any, name: str) -> tuple[Any, Any]:
+    def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
         """Give every rank its part, eagerly."""
         options = {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
         with tf.device("CPU:0"):
-            received, counts = self.attendance.during(lambda: self._hvd.alltoall(data, splits=splits, **options))
-        return received, counts
+            splits = tf.convert_to_tensor(counts)
+            received, given = self.attendance.during(lambda: self._hvd.alltoall(buffer, splits=splits, **options))
+        return lambda: (received, given)
+
+    def repeated(self, buffer: Any, times: int) -> Any:
+        """Return a tensor several times."""
+        return tf.tile(buffer, [times])
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather at once, under the name that the same has in a graph."""

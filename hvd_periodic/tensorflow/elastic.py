@@ -86,7 +86,7 @@ class State(CommittedState, ObjectState):
         for name, each in self._exchanging().items():
             inner = getattr(self._tracked[name], "inner_optimizer", None)
             averages = getattr(self._tracked[name], "gradient_group", None) is not None
-            refuse_fixed(name, each.synchronizer, isinstance(inner, PeriodicOptimizer), averages)
+            refuse_fixed(name, each.synchronizer, averages, nested=isinstance(inner, PeriodicOptimizer))
             require_divisible(each.synchronizer)
         for name, value in self._tracked.items():
             setattr(self, name, value)

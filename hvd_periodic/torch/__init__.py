@@ -18,7 +18,7 @@ from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewi
 from hvd_periodic.torch.center import center_state_dict
 from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
-from hvd_periodic.torch.groups import node_groups, rank_groups
+from hvd_periodic.torch.groups import node_groups, node_ranks, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, SaveBestCenter
 from hvd_periodic.torch.synchronizer import Synchronizer
@@ -52,6 +52,7 @@ __all__ = [
     "center_state_dict",
     "load",
     "node_groups",
+    "node_ranks",
     "rank_groups",
     "save",
     "unwrap",

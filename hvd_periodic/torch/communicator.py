@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator, register
 from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.subset import Subset
 from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator, register_group
 
 VARIABLE = "HVD_PERIODIC_COMM"
@@ -27,8 +29,9 @@ def communicator_of(process_set: Any) -> Communicator:
 
     Args:
         process_set: a process set of Horovod; a ``torch.distributed.ProcessGroup``; a ``DeviceMesh`` of one dimension;
-            or a communicator. None: all ranks, of what ``HVD_PERIODIC_COMM`` says; else of Horovod where it is
-            initialized, and of torch.distributed where only that is.
+            a function that returns the ranks of this one's group, over Horovod; or a communicator. None: all ranks, of
+            what ``HVD_PERIODIC_COMM`` says; else of Horovod where it is initialized, and of torch.distributed where
+            only that is.
 
     Raises:
         RuntimeError: what is chosen is not initialized.
@@ -36,6 +39,13 @@ def communicator_of(process_set: Any) -> Communicator:
     """
     if isinstance(process_set, Communicator):
         return process_set
+    if isfunction(process_set):
+        if _chosen() == "torch":
+            raise ValueError(
+                "A function as `process_set` is for Horovod: over torch.distributed pass a ProcessGroup. "
+                f"Received: {process_set!r}"
+            )
+        return Subset(communicator_of(None), process_set)
     communicator = _made(process_set, _chosen())
     communicator.problem = _unknown() or _disagreement()
     return communicator

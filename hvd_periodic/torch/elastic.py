@@ -47,15 +47,16 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     Args:
         model: the model.
-        optimizer: of this package, over all ranks; or any other, as in Horovod.
+        optimizer: of this package, over all ranks, perhaps around another one of groups of ranks that a function
+            returns; or any other, as in Horovod.
         commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
             every exchange of the first optimizer of this package as well, until the first rank is at its end.
         more: what else is kept: all that has ``state_dict()`` and ``load_state_dict()`` (models, optimizers, samplers,
             schedulers), and plain objects, which all ranks take from one of them. They become attributes.
 
     Raises:
-        ValueError: an optimizer whose ranks cannot change: asynchronous, around an
-            ``hvd.DistributedOptimizer`` or another of this package, or with a process set.
+        ValueError: an optimizer whose ranks cannot change: asynchronous, around an ``hvd.DistributedOptimizer``, or
+            with a process set.
 
     References:
         Horovod's documentation, "Elastic Horovod".
@@ -75,13 +76,12 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         self._tracked = {name: value for name, value in given.items() if _has_state(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
         for name, periodic in self._periodic().items():
-            averages = periodic.synchronizer.gradient_group is not None
-            nested = isinstance(periodic.inner, PeriodicOptimizer)
-            refuse_fixed(name, periodic.synchronizer, nested, averages)
+            for level in _levels(periodic):
+                refuse_fixed(name, level.synchronizer, level.synchronizer.gradient_group is not None)
         for name, value in self._tracked.items():
             setattr(self, name, value)
         super().__init__(bcast_object=_of_rank, get_rank=hvd.rank, **objects)
-        self.commits = Commits(lambda: {name: _kept(value) for name, value in self._tracked.items()})
+        self.commits = Commits(self._all_kept)
         if commit == "exchange":
             if not self._periodic():
                 raise ValueError("commit='exchange' needs an optimizer of hvd_periodic.torch. Received none")
@@ -95,6 +95,16 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
     def _communicator(self) -> Communicator:
         """Return the ranks that there are now."""
         return communicator_of(None)
+
+    def _all_kept(self) -> dict[str, Kept]:
+        """Return how everything is kept; of optimizers in one another, the outermost first."""
+        found: dict[str, Kept] = {}
+        for name, value in self._tracked.items():
+            levels = _levels(value) if isinstance(value, PeriodicOptimizer) else []
+            found |= {name + depth * ".inner": _KeptOptimizer(level) for depth, level in enumerate(levels)}
+            if not levels:
+                found[name] = _KeptState(value)
+        return found
 
     def _after_exchange(self) -> None:
         """Commit, as long as nobody is at the end, where not all ranks come by here."""
@@ -135,9 +145,13 @@ class _KeptState(Kept):
 
 
 class _KeptOptimizer(_KeptState, KeptExchanges):
-    """An optimizer of this package."""
+    """An optimizer of this package; the local one is that of the innermost."""
 
     value: PeriodicOptimizer
+
+    @property
+    def _local(self) -> torch.optim.Optimizer | None:
+        return None if isinstance(self.value.inner, PeriodicOptimizer) else self.value.inner
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -146,7 +160,16 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
 
     def copied(self) -> Any:
         """Return a copy of its state; of that of exchanges, what this rank has of it by itself."""
-        return copy.deepcopy(self.value.inner.state_dict()) | {STATE_KEY: self.own()}
+        local = {} if self._local is None else copy.deepcopy(self._local.state_dict())
+        return local | {STATE_KEY: self.own()}
+
+    def put_back(self, copied: Any) -> None:
+        """Load a copy of the copy."""
+        local = copy.deepcopy(copied)
+        exchanges = local.pop(STATE_KEY)
+        if self._local is not None:
+            self._local.load_state_dict(local)
+        self.synchronizer.load_state_dict(exchanges)
 
     def share(self) -> Share:
         """Return what this rank holds of the center, in host memory: others may lack its device."""
@@ -209,8 +232,9 @@ def _has_state(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _kept(value: Any) -> Kept:
-    return _KeptOptimizer(value) if isinstance(value, PeriodicOptimizer) else _KeptState(value)
+def _levels(optimizer: torch.optim.Optimizer) -> list[PeriodicOptimizer]:
+    """Return an optimizer of this package, and those inside of it."""
+    return [optimizer, *_levels(optimizer.inner)] if isinstance(optimizer, PeriodicOptimizer) else []
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvd_periodic.comm.groups import Groups, make_groups
-from hvd_periodic.torch.communicator import everyone
+from hvd_periodic.torch.communicator import everyone, horovod
 from hvd_periodic.torch.neutral import neutrally
 
 
@@ -47,3 +47,24 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
     return make_groups(*everyone(), groups=groups)
+
+
+def node_ranks() -> range:
+    """Return the ranks of this host, as there are now; local. Passed itself, as ``process_set``.
+
+    It says who is in the group of this rank, and is asked anew where ranks change: under elastic Horovod, where there
+    can be no process sets. So may any function that divides all ranks into groups.
+
+    Raises:
+        RuntimeError: Horovod is not initialized.
+
+    Example::
+
+        inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
+    """
+    hvd = horovod()
+    if hvd is None:
+        raise RuntimeError("node_ranks() asks Horovod, which is not initialized: call hvd.init() before")
+    first = hvd.rank() - hvd.local_rank()
+    return range(first, first + hvd.local_size())

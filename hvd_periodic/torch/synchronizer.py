@@ -19,6 +19,7 @@ from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
@@ -115,6 +116,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            require_possible(communicator, options["center"], options["nonfinite"], asynchronous)
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(
@@ -175,7 +177,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         _, moving, arguments = self._constructed()
-        changed = {"communicator": communicator_of(None), "name": name, "journal": self.journal}
+        communicator = self.membership.communicator.anew(communicator_of(None))
+        changed = {"communicator": communicator, "name": name, "journal": self.journal}
         _assemble(self, self.replica, moving, arguments | changed)
         self._alone = False
         if loaded is not None:

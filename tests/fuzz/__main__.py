@@ -1,13 +1,17 @@
 """Plays generated programs again: those of one seed.
 
-python -m tests.fuzz SEED [PROGRAMS]
+python -m tests.fuzz TorchPlayer SEED [PROGRAMS]
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-from tests.fuzz.machine import TorchMachine, play
+from tests.fuzz.machine import play
+
+MODULES = {"TorchPlayer": "tests.fuzz.torch_player", "NumpyPlayer": "tests.fuzz.numpy_player"}
 
 if __name__ == "__main__":
-    play(TorchMachine, int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 200)
+    player = getattr(importlib.import_module(MODULES[sys.argv[1]]), sys.argv[1])
+    play(player, int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 200)

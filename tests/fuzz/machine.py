@@ -18,8 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.fuzz.ranks import Outcome, Ranks, StuckError
-from tests.fuzz.torch_player import (
+from tests.fuzz.player import (
     ALGORITHMS,
     COMPRESSIONS,
     MODES,
@@ -28,9 +27,9 @@ from tests.fuzz.torch_player import (
     PERIODS,
     STATES,
     Setup,
-    TorchPlayer,
     require_equal,
 )
+from tests.fuzz.ranks import Outcome, Ranks, StuckError
 
 EVERYBODY = None
 on_ranks = st.sampled_from([EVERYBODY] * 8 + [(0,), (1,), (0, 1), (2,)])
@@ -75,15 +74,15 @@ TOGETHER = ("broadcast", "load")
 """Calls in which asynchronous ranks, which meet nowhere else, must not be alone."""
 
 
-class TorchMachine(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
     """Ranks in threads.
 
     Attributes:
+        player: makes one rank of a front end.
         aligned: all ranks have made the same calls, and none was about to fail on one rank alone.
     """
 
-    player: ClassVar[Callable[..., Any]] = TorchPlayer
-    equal: ClassVar[Callable[..., None]] = staticmethod(require_equal)
+    player: ClassVar[Callable[..., Any]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +257,7 @@ class TorchMachine(RuleBasedStateMachine):
                 for key in ("counters", "begun", "inside"):
                     if other[key] != first[key]:
                         raise AssertionError(f"After {name}, {key}: {other[key]} on rank {rank}, {first[key]} on 0")
-                self.equal(other["centers"], first["centers"], f"After {name}, centers of rank {rank} and of rank 0")
+                require_equal(other["centers"], first["centers"], f"After {name}, centers of rank {rank} and of rank 0")
 
     def teardown(self) -> None:
         """Let all ranks leave all blocks, and training; none is left waiting."""
@@ -287,8 +286,8 @@ class TorchMachine(RuleBasedStateMachine):
             raise AssertionError(f"Ranks wait for ever, by rank: {waiting}")
 
 
-def play(machine: type[RuleBasedStateMachine], number: int, programs: int) -> None:
-    """Play programs that are generated from a seed.
+def play(player: Callable[..., Any], number: int, programs: int) -> None:
+    """Play programs that are generated from a seed, on the ranks that a player makes.
 
     Raises:
         AssertionError: something did not hold; the shortest program that was found is printed.
@@ -302,7 +301,7 @@ def play(machine: type[RuleBasedStateMachine], number: int, programs: int) -> No
         report_multiple_bugs=False,
     )
     try:
-        run_state_machine_as_test(seed(number)(machine), settings=chosen)
+        run_state_machine_as_test(seed(number)(type("Programs", (Machine,), {"player": player})), settings=chosen)
     except BaseException:
-        print(f"Again: python -m tests.fuzz {number} {programs}", flush=True)
+        print(f"Again: python -m tests.fuzz {player.__name__} {number} {programs}", flush=True)
         raise

@@ -55,7 +55,8 @@ class Outcome:
         if not isinstance(error, DOCUMENTED) or any(name in str(error) for name in UNDOCUMENTED):
             return f"no documented error: {text}"
         places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if any("/torch/optim/" in place for place in places) and not any("torch/outer" in place for place in places):
+        local = any("/torch/optim/" in place or place.endswith("/numpy/sgd.py") for place in places)
+        if local and not any("/outer" in place for place in places):
             return None  # Of the user's own local optimizer.
         last = traceback.extract_tb(error.__traceback__)[-1]
         raised = linecache.getline(last.filename, last.lineno or 0).strip().startswith("raise")

@@ -269,9 +269,20 @@ def scaled() -> Any:
 @scenario
 def levels() -> Any:
     """Averages inside of groups after every second step, and of all ranks after every sixth."""
+    return averages_of_averages(GROUPS[0].local)
+
+
+@scenario
+def levels_in_step() -> Any:
+    """The same, where a function says who is in a group."""
+    return averages_of_averages(lambda: next(group for group in GROUPS[0].ranks if hvd.rank() in group))
+
+
+def averages_of_averages(within: Any) -> list[Any]:
+    """Return what this rank has after each step, and the rounds of both levels."""
     w = parameter()
     inner: Any = torch.optim.SGD([w], lr=oracle.RATE, momentum=oracle.MOMENTUM)
-    inner = hvdp.ModelAverageOptimizer(inner, [("w", w)], 2, process_set=GROUPS[0].local)
+    inner = hvdp.ModelAverageOptimizer(inner, [("w", w)], 2, process_set=within)
     optimizer = hvdp.ModelAverageOptimizer(inner, [("w", w)], 6)
     w.data.copy_(torch.tensor(oracle.START, dtype=torch.float64))
     seen = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-SIZE, STEPS, PERIOD, RATE, MOMENTUM = 4, 24, 4, 0.1, 0.5
+SIZE, STEPS, PERIOD, INNER_PERIOD, RATE, MOMENTUM = 4, 24, 4, 2, 0.1, 0.5
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Scenario:
         center: where it lives.
         slots: ranks of each host, of which Horovod gives up all when one is lost.
         timeout: seconds for which ranks wait for each other.
+        inner: algorithm of the exchanges inside of each host.
         loop: in Keras: ``fit``; ``compiled`` or ``eager`` steps; or ``synchronizer``, around one's own.
     """
 
@@ -62,6 +63,7 @@ class Scenario:
     center: str = "replicated"
     slots: int = 1
     timeout: float | None = None
+    inner: str = ""
     loop: str = ""
 
 
@@ -71,6 +73,10 @@ SCENARIOS = {
         "diloco", 2, [Event("in", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True
     ),
     "one joins": Scenario("agn", 1, [Event("wait", 5, 1)], [(1, 0), (2, 8)]),
+    "a host of two": Scenario("diloco", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], slots=2, inner="easgd"),
+    "a host joins a host of two": Scenario(
+        "easgd", 2, [Event("wait", 5, 2, rank=0)], [(2, 0), (3, 8)], slots=2, inner="diloco"
+    ),
     "before a collective": Scenario(
         "averaging", 3, [Event("before", 7, 3, rank=1, number=2)], [(3, 0), (2, 4)], collectives=True
     ),
@@ -175,12 +181,13 @@ KERAS = {
 
 @dataclass
 class Worker:
-    """One process; ``mean`` is what batch normalization moves."""
+    """One process; ``mean`` is what batch normalization moves, ``inner`` the center of its host, with its momentum."""
 
     x: np.ndarray
     velocity: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     accumulated: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     mean: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
+    inner: Sequence[np.ndarray] = ()
 
 
 def target(rank: int, step: int) -> list[float]:
@@ -189,7 +196,11 @@ def target(rank: int, step: int) -> list[float]:
 
 
 def expected(
-    algorithm: str, stretches: Sequence[tuple[int, Sequence[int]]], gives_velocity: bool = False
+    algorithm: str,
+    stretches: Sequence[tuple[int, Sequence[int]]],
+    gives_velocity: bool = False,
+    inner: str = "",
+    slots: int = 1,
 ) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
@@ -198,6 +209,8 @@ def expected(
         stretches: the step at which each begins, and the processes in the order of ranks. Who was not there before
             starts from the center.
         gives_velocity: those start with the momentum of the first that was there.
+        inner: algorithm of exchanges inside of hosts. The center of a host is that of the first worker that was there.
+        slots: ranks of each host.
     """
     center, momentum = np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
@@ -209,6 +222,11 @@ def expected(
             workers[process].mean = giver.mean
             if gives_velocity:
                 workers[process].velocity = giver.velocity
+        hosts = [list(workers.values())[first : first + slots] for first in range(0, len(workers), slots)]
+        for host in hosts:
+            known = next((worker.inner for worker in host if worker.inner), (center, np.zeros(SIZE)))
+            for worker in host:
+                worker.inner = known
         for step in range(begin, end):
             for rank, worker in enumerate(workers.values()):
                 g = worker.x - target(rank, step)
@@ -216,6 +234,10 @@ def expected(
                 worker.velocity = MOMENTUM * worker.velocity + g
                 worker.x = worker.x - RATE * worker.velocity
                 worker.mean = (worker.mean + target(rank, step)) / 2
+            for host in hosts if inner and (step + 1) % INNER_PERIOD == 0 else ():
+                moved = exchanged(inner, *host[0].inner, host)
+                for worker in host:
+                    worker.inner = moved
             if (step + 1) % PERIOD == 0:
                 center, momentum = exchanged(algorithm, center, momentum, list(workers.values()))
                 mean = sum(worker.mean for worker in workers.values()) / len(workers)

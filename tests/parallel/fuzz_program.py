@@ -15,8 +15,7 @@ from typing import Any
 import horovod.torch as hvd
 
 from hvd_periodic.torch.communicator import communicator_of
-from tests.fuzz.ranks import Outcome
-from tests.fuzz.torch_player import (
+from tests.fuzz.player import (
     ALGORITHMS,
     COMPRESSIONS,
     MODES,
@@ -25,9 +24,10 @@ from tests.fuzz.torch_player import (
     PERIODS,
     STATES,
     Setup,
-    TorchPlayer,
     require_equal,
 )
+from tests.fuzz.ranks import Outcome
+from tests.fuzz.torch_player import TorchPlayer
 
 ROUNDS = 12
 ALIKE = ["sync", "audit", "distance", "broadcast", "enter", "save", "resume", "finalize"]

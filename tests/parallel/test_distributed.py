@@ -139,11 +139,12 @@ def test_gradients_are_averaged_before_a_scaler_looks_at_them(job: tuple[list[li
         assert "A GradScaler must not look at gradients while" in error
 
 
-def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
+@pytest.mark.parametrize("scenario", ["levels", "levels_in_step"])
+def test_averages_of_averages(scenario: str, job: tuple[list[list[int]], Reports]) -> None:
     """One optimizer of this package in another, each with a period and ranks of its own."""
     groups, reports = job
     averaged = oracle.averages_of_averages(groups)
-    for rank, (seen, inner_rounds, rounds) in enumerate(column(reports, "levels")):
+    for rank, (seen, inner_rounds, rounds) in enumerate(column(reports, scenario)):
         for step, expected in enumerate(averaged):
             assert seen[step] == pytest.approx(expected[rank], rel=1e-12, abs=1e-12), (step, rank)
         assert (inner_rounds, rounds) == (6, 2)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(180)
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Names of this machine: Horovod gives up a host of which a rank was lost."""
 
-IN_EVERY_RUN = ("one of three", "the root, in a collective", "one joins")
+IN_EVERY_RUN = ("one of three", "the root, in a collective", "one joins", "a host of two", "a host joins a host of two")
 
 
 OF_KERAS_IN_EVERY_RUN = ("one of two", "the root, before a collective", "one joins", "a share")
@@ -48,15 +48,16 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
     for event in scenario.events:
         if event.what == "dismiss":
             lines[scenario.ranks] = f"if ! [ -e {tmp_path / event.name} ]; then {lines[scenario.ranks]}; fi"
-    for host, event in zip(HOSTS[scenario.ranks :], waits, strict=False):
+    for host, event in zip(HOSTS[len(hosts) :], waits, strict=False):
         lines.append(f"if [ -e {tmp_path / event.name} ]; then echo {host}:1; fi")
     command = ["-m", f"tests.parallel.{program}", name, str(tmp_path)]
-    script, most = _discovery(tmp_path, lines), max(2, scenario.ranks)
+    script, most = _discovery(tmp_path, lines), max(2, *(ranks for ranks, _ in scenario.begun))
     code, output = run_elastic(scenario.ranks, script, command, timeout_seconds=120, most=most, joins=bool(waits))
     assert code == 0, output
     stretches = _stretches(tmp_path / "begun")
     assert [(len(processes), step) for step, processes in stretches] == list(scenario.begun), output
-    center, workers = expected(scenario.algorithm, stretches, gives_velocity=bool(scenario.loop))
+    levels = {"inner": scenario.inner, "slots": scenario.slots}
+    center, workers = expected(scenario.algorithm, stretches, gives_velocity=bool(scenario.loop), **levels)
     assert len(workers) == scenario.begun[-1][0]
     for rank, (process, worker) in enumerate(workers.items()):
         end = json.loads((tmp_path / f"end.{rank}.json").read_text())

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
-from tests.fuzz.machine import TorchMachine, play
+from tests.fuzz.machine import play
+from tests.fuzz.numpy_player import NumpyPlayer
 from tests.parallel.tiers import thorough
 
 pytestmark = pytest.mark.timeout(400)
@@ -17,4 +16,12 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.mark.parametrize(("seed", "programs"), [(1, 150), *(thorough(seed, 400) for seed in range(2, 7))])
 def test_programs(seed: int, programs: int) -> None:
-    play(TorchMachine, seed, programs)
+    pytest.importorskip("torch")
+    from tests.fuzz.torch_player import TorchPlayer
+
+    play(TorchPlayer, seed, programs)
+
+
+@pytest.mark.parametrize(("seed", "programs"), [(1, 300), *(thorough(seed, 800) for seed in range(2, 4))])
+def test_programs_of_numpy(seed: int, programs: int) -> None:
+    play(NumpyPlayer, seed, programs)

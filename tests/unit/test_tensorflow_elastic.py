@@ -40,7 +40,7 @@ class Changing(LocalCommunicator):
 @pytest.mark.parametrize(
     ("nested", "message"),
     [
-        (False, "within process set LocalCommunicator, which elastic Horovod does not keep"),
+        (False, "within process set LocalCommunicator, and where there is one, Horovod ends all"),
         (True, "is around an optimizer of this package"),
     ],
 )

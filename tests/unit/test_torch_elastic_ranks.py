@@ -18,6 +18,8 @@ pytest.importorskip("horovod.torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 import hvd_periodic.torch.elastic as elastic_module  # noqa: E402
 import hvd_periodic.torch.synchronizer as synchronizer_module  # noqa: E402
+from hvd_periodic.comm.base import Communicator  # noqa: E402
+from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
 from tests.helpers import outcomes  # noqa: E402
 
@@ -52,6 +54,19 @@ class Losing:
         if number == self._at and rank not in self._ahead:
             raise LostError
         return [pickle.loads(each) for each in found]
+
+
+class Tensors(ThreadCommunicator):
+    """Threads that scatter tensors, as Horovod does."""
+
+    def scatter(self, buffer: Any, counts: Any, name: str) -> Callable[[], Any]:
+        """Return a new tensor."""
+        received, given = super().scatter(buffer, counts, name)()
+        return lambda: (torch.from_numpy(received), given)
+
+    def repeated(self, buffer: Any, times: int) -> Any:
+        """Return a new tensor."""
+        return buffer.repeat(times)
 
 
 @dataclass
@@ -111,16 +126,35 @@ def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     horovod = SimpleNamespace(rank=lambda: HERE.communicator.rank, broadcast_parameters=give_state)
     monkeypatch.setattr(elastic_module, "hvd", horovod)
     for module in (elastic_module, synchronizer_module):
-        monkeypatch.setattr(module, "communicator_of", lambda _: HERE.communicator)
+        monkeypatch.setattr(module, "communicator_of", given_or_here)
 
 
-def new(algorithm: Any = hvdp.DiLoCo, moving: bool = False, batch: int = 0, **options: Any) -> Worker:
-    """Return a worker; ``moving`` its center by another optimizer than a copy of the local one."""
+def given_or_here(given: Any) -> Communicator:
+    """Return the communicator of this thread, if none was given."""
+    return given if isinstance(given, Communicator) else HERE.communicator
+
+
+def pair() -> range:
+    """Return the ranks of the group of this one: two neighbours."""
+    first = HERE.communicator.rank // 2 * 2
+    return range(first, min(first + 2, HERE.communicator.size))
+
+
+def new(
+    algorithm: Any = hvdp.DiLoCo, moving: bool = False, batch: int = 0, inside: Any = None, **options: Any
+) -> Worker:
+    """Return a worker; ``moving`` its center by another optimizer than a copy of the local one.
+
+    Pairs of ranks exchange by an algorithm ``inside`` at every step.
+    """
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) if moving else None
-    optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, PERIOD, outer_optimizer=outer, **options)
+    inner = local
+    if inside is not None:
+        inner = hvdp.PeriodicOptimizer(local, model, inside, 1, process_set=Subset(HERE.communicator, pair))
+    optimizer = hvdp.PeriodicOptimizer(inner, model, algorithm, PERIOD, outer_optimizer=outer, **options)
     return Worker(model, optimizer, outer or local, hvdp.elastic.State(model, optimizer, batch=batch))
 
 
@@ -139,6 +173,7 @@ def together(
     """
 
     def rank(communicator: ThreadCommunicator) -> Any:
+        communicator = Tensors(communicator.rank, communicator._group)
         communicator.elastic = True
         communicator.process_set = SimpleNamespace(process_set_id=0)  # type: ignore[attr-defined]
         worker = workers[communicator.rank]
@@ -197,6 +232,75 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
         found = together([zero, lambda: new(center=center), two], again)
         at_center = committed[0][-1]
         assert found == [committed[0], (3, 3, at_center, at_center), committed[2]]
+
+
+@pytest.mark.parametrize("inside", [hvdp.EASGD, hvdp.DiLoCo])
+def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:
+    """Those that are left are in other groups, of which each has one center, and replicas are what was committed."""
+    committed = {}
+
+    def inner(worker: Worker) -> Any:
+        return worker.optimizer.inner.synchronizer
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(3)
+        worker.state.commit()
+        committed[HERE.communicator.rank] = worker.found(), [c.tolist() for c in inner(worker).center_tensors()]
+        worker.train(1)
+        return worker
+
+    def prepare() -> list[Worker]:
+        return together([lambda: new(inside=inside)] * 4, first)[:3]
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        found = worker.found(), [c.tolist() for c in inner(worker).center_tensors()]
+        worker.train(2 * PERIOD)
+        inner(worker).audit()
+        worker.optimizer.finalize()
+        return *found, worker.center()
+
+    left = lost_anywhere(prepare, Worker.begin_again, ahead=0)
+    assert len(left) > 20
+    for workers in left:
+        found = together([*workers, *[lambda: new(inside=inside)] * 2], again)
+        at_center = committed[0][0][-1]
+        joined = (3, 3, at_center, at_center)
+        assert [each for each, *_ in found] == [committed[0][0], committed[1][0], joined, joined]
+        assert [each for _, each, _ in found] == [committed[0][1]] * 2 + [[at_center]] * 2
+        assert len({str(end) for *_, end in found}) == 1
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("inside", [hvdp.EASGD, None])
+def test_groups_that_are_loaded_before_the_first_sync(everywhere: bool, inside: Any) -> None:
+    """On the root alone, all go on from what that has; on every rank, each from its own."""
+    saved: dict[int, Any] = {}
+
+    def first(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.train(3)
+        saved[HERE.communicator.rank] = copy.deepcopy((worker.model.state_dict(), worker.optimizer.state_dict()))
+        return worker.found()
+
+    def resumed() -> Worker:
+        worker = new(inside=inside, batch=3)
+        if everywhere or HERE.communicator.rank == 0:
+            model, optimizer = saved[HERE.communicator.rank]
+            worker.model.load_state_dict(model)
+            worker.optimizer.load_state_dict(optimizer)
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.optimizer.synchronizer.begin()
+        found = worker.found()
+        worker.train(PERIOD)
+        return found
+
+    expected = together([lambda: new(inside=inside)] * 4, first)
+    assert together([resumed] * 4, again) == [expected[rank if everywhere else 0] for rank in range(4)]
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
