@@ -43,10 +43,12 @@ class BroadcastAtStart(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast."""
+        """Broadcast; where the first batch is yet to build the model, its first step gives all the root's values."""
         optimizer = _optimizer_of(self)
-        optimizer.start()
-        optimizer.synchronizer.broadcast()
+        if optimizer.built or self.model.built:
+            optimizer.build(self.model.trainable_variables)
+            optimizer.start()
+            optimizer.synchronizer.broadcast()
 
 
 class FinalizeAtEnd(keras.callbacks.Callback):

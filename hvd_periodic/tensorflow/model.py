@@ -27,6 +27,12 @@ def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: A
     return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
 
 
+def have_values(variables: Iterable[AnyVariable]) -> bool:
+    """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
+    with tf.init_scope():
+        return not tf.executing_eagerly() or all(bool(native(variable).is_initialized()) for variable in variables)
+
+
 def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:
     """Let variables of an optimizer be others, at the end of its list.
 

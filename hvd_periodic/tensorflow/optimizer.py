@@ -22,10 +22,16 @@ from hvd_periodic.tensorflow.exchanges import Exchanges
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
-from hvd_periodic.tensorflow.model import check_policy, list_variables, named_variables, native
+from hvd_periodic.tensorflow.host import outside
+from hvd_periodic.tensorflow.model import check_policy, have_values, list_variables, named_variables, native
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
 from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost
+
+_NO_VALUES = (
+    "The variables have no values yet, because the model is built inside of the compiled step: give it its input shape "
+    "by keras.Input, or call model.build(input_shape), before it is trained"
+)
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
@@ -175,12 +181,9 @@ class PeriodicOptimizer(ForwardedSettings):
         """
         if self.built:
             return
-        with tf.init_scope():
-            if not all(bool(native(variable).is_initialized()) for variable in variables):
-                raise ValueError(
-                    "The variables have no values yet, because the model is built inside of the compiled step: give it "
-                    "its input shape by keras.Input, or call model.build(input_shape), before it is trained"
-                )
+        with outside():
+            if not have_values(variables):
+                raise ValueError(_NO_VALUES)
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(variables))
             self._forwards = False  # Keras would make the variables of these settings again
@@ -228,6 +231,8 @@ class PeriodicOptimizer(ForwardedSettings):
         if len(gradients) != len(variables):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         refuse_xla()
+        if self._only_makes(variables):
+            return
         replaced = self._open(variables)
         self.synchronizer.view.refuse_inside("step")
         self._check_variables_are_known(variables)
@@ -237,6 +242,17 @@ class PeriodicOptimizer(ForwardedSettings):
         gradients, updated = self._prepare(gradients, variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
+
+    def _only_makes(self, variables: Sequence[Any]) -> bool:
+        """Return whether what is being compiled has just made the variables, and so is never to run.
+
+        TensorFlow gives them the values that they begin with, and compiles the step anew, before it takes one. Where it
+        cannot, since these depend on what the step is given, running this one is an error.
+        """
+        if self.built or tf.executing_eagerly() or have_values(variables):
+            return False
+        tf.debugging.Assert(False, [_NO_VALUES])
+        return True
 
     def skip(self) -> None:
         """Count an iteration without update, in place of applying gradients, in an eager loop.
@@ -303,7 +319,7 @@ class PeriodicOptimizer(ForwardedSettings):
         if self._exchanges.opened:
             return False
         eager = tf.executing_eagerly()
-        with tf.init_scope():
+        with outside():
             if not tf.executing_eagerly():
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
             before = [native(variable).numpy() for variable in variables] if eager else None

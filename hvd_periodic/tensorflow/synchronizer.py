@@ -18,6 +18,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.host import outside
 from hvd_periodic.tensorflow.model import check_policy, named_variables, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.options import TensorFlowOptions
@@ -125,7 +126,7 @@ class Synchronizer(VariableSynchronizer):
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
-        with tf.init_scope():
+        with outside():
             if not self.started:
                 self.started = True
                 communicator = self.membership.communicator
