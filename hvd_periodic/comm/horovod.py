@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -276,18 +277,6 @@ class HorovodCommunicator(Communicator):
             with everyone.attendance.at("finalize(), for the other groups"):
                 everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
 
-    def depart(self) -> None:
-        """Wait for all ranks of the job.
-
-        The first that leaves Horovod ends MPI on all of them, and none may be inside of MPI then. Horovod's own
-        collectives are safe; this one fails if a rank that exchanges nothing has already left.
-        """
-        from horovod.common.exceptions import HorovodInternalError
-
-        if self.alive():
-            with suppress(HorovodInternalError):
-                self._hvd.allgather(self._tensor(np.zeros(1, np.int64)), name="hvd_periodic.depart")
-
     def _during(self, call: Callable[[], T]) -> T:
         """Return what a collective returns that makes a way to an asynchronous center."""
         with self.attendance.at("the start of asynchronous exchange"):
@@ -313,6 +302,22 @@ class HorovodCommunicator(Communicator):
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
         return HorovodCommunicator, (self._framework, process_set, self._tensor)
+
+
+def depart() -> None:
+    """Wait, in every Horovod of this process, for all ranks of the job.
+
+    The first that leaves a Horovod that has started MPI ends MPI on all of them, and none may be inside of MPI then,
+    for whatever it uses that. Horovod's own collectives are safe; this one fails if a rank that exchanges nothing has
+    already left.
+    """
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        hvd: Any = sys.modules.get(name)
+        if hvd is not None and hvd.is_initialized():
+            from horovod.common.exceptions import HorovodInternalError
+
+            with suppress(HorovodInternalError):
+                hvd.allgather_object(None, name="hvd_periodic.depart")
 
 
 def _refuse_unknown_launcher(size: int) -> None:
