@@ -27,6 +27,19 @@ def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: A
     return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
 
 
+def described(value: object) -> str:
+    """Return the type of what was given in place of something of Keras 3; of Keras 2, with what to do."""
+    kind = type(value)
+    old = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == "tf_keras"), None)
+    if old is None:
+        return kind.__name__
+    return (
+        f"{kind.__name__} of tf_keras, which is Keras 2. Exchanges are for Keras 3: unset the environment variable "
+        "TF_USE_LEGACY_KERAS, by which tf.keras is tf_keras, or take model and optimizer from `import keras`; a script "
+        "that needs tf_keras exchanges by hvdp.Synchronizer(model.trainable_variables, ...) in a loop of its own"
+    )
+
+
 def have_values(variables: Iterable[AnyVariable]) -> bool:
     """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
     with tf.init_scope():
@@ -59,7 +72,7 @@ def check_policy(buffers: str | None, model: object, loaded: bool = False) -> No
     if buffers not in (None, "average", "local"):
         raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
     if model is not None and not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: {type(model).__name__}")
+        raise TypeError(f"`model` must be a keras.Model. Received: {described(model)}")
     if buffers == "average" and model is None and not loaded:
         raise ValueError("`buffers='average'` needs the model, which knows its statistics: pass `model`")
 

@@ -294,6 +294,22 @@ class PeriodicOptimizer(ForwardedSettings):
         made._exchanges.connection.remember(config)
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_config, (self.get_config(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PeriodicOptimizer:
+        """Return an optimizer that has not been used, of the same arguments and ranks, but of no model."""
+        made: PeriodicOptimizer = type(self).from_config(self.get_config())
+        copied, original = made, self
+        while isinstance(copied, PeriodicOptimizer):
+            copied._exchanges.connection.follow(original._exchanges.connection)
+            copied, original = copied.inner_optimizer, original.inner_optimizer
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> PeriodicOptimizer:
+        return self.__deepcopy__({})
+
     def save_own_variables(self, store: Any) -> None:
         """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
         self._exchanges.write(store)
