@@ -15,6 +15,11 @@ from hvd_periodic.tensorflow.replica import NamedVariables
 AnyVariable = Any
 """A ``keras.Variable`` or a ``tf.Variable``."""
 
+NO_VALUES = (
+    "The variables have no values yet, because the model is built inside of the compiled step: give it its input shape "
+    "by keras.Input, or call model.build(input_shape), before it is trained"
+)
+
 
 def native(variable: AnyVariable) -> tf.Variable:
     """Return the TensorFlow variable behind a Keras variable."""
@@ -44,6 +49,18 @@ def have_values(variables: Iterable[AnyVariable]) -> bool:
     """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
     with tf.init_scope():
         return not tf.executing_eagerly() or all(bool(native(variable).is_initialized()) for variable in variables)
+
+
+def only_makes(variables: Iterable[AnyVariable]) -> bool:
+    """Return whether what is being compiled has just made the variables, and so is never to run.
+
+    TensorFlow gives them the values that they begin with, and compiles the function anew, before it takes a step. Where
+    it cannot, since these depend on what the function is given, running this one is an error.
+    """
+    if tf.executing_eagerly() or have_values(variables):
+        return False
+    tf.debugging.Assert(False, [NO_VALUES])
+    return True
 
 
 def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:

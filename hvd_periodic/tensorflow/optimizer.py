@@ -18,24 +18,28 @@ from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
 from hvd_periodic.tensorflow.connection import RANKS, Connection, NotYetConnected
+from hvd_periodic.tensorflow.copies import CopiedUnused
 from hvd_periodic.tensorflow.exchanges import Exchanges
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.model import check_policy, have_values, list_variables, named_variables, native
+from hvd_periodic.tensorflow.model import (
+    NO_VALUES,
+    check_policy,
+    have_values,
+    list_variables,
+    named_variables,
+    native,
+    only_makes,
+)
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
 from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost
 
-_NO_VALUES = (
-    "The variables have no values yet, because the model is built inside of the compiled step: give it its input shape "
-    "by keras.Input, or call model.build(input_shape), before it is trained"
-)
-
 
 @keras.saving.register_keras_serializable("hvd_periodic")
-class PeriodicOptimizer(ForwardedSettings):
+class PeriodicOptimizer(CopiedUnused, ForwardedSettings):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
@@ -183,7 +187,7 @@ class PeriodicOptimizer(ForwardedSettings):
             return
         with outside():
             if not have_values(variables):
-                raise ValueError(_NO_VALUES)
+                raise ValueError(NO_VALUES)
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(variables))
             self._forwards = False  # Keras would make the variables of these settings again
@@ -231,7 +235,7 @@ class PeriodicOptimizer(ForwardedSettings):
         if len(gradients) != len(variables):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         refuse_xla()
-        if self._only_makes(variables):
+        if not self.built and only_makes(variables):
             return
         replaced = self._open(variables)
         self.synchronizer.view.refuse_inside("step")
@@ -242,17 +246,6 @@ class PeriodicOptimizer(ForwardedSettings):
         gradients, updated = self._prepare(gradients, variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
-
-    def _only_makes(self, variables: Sequence[Any]) -> bool:
-        """Return whether what is being compiled has just made the variables, and so is never to run.
-
-        TensorFlow gives them the values that they begin with, and compiles the step anew, before it takes one. Where it
-        cannot, since these depend on what the step is given, running this one is an error.
-        """
-        if self.built or tf.executing_eagerly() or have_values(variables):
-            return False
-        tf.debugging.Assert(False, [_NO_VALUES])
-        return True
 
     def skip(self) -> None:
         """Count an iteration without update, in place of applying gradients, in an eager loop.
@@ -293,22 +286,6 @@ class PeriodicOptimizer(ForwardedSettings):
         made = cls(**own, model=None, process_set=NotYetConnected())
         made._exchanges.connection.remember(config)
         return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_config, (self.get_config(),)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PeriodicOptimizer:
-        """Return an optimizer that has not been used, of the same arguments and ranks, but of no model."""
-        made: PeriodicOptimizer = type(self).from_config(self.get_config())
-        copied, original = made, self
-        while isinstance(copied, PeriodicOptimizer):
-            copied._exchanges.connection.follow(original._exchanges.connection)
-            copied, original = copied.inner_optimizer, original.inner_optimizer
-        memo[id(self)] = made
-        return made
-
-    def __copy__(self) -> PeriodicOptimizer:
-        return self.__deepcopy__({})
 
     def save_own_variables(self, store: Any) -> None:
         """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""

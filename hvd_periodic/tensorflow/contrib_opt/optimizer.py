@@ -72,7 +72,6 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             return request.granted(cls, communicator)
 
         self._algorithm, self._schedule, self._averaged = build_on_all(communicator, prefix, granted)
-        communicator.constructed -= 1  # The number by which people know it is that of apply_gradients().
         self._opt: Any = request.opt
         self._buffers, self._compression, self._center_file = request.buffers, request.compression, request.center_file
         self._asynchronous = bool(request.asynchronous)
