@@ -1,6 +1,10 @@
-"""Train a classifier of handwritten digits on several Horovod workers that exchange every few steps.
+"""Train a classifier of handwritten digits on several workers that exchange every few steps.
 
 horovodrun -np 2 python examples/torch_digits.py --algorithm easgd --period 10
+
+Without Horovod, over torch.distributed:
+
+HVD_PERIODIC_COMM=torch torchrun --standalone --nproc-per-node 2 examples/torch_digits.py --algorithm easgd --period 10
 """
 
 from __future__ import annotations
@@ -11,29 +15,15 @@ from contextlib import nullcontext
 
 import digits
 import flags
-import horovod.torch as hvd
 import torch
+import workers
 from checkpoints import EXIT_CODE, Checkpoints
+from digits_torch import build_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import hvd_periodic.torch as hvdp
-
-
-def build_model() -> nn.Module:
-    """Return a small convolutional network with batch normalization."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 10),
-    )
 
 
 @torch.no_grad()
@@ -46,21 +36,23 @@ def accuracy(model: nn.Module, data: digits.Digits) -> float:
 
 
 class EveryStep:
-    """The baseline: Horovod's DistributedOptimizer, which averages gradients at every step."""
+    """The baseline: gradients are averaged at every step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        self.optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        self.optimizer = workers.averaging(optimizer, model)
         self.bytes_per_step = sum(p.numel() * p.element_size() for p in model.parameters())
         self.exchanges = self.bytes_sent = 0
         self.exchange_seconds = self.staleness = 0.0
 
     def step(self, loss: float) -> bool:
+        self.exchanges += 1
+        self.bytes_sent += self.bytes_per_step
+        if workers.OVER_TORCH:
+            self.optimizer.step()
+            return True
         started = time.perf_counter()
         self.optimizer.synchronize()
         self.exchange_seconds += time.perf_counter() - started
-        self.exchanges += 1
-        self.bytes_sent += self.bytes_per_step
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
         return True
@@ -123,9 +115,9 @@ class EveryPeriod:
 
 def train(args: flags.argparse.Namespace) -> digits.Run:
     """Train this worker's replica; return the record of all workers."""
-    hvd.init()
-    torch.manual_seed(args.seed + hvd.rank())  # different on purpose: the root's weights are given to all
-    data, test = digits.load(hvd.rank(), hvd.size())
+    workers.init()
+    torch.manual_seed(args.seed + workers.rank())  # different on purpose: the root's weights are given to all
+    data, test = digits.load(workers.rank(), workers.size())
     images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=args.momentum)
@@ -139,7 +131,7 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
     distances: list[float] = []
     exchange_steps: list[int] = []
     course: list[tuple[int, float]] = []
-    hidden = args.no_progress or hvd.rank() > 0
+    hidden = args.no_progress or workers.rank() > 0
     checkpoints = Checkpoints(args.checkpoints) if args.checkpoints else None
     last, state = checkpoints.load() if checkpoints else (-1, None)
     if state is not None:
@@ -149,7 +141,7 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
         torch.set_rng_state(state["random"])
         losses, distances, exchange_steps = state["losses"], state["distances"], state["exchange_steps"]
         course = state["course"]
-        print(f"Rank {hvd.rank()} goes on after epoch {last} of {args.epochs}", flush=True)
+        print(f"Rank {workers.rank()} goes on after epoch {last} of {args.epochs}", flush=True)
     started = time.perf_counter()
     with tqdm(total=steps, desc=args.algorithm, unit="step", disable=hidden, mininterval=0.5) as progress:
         progress.update(len(losses))
@@ -176,7 +168,7 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
                 record = {"losses": losses, "distances": distances, "exchange_steps": exchange_steps, "course": course}
                 checkpoints.save(epoch, {**state, **record, "random": torch.get_rng_state()})
                 if checkpoints.stopping():
-                    print(f"Rank {hvd.rank()} was told to stop after epoch {epoch} of {args.epochs}", flush=True)
+                    print(f"Rank {workers.rank()} was told to stop after epoch {epoch} of {args.epochs}", flush=True)
                     sys.exit(EXIT_CODE)
     seconds = time.perf_counter() - started
     method.finalize()
@@ -184,21 +176,21 @@ def train(args: flags.argparse.Namespace) -> digits.Run:
     with method.center():
         center_accuracy = accuracy(model, test)
     mine = (worker_accuracy, losses, distances)
-    workers = hvd.allgather_object(mine, name="record")
+    records = workers.gather(mine)
     return digits.Run(
         algorithm=args.algorithm,
         framework="torch",
-        workers=hvd.size(),
+        workers=workers.size(),
         period=1 if args.algorithm == "allreduce" else args.period,
         steps=steps,
-        worker_accuracy=[worker[0] for worker in workers],
+        worker_accuracy=[worker[0] for worker in records],
         center_accuracy=center_accuracy,
         exchanges=method.exchanges,
         bytes_sent=method.bytes_sent,
         exchange_seconds=method.exchange_seconds,
         seconds=seconds,
-        losses=[worker[1] for worker in workers],
-        distances=[worker[2] for worker in workers],
+        losses=[worker[1] for worker in records],
+        distances=[worker[2] for worker in records],
         exchange_steps=exchange_steps,
         staleness=method.staleness if args.asynchronous else None,
         schedule=args.schedule,
@@ -219,11 +211,11 @@ def main() -> None:
         return
     for chosen in flags.runs(args):
         run = train(chosen)
-        if hvd.rank() == 0:
+        if workers.rank() == 0:
             digits.show([run])
             run.save(args.output)
             print(f"Record and plot: {args.output / run.algorithm}.json, .png")
-    if args.algorithm == "all" and hvd.rank() == 0:
+    if args.algorithm == "all" and workers.rank() == 0:
         digits.compare(args.output)
 
 

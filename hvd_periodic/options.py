@@ -83,9 +83,10 @@ class Options(ExchangeOptions, total=False):
     A new one is declared here or in :class:`ExchangeOptions`, and every constructor takes it.
 
     Attributes:
-        root_rank: the rank, in Horovod's global numbering, whose values all start from. Default: the first.
-        process_set: the Horovod process set that exchanges, default all ranks; or any
-            :class:`~hvd_periodic.Communicator`.
+        root_rank: the rank, as the job numbers them, whose values all start from. Default: the first.
+        process_set: the Horovod process set that exchanges, default all ranks; any
+            :class:`~hvd_periodic.Communicator`; for PyTorch also a ``torch.distributed.ProcessGroup``, or a
+            ``DeviceMesh`` of one dimension.
     """
 
     root_rank: Annotated[int | None, None]

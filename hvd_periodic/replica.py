@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ class Replica(Protocol, Generic[V]):
         from_root: what becomes the root's at every exchange; None where there is nothing.
         constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
         in_host_memory: vectors are at hand in host memory, at once.
+        framework: its name and version, for people.
     """
 
     space: VectorSpace[V]
@@ -35,6 +37,11 @@ class Replica(Protocol, Generic[V]):
     from_root: Store[V] | None = None
     constants: Store[V] | None = None
     in_host_memory: bool = False
+    framework: str = ""
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Return what profilers of this framework show as a range of this name, for a ``with`` block."""
+        return nullcontext()
 
     def facts(self) -> dict[str, object]:
         """Return what must be equal on all ranks, by readable name."""
@@ -48,6 +55,14 @@ class Replica(Protocol, Generic[V]):
 
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
+
+    def new_resting_store(self, layout: Layout, name: str) -> Store[V]:
+        """Return what :meth:`new_store` does, for a vector that exchanges alone read; it may lie elsewhere."""
+        return self.new_store(layout, name)
+
+    def resting(self, value: V) -> V:
+        """Return a vector that is not computed with for some time; it may lie elsewhere until it is written again."""
+        return value
 
     def drop_store(self, name: str) -> None:
         """Take notice that what :meth:`new_store` has made under a name is no longer used."""

@@ -8,8 +8,9 @@ SCRIPTS="$PROJECT_ROOT/run_scripts"
 VENV=$(realpath -m "${HVD_PERIODIC_VENV:-$PROJECT_ROOT/.venv}")
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/hvd_periodic"
 
-# Set by --use-current-env, and inherited by the scripts that a script starts.
+# Set by --use-current-env and --without, and inherited by the scripts that a script starts.
 USE_CURRENT_ENV=${HVD_PERIODIC_USE_CURRENT_ENV:-}
+WITHOUT=${HVD_PERIODIC_WITHOUT:-}
 
 say() { printf '%s\n' "$*"; }
 
@@ -26,21 +27,37 @@ use_current_env() {
   export HVD_PERIODIC_USE_CURRENT_ENV=1
 }
 
-# For quickstart.sh and test.sh: $1 is the script, the rest its arguments. Carries out --help and --use-current-env, which
-# come first, and sets ARGUMENTS to what follows.
+# Does without framework $1: the other one is enough.
+go_without() {
+  if [[ $1 != torch && $1 != tensorflow ]]; then
+    die "--without takes the name of one framework, tensorflow or torch. Received: ${1:-nothing}"
+  elif [[ ${WITHOUT:-$1} != "$1" ]]; then
+    die "--without takes one framework: without both of $WITHOUT and $1, nothing is left to set up"
+  fi
+  WITHOUT=$1
+  export HVD_PERIODIC_WITHOUT=$1
+}
+
+# For quickstart.sh and test.sh: $1 is the script, the rest its arguments. Carries out --help and the options of setup.sh,
+# which come first, and sets ARGUMENTS to what follows.
 take_options() {
   local script=$1
   shift
-  case ${1:-} in
-    -h | --help)
-      usage_of "$script"
-      exit 0
-      ;;
-    --use-current-env)
-      use_current_env
-      shift
-      ;;
-  esac
+  while :; do
+    case ${1:-} in
+      -h | --help)
+        usage_of "$script"
+        exit 0
+        ;;
+      --use-current-env) use_current_env ;;
+      --without)
+        go_without "${2:-}"
+        shift
+        ;;
+      *) break ;;
+    esac
+    shift
+  done
   ARGUMENTS=("$@")
 }
 
@@ -137,23 +154,28 @@ prepare_local_job() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
-# Lets Python see other packages that benchmarks compare: in an environment of their own, which sees the project's.
+# Lets Python see other packages that benchmarks compare.
 provide_peers() {
   activate_for_jobs
   set_state
-  local folder="$STATE/peers" packages
-  if ! cmp -s "$SCRIPTS/requirements-peers.txt" "$folder/complete"; then
-    say "== Installing accelerate and torchft into $folder (1 min)"
-    rm -rf "$folder"
-    python3 -m venv --without-pip "$folder"
-    packages=$(packages_of "$folder/bin/python3")
-    packages_of python3 >"$packages/project.pth"
-    python3 -m pip --python "$folder/bin/python3" install --quiet --disable-pip-version-check --no-input \
-      --requirement "$SCRIPTS/requirements-peers.txt"
-    cp "$SCRIPTS/requirements-peers.txt" "$folder/complete"
-  fi
-  packages=$(packages_of "$folder/bin/python3")
+  provide_beside peers 'accelerate and torchft'
+  local packages
+  packages=$(packages_of "$STATE/peers/bin/python3")
   export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Installs requirements-$1.txt, which brings $2, into an environment of its own, $STATE/$1, which sees the project's.
+provide_beside() {
+  local folder="$STATE/$1" requirements="$SCRIPTS/requirements-$1.txt" packages
+  if cmp -s "$requirements" "$folder/complete"; then return; fi
+  say "== Installing $2 into $folder (1 min)"
+  rm -rf "$folder"
+  python3 -m venv --without-pip "$folder"
+  packages=$(packages_of "$folder/bin/python3")
+  packages_of python3 >"$packages/project.pth"
+  python3 -m pip --python "$folder/bin/python3" install --quiet --disable-pip-version-check --no-input \
+    --requirement "$requirements"
+  cp "$requirements" "$folder/complete"
 }
 
 # Prints where a Python has its packages.

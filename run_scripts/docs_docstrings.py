@@ -7,11 +7,22 @@ from typing import Any
 
 import griffe
 
+LITERAL = re.compile(r"^( *)(.*)::\n\n((?:\1    .*\n|\n)+)", re.MULTILINE)
+"""A line that ends in two colons, and a block of code below it."""
+
 
 class Examples(griffe.Extension):
-    """Calls their sections what Griffe looks for."""
+    """Calls their sections what Griffe looks for, and marks blocks of code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rename the sections of one docstring."""
+        """Change one docstring."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = LITERAL.sub(_as_code, f"{text}\n")
+
+
+def _as_code(found: re.Match[str]) -> str:
+    indent, title, block = found.groups()
+    lines = [line[4:] for line in block.rstrip().splitlines()]
+    title = "**Examples:**" if title == "Example" else f"{title}:"
+    return "\n".join([f"{indent}{title}\n", f"{indent}```python", *lines, f"{indent}```\n\n"])

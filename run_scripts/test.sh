@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, runs the tests, then builds a wheel and checks that it is what was tested.
+# Sets everything up, runs the tests, then builds an sdist and a wheel and checks that they are what was tested.
 #
 #   bash run_scripts/test.sh [--use-current-env] [--all] [ARGUMENT...]
 #
@@ -10,7 +10,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # Copies what belongs to the project to folder $1: the files git knows or would add, or, outside of git, all but the known
-# by-products. So building a wheel leaves nothing behind in the tree.
+# by-products. So building leaves nothing behind in the tree.
 copy_tree() {
   cd "$PROJECT_ROOT"
   mkdir -p "$1"
@@ -25,15 +25,36 @@ copy_tree() {
   fi
 }
 
-# Builds a wheel from a copy of the tree: it has to hold the files that were tested, and to be imported away from the tree.
-test_wheel() {
-  local work=$1
-  say '== a wheel built from the tree: its files, and its imports'
+# Installs distribution $1 into folder $2, without what it needs, and asks its command for its version, away from the tree.
+install_into() {
+  with_build_tools python3 -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target "$2" "$1"
+  (cd "$2" && PYTHONPATH=$2 python3 bin/hvdp --version)
+}
+
+# Builds an sdist from a copy of the tree, and a wheel from the sdist: both have to hold the files that were tested, to be
+# installed, and to be imported away from the tree.
+test_distributions() {
+  local work=$1 sdist wheel
+  say '== an sdist built from the tree, and a wheel built from that: their files, their metadata, and imports'
   copy_tree "$work/tree"
+  mkdir "$work/sdist"
+  cd "$work/tree"
+  with_build_tools python3 - "$work/sdist" >"$work/log" 2>&1 <<'EOF' || die "there is no sdist: $(tail -n 20 "$work/log")"
+import sys
+from setuptools import build_meta
+build_meta.build_sdist(sys.argv[1])
+EOF
+  cd "$work"
+  rm -rf "$work/tree/hvd_periodic.egg-info"
+  sdist=$(echo "$work"/sdist/*.tar.gz)
   with_build_tools python3 -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-    --wheel-dir "$work/wheel" "$work/tree"
-  python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$work/site" "$work"/wheel/*.whl
-  diff -r --exclude=__pycache__ "$work/tree/hvd_periodic" "$work/site/hvd_periodic" || die 'the wheel has other files'
+    --wheel-dir "$work/wheel" "$sdist"
+  wheel=$(echo "$work"/wheel/*.whl)
+  PYTHONPATH="$work/tree" python3 -m tests.distributions "$work/tree" "$sdist" "$wheel"
+  install_into "$sdist" "$work/from_sdist"
+  install_into "$wheel" "$work/site"
+  diff -r --exclude=__pycache__ --exclude=RECORD --exclude=direct_url.json "$work/from_sdist" "$work/site" ||
+    die 'pip installs another package from the sdist than from the wheel'
   mkdir "$work/run"
   cp -r "$work/tree/tests" "$work/tree/setup.cfg" "$work/run"
   cd "$work/run"
@@ -55,9 +76,11 @@ main() {
     ARGUMENTS=("${ARGUMENTS[@]:1}")
   fi
   bash "$SCRIPTS/setup.sh"
+  bash "$SCRIPTS/trainers.sh"
   activate
   set_state
   export_job_variables
+  export HVD_PERIODIC_TRAINERS="$STATE/trainers"
   # The ranks of a test share the cores: one thread each.
   export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 
@@ -67,7 +90,7 @@ main() {
 
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT
-  test_wheel "$WORK"
+  test_distributions "$WORK"
 }
 
 main "$@"

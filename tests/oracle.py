@@ -171,6 +171,14 @@ def grouped_results(groups: Sequence[Sequence[int]]) -> dict[str, Result]:
     return {name: ([x[i] for i in place], c) for name, (x, c) in results.items()}
 
 
+def island_results(islands: Sequence[Sequence[int]]) -> dict[str, Result]:
+    """Return the same for islands of one size, and for DiLoCo between them."""
+    x, c = outer(len(islands), periodic(2), "diloco", MOMENTUM, gradient=grouped(islands))
+    ranks = sorted(rank for island in islands for rank in island)
+    of_ranks = [next(x[i] for i, island in enumerate(islands) if rank in island) for rank in ranks]
+    return grouped_results(islands) | {"diloco": (of_ranks, c)}
+
+
 def post_local_results(n: int, start: int) -> dict[str, Result]:
     """Return what n workers arrive at that average gradients until a step, and then exchange after every third."""
     exchanges = set(range(start + 3, STEPS + 1, 3))
@@ -203,7 +211,7 @@ def contrib_results(n: int) -> dict[str, Result]:
     return named_results(n) | {"easgd_contrib": easgd(n, periodic(2), lambda tau: 0.9 / tau / n, MOMENTUM)}
 
 
-def outer(n: int, exchanges: set[int], kind: str, momentum: float) -> Result:
+def outer(n: int, exchanges: set[int], kind: str, momentum: float, gradient: Gradient = gradient) -> Result:
     """DiLoCo (Douillard 2023; λ .7, μ .9), SlowMo (Wang 2019; α 1, β .5), BMUF (Chen, Huo 2016; ζ 1, η 1 − 1/n)."""
     workers, c, handed, m = Workers(n, momentum), list(START), list(START), [0.0] * len(START)
     eta = 1 - 1 / n

@@ -1,83 +1,73 @@
-"""Draws algorithms.svg: two workers on a problem in two dimensions, by algorithm, from real runs.
+"""Draws the figures of the documentation, from recordings of real runs that are in the tree.
 
-python docs/figures/draw.py
+python -m docs.figures.draw             # from docs/figures/recorded; the same files wherever it runs
+python -m docs.figures.draw --record    # runs the jobs anew, with two and with three ranks under mpirun, in a minute
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import matplotlib
+from docs.figures import buckets, overlap, placements, trajectories
 
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-import numpy as np
-
-import hvd_periodic
-from hvd_periodic import Algorithm, Communicator
-from hvd_periodic.comm.threads import run
-
-STEPS, PERIOD, RANKS = 60, 10, 2
-START, HEIGHTS = np.array([-3.0, 1.6]), np.array([0.2, 1.0])
-"""Where all start, and how steep the valley ½ Σ h_k x_k² is along both axes."""
-
-ALGORITHMS: dict[str, tuple[Algorithm, Any]] = {
-    "model averaging": (hvd_periodic.Averaging(), None),
-    "elastic averaging, α = 0.15": (hvd_periodic.EASGD(moving_rate=0.15), None),
-    "AGN": (hvd_periodic.AGN(), hvd_periodic.SGD(1.0)),
-    "DiLoCo": (hvd_periodic.DiLoCo(), None),
-}
-GREY, COLORS = "#808080", ("#2a9d8f", "#e07a3f")
-"""Readable on white and on black."""
-
-Path2D = np.ndarray[Any, Any]
+HERE = Path(__file__).parent
+OF_JOBS: dict[str, Any] = {"placements": placements, "overlap": overlap, "buckets": buckets}
+"""What draws them; each says on how many ranks it is recorded, and what is kept of what ranks have noted."""
 
 
-def walk(communicator: Communicator, algorithm: Algorithm, outer: Any) -> tuple[Path2D, Path2D]:
-    """Return replica and center after every local step of one worker, whose valley lies a little aside."""
-    noise = np.random.default_rng(communicator.rank)
-    aside = np.array([0.5, -1.3]) * (2 * communicator.rank - 1)
-    x = START.copy()
-    optimizer = hvd_periodic.PeriodicOptimizer(
-        hvd_periodic.SGD(0.15), {"x": x}, algorithm, PERIOD, outer_optimizer=outer, communicator=communicator
-    )
-    replica, center = [x.copy()], [x.copy()]
-    for _ in range(STEPS):
-        optimizer.step([HEIGHTS * (x - aside) + noise.normal(scale=0.35, size=2)])
-        replica.append(x.copy())
-        with optimizer.center():
-            center.append(x.copy())
-    return np.array(replica), np.array(center)
+def record(folder: Path, small: bool = False) -> None:
+    """Run everything that is drawn, and write what is kept of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "trajectories.json", trajectories.recorded())
+    with TemporaryDirectory() as noted:
+        for ranks in sorted({module.RANKS for module in OF_JOBS.values()}):
+            _run(ranks, [name for name, module in OF_JOBS.items() if ranks == module.RANKS], noted, small)
+        for name, module in OF_JOBS.items():
+            _write(folder / f"{name}.json", module.condensed(json.loads(Path(noted, f"{name}.json").read_text())))
 
 
-def draw(axes: Any, title: str, paths: Sequence[tuple[Path2D, Path2D]]) -> None:
-    """Draw the valley, replicas and the center."""
-    grid = np.meshgrid(np.linspace(-3.6, 1.6, 80), np.linspace(-1.9, 2.3, 80))
-    axes.contour(*grid, sum(h * g**2 for h, g in zip(HEIGHTS, grid, strict=True)), 9, colors=GREY, linewidths=0.4)
-    for (replica, _), color in zip(paths, COLORS, strict=True):
-        for begin in range(0, STEPS, PERIOD):
-            axes.plot(*replica[begin : begin + PERIOD + 1].T, color=color, linewidth=1.0)
-    center = paths[0][1][::PERIOD]
-    axes.plot(*center.T, color="#7b5cd6", linewidth=2.6, marker="o", markersize=4.5)
-    axes.set_title(title, color=GREY, fontsize=12)
-    axes.set_axis_off()
+def _run(ranks: int, names: Sequence[str], folder: str, small: bool) -> None:
+    """Run the jobs of these names."""
+    launcher = ["mpirun", "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
+    command = [sys.executable, "-m", "docs.figures.job", *names, "--folder", folder, *(["--small"] if small else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    subprocess.run([*launcher, *command], cwd=HERE.parents[1], env=environment, check=True)
+
+
+def _write(file: Path, recorded: Any) -> None:
+    """Write JSON with a line for each of the outermost parts."""
+    if isinstance(recorded, dict):
+        lines, (first, last) = [f"{json.dumps(key)}: {json.dumps(part)}" for key, part in recorded.items()], "{}"
+    else:
+        lines, (first, last) = [json.dumps(part) for part in recorded], "[]"
+    separator = ",\n"
+    file.write_text(f"{first}\n{separator.join(lines)}\n{last}\n")
+
+
+def draw(recorded: Path, folder: Path) -> None:
+    """Draw all figures."""
+    for name, module in {"trajectories": trajectories, **OF_JOBS}.items():
+        module.draw(json.loads((recorded / f"{name}.json").read_text()), folder)
 
 
 def main() -> None:
-    """Run and draw all."""
-    plt.rcParams["svg.hashsalt"] = "hvd_periodic"
-    figure, axes = plt.subplots(1, len(ALGORITHMS), figsize=(12, 3.0))
-    for ax, (title, (algorithm, outer)) in zip(axes, ALGORITHMS.items(), strict=True):
-        draw(ax, title, run(RANKS, lambda communicator, a=algorithm, o=outer: walk(communicator, a, o)))
-    figure.text(0.36, 0.02, "replica of worker 0", color=COLORS[0], ha="right", fontsize=11)
-    figure.text(0.40, 0.02, "replica of worker 1", color=COLORS[1], ha="left", fontsize=11)
-    figure.text(0.57, 0.02, "● center, after each exchange", color="#7b5cd6", ha="left", fontsize=11)
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.9, bottom=0.12, wspace=0.04)
-    file = Path(__file__).with_name("algorithms.svg")
-    figure.savefig(file, transparent=True, metadata={"Date": None})
-    file.write_text("\n".join(line.rstrip() for line in file.read_text().splitlines()) + "\n")
+    """Record, if that is asked for, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="run the jobs, in place of reading what they once noted")
+    parser.add_argument("--small", action="store_true", help="with --record: small models, to see that this runs")
+    parser.add_argument("--folder", type=Path, default=HERE, help="where figures and recordings go (default: here)")
+    arguments = parser.parse_args()
+    if arguments.record:
+        record(arguments.folder / "recorded", arguments.small)
+    draw((arguments.folder if arguments.record else HERE) / "recorded", arguments.folder)
 
 
 if __name__ == "__main__":

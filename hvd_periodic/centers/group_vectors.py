@@ -86,7 +86,7 @@ class GroupVectors(Generic[V]):
         if lasting and not wire.lossy:
             self.travelling = replica.new_store(values.layout, f"{name}.travelling")
         if lasting and algorithm.reads_after:
-            self.snapshot = replica.new_store(values.layout, f"{name}.snapshot")
+            self.snapshot = replica.new_resting_store(values.layout, f"{name}.snapshot")
         self._lasting = lasting
         self._blocks = [
             replica.blocks(bucket) if placement.everywhere else (bucket,) for bucket in values.layout.buckets
@@ -138,18 +138,21 @@ class GroupVectors(Generic[V]):
     def _new_center(self, first: V) -> tuple[Layout, dict[str, Store[V]]]:
         """Return this rank's share, and zeros for each vector of the center; ``first`` is a part of the replica."""
         share = self.placement.share(self.values.layout)
-        stores = {key: self._replica.new_store(share, f"{self.name}.{key}") for key in self.initial_center(first)}
-        return share, stores
+        keys = self.initial_center(first)
+        return share, {key: self._replica.new_resting_store(share, f"{self.name}.{key}") for key in keys}
 
     def _new_total(self) -> tuple[str | None, Store[V] | None]:
         """Return which vector of the worker lends its memory to the total, if one does; and the total."""
         if self._outer is None:
             return None, None
-        if self.travelling is not None:
+        here = not self.center.away
+        if self.travelling is not None and here:
             return None, self.travelling
         lent = self.share is self.values.layout and not self._lasting and not self.outbox.wire.lossy
-        spent = self.algorithm.spent if lent else None
-        return spent, self.worker[spent] if spent else self._replica.new_store(self.share, f"{self.name}.{_TOTAL}")
+        spent = self.algorithm.spent if lent and here else None
+        if spent is not None:
+            return spent, self.worker[spent]
+        return None, self._replica.new_resting_store(self.share, f"{self.name}.{_TOTAL}")
 
     def start_from(self, bucket: Bucket, center: V) -> None:
         """Set a bucket of the replica to its center, and of the worker's vectors to those of the start of training."""
@@ -203,7 +206,7 @@ class GroupVectors(Generic[V]):
     def _write(self, stores: Mapping[str, Store[V]], bucket: Bucket, old: State[V], new: State[V]) -> None:
         """Write vectors, but for those that are the views which were read."""
         for key, value in new.items():
-            if value is not old.get(key):
+            if value is not old.get(key) or stores[key].away:
                 stores[key].write(bucket, value)
 
     def _share_of(self, place: Bucket) -> Bucket:

@@ -103,7 +103,7 @@ class TensorGroup(GroupVectors[V]):
             blocks.append(block)
         message = formed[0] if len(blocks) == 1 else room
         message = self._replica.space.concatenate(formed) if message is None else message
-        shared = self.travelling is not None or (self._spent is not None and len(blocks) > 1)
+        shared = self.travelling is self.total or (self._spent is not None and len(blocks) > 1)
         lent = message if shared else blocks[0].worker.get(self._spent or "")
         sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
         for block in blocks:
@@ -228,9 +228,10 @@ class TensorGroup(GroupVectors[V]):
             share, moved = self._share_of(block.place), None
             if share.size:
                 center = self._read_all(self.center_state, share)
-                moved = center | self._move(share, center, _part(total, bucket, block.place), exchange)
+                changed = self._move(share, center, _part(total, bucket, block.place), exchange)
+                moved = center | changed
                 if self.center_state:
-                    self._write(self.center_state, share, center, moved)
+                    self._write(self.center_state, share, center, changed)
             yield block, moved
 
     def _keep_gradient(self, pending: Pending[V], total: V, exchange: Exchange) -> None:

@@ -133,7 +133,7 @@ def save_set(
         if keep is not None:
             require_int(keep, "`keep`", minimum=1)
         if background and not everyone.from_any_thread:
-            raise ValueError("`background=True` needs Horovod, whose collectives may come from several threads")
+            raise ValueError("`background=True` needs Horovod, Gloo or NCCL, whose collectives may be those of threads")
         occasion = check()
         path.mkdir(parents=True, exist_ok=True)
         there = sets_in(path)

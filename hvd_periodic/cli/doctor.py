@@ -68,7 +68,7 @@ class Examination:
         """Return what is found, for so many ranks on this host; ``quick``: no jobs."""
         environment = self._environment
         found = [Finding(OK, "hvd_periodic", f"{__version__}, numpy {np.__version__}")]
-        with output.progress("looking", 6 if quick else 11) as advance:
+        with output.progress("looking", 4 if quick else 12) as advance:
 
             def facts(name: str) -> dict[str, Any]:
                 advance(1, f"looking at {name}")
@@ -91,9 +91,9 @@ class Examination:
             found += self._checked("settings", lambda: machine.settings(environment, os.geteuid() == 0, open_mpi))
             works = [name for name, facts in frameworks.items() if installed.works(facts)]
             if not quick and works:
-                built = frameworks[works[0]]["horovod"]
+                built = {name: frameworks[name]["horovod"] for name in works}
                 mpirun, horovodrun = (str(files[0]) if files else None for files in (mpiruns, horovodruns))
-                for job in jobs.jobs(mpirun, horovodrun, works[0], built["mpi"], built["gloo"], "version" in mpi4py):
+                for job in jobs.jobs(mpirun, horovodrun, built, "version" in mpi4py):
                     advance(1, f"trying {job.what}")
                     found += self._checked(job.what, partial(self._tried, job))
         return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvd_periodic.cli import processes
 from hvd_periodic.cli.findings import OK, PROBLEM, SETUP, WARNING, Finding
+from hvd_periodic.cli.installed import TITLES
 from hvd_periodic.cli.machine import ROOT, TRANSPORT, YIELD
 
 RANKS = 2
@@ -37,29 +38,30 @@ class Job:
     needed: bool = False
 
 
-def jobs(mpirun: str | None, horovodrun: str | None, framework: str, mpi: bool, gloo: bool, mpi4py: bool) -> list[Job]:
-    """Return the jobs that should work here.
+def jobs(
+    mpirun: str | None, horovodrun: str | None, built: Mapping[str, Mapping[str, bool]], mpi4py: bool
+) -> Iterator[Job]:
+    """Yield the jobs that should work here.
 
     Args:
         mpirun: path of the launcher; None: there is none.
         horovodrun: likewise.
-        framework: whose Horovod is tried.
-        mpi: whether that was built with it.
-        gloo: likewise.
+        built: with which controllers the Horovod of each framework was built: whether with ``"mpi"`` and ``"gloo"``.
         mpi4py: whether that is there.
     """
-    exchange, found = processes.probe("exchange", framework), []
-    if mpirun and mpi:
-        found.append(Job("mpirun", [mpirun], exchange, needed=True))
-    if horovodrun and gloo:
-        found.append(Job("horovodrun --gloo", [horovodrun, "--gloo"], exchange, needed=not (mpirun and mpi)))
-    if horovodrun and mpirun and mpi:
-        found.append(Job("horovodrun --mpi", [horovodrun, "--mpi"], exchange))
-    if mpirun and mpi and mpi4py:
+    for framework, controllers in built.items():
+        exchange, title = processes.probe("exchange", framework), TITLES[framework]
+        by_mpi = bool(mpirun) and controllers["mpi"]
+        if mpirun and by_mpi:
+            yield Job(f"{title}, mpirun", [mpirun], exchange, needed=True)
+        if horovodrun and controllers["gloo"]:
+            yield Job(f"{title}, horovodrun --gloo", [horovodrun, "--gloo"], exchange, needed=not by_mpi)
+        if horovodrun and by_mpi:
+            yield Job(f"{title}, horovodrun --mpi", [horovodrun, "--mpi"], exchange)
+    if mpirun and mpi4py and any(controllers["mpi"] for controllers in built.values()):
         for transport in ("window", "service"):
             program = processes.probe("asynchronous")
-            found.append(Job(f"asynchronous, {transport}", [mpirun], program, {TRANSPORT: transport}))
-    return found
+            yield Job(f"asynchronous, {transport}", [mpirun], program, {TRANSPORT: transport})
 
 
 def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:

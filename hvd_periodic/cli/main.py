@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvd_periodic.cli import doctor, plan, simulate
+from hvd_periodic.cli import doctor, plan, plot, report, simulate, timeline
 from hvd_periodic.cli.refusal import RefusalError
 from hvd_periodic.version import __version__
 
-COMMANDS = {"doctor": doctor, "plan": plan, "simulate": simulate}
+COMMANDS = {
+    "doctor": doctor,
+    "plan": plan,
+    "simulate": simulate,
+    "report": report,
+    "plot": plot,
+    "timeline": timeline,
+}
 """Modules with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; their text is the help."""
 
 REFUSED, INTERRUPTED = 2, 130

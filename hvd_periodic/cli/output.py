@@ -35,6 +35,11 @@ def terminal(stream: TextIO) -> bool:
     return stream.isatty() and not any(name in os.environ for name in LAUNCHED)
 
 
+def _colored() -> bool:
+    """Return whether what is printed may have colors: somebody sees it, and has not asked for none."""
+    return terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+
+
 def say(text: str = "") -> None:
     """Print a paragraph, as wide as the terminal."""
     width = shutil.get_terminal_size().columns if terminal(sys.stdout) else 120
@@ -58,7 +63,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     for row in rows:
         table.add_row(*map(Text, row))
     seen = terminal(sys.stdout)
-    Console(width=None if seen else UNBOUNDED, force_terminal=seen, highlight=False).print(table)
+    Console(width=None if seen else UNBOUNDED, force_terminal=_colored(), highlight=False).print(table)
 
 
 def item(head: str, style: str, text: str, command: str = "") -> None:
@@ -81,7 +86,9 @@ def item(head: str, style: str, text: str, command: str = "") -> None:
     except ImportError:
         print(f"{head:<9}{body}")
         return
-    Console(force_terminal=seen, highlight=False, soft_wrap=True).print(Text(f"{head:<9}", style), Text(body), sep="")
+    Console(force_terminal=_colored(), highlight=False, soft_wrap=True).print(
+        Text(f"{head:<9}", style), Text(body), sep=""
+    )
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

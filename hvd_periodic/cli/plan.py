@@ -89,7 +89,7 @@ def count(text: str) -> int:
     factor = SUFFIXES.get(text[-1:], 1)
     with refusing():
         try:
-            number = float(text.rstrip("".join(SUFFIXES)) if factor > 1 else text) * factor
+            number = float(text[:-1] if factor > 1 else text) * factor
         except ValueError:
             raise ValueError(f"`--parameters` must be a number such as 25.6M. Received: {text!r}") from None
         return round(require_real(number, "`--parameters`", positive=True))

@@ -157,8 +157,9 @@ def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps:
         best = fitting[0]
         period = periods[best] or 1
     else:
-        shares = [share_of_exchanges(way.of(job, max(limit, 2)), way.method, network) for way in ways]
-        best, period = min(range(len(ways)), key=shares.__getitem__), max(limit, 2)
+        possible = [i for i, way in enumerate(ways) if limit > 1 or not way.overlaps]
+        shares = {i: share_of_exchanges(ways[i].of(job, limit), ways[i].method, network) for i in possible}
+        best, period = min(possible, key=shares.__getitem__), limit
     way = ways[best]
     taken = share_of_exchanges(way.of(job, period), way.method, network)
     return Advice(way.name, period, taken, share, periods[0], limit, steps)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +17,7 @@ HINT = "pip install 'hvd_periodic[cli]', or pip install matplotlib"
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a panel; those of one ``color`` have one color, and ``style`` is one of matplotlib's."""
+    """A line of a panel; those of one ``color`` have one color, and ``style`` is one of matplotlib's, or ``"bars"``."""
 
     label: str
     x: Sequence[float]
@@ -41,66 +44,128 @@ class Panel:
     marks: dict[str, float] = field(default_factory=dict)
 
 
-def require(path: Path | None) -> None:
+def require(path: Path | None, option: str = "--plot") -> None:
     """Refuse a plot that cannot be drawn, before anything is computed for it.
+
+    Args:
+        path: of the picture; None: there is to be none.
+        option: that named it.
 
     Raises:
         RefusalError: no matplotlib, no such folder, or no such kind of picture.
     """
     if path is None:
         return
-    kinds = _pyplot().figure().canvas.get_supported_filetypes()
+    kinds = _pyplot(option).figure().canvas.get_supported_filetypes()
     _pyplot().close("all")
     if path.suffix.lstrip(".").lower() not in kinds:
         raise RefusalError(
-            f"`--plot` must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}. Received: {path}"
+            f"`{option}` must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}. Received: {path}"
         )
     if not path.absolute().parent.is_dir():
-        raise RefusalError(f"`--plot`: there is no folder {path.absolute().parent}")
+        raise RefusalError(f"`{option}`: there is no folder {path.absolute().parent}")
 
 
-def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Draw panels side by side, with one legend below."""
+def draw(path: Path, title: str, panels: Sequence[Panel], option: str = "--plot") -> None:
+    """Draw panels side by side, with one legend below, into the file that an option names."""
     pyplot = _pyplot()
     figure, places = pyplot.subplots(
         ncols=len(panels), figsize=(1 + 4.5 * len(panels), 5.5), squeeze=False, layout="constrained"
     )
     shown: dict[str, Any] = {}
     for axes, panel in zip(places[0], panels, strict=True):
-        for curve in panel.curves:
-            (line,) = axes.plot(
-                curve.x, curve.y, color=f"C{curve.color % 10}", linestyle=curve.style, linewidth=1.4, label=curve.label
-            )
-            shown.setdefault(curve.label, line)
-        for text, place in panel.marks.items():
-            axes.axvline(place, color="0.75", linewidth=1, zorder=0)
-            axes.annotate(text, (place, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          va="top", fontsize="small", color="0.4")  # fmt: skip
-        axes.set(xlabel=panel.x, ylabel=panel.y)
-        if "x" in panel.log:
-            axes.set_xscale("log")
-        if "y" in panel.log:
-            axes.set_yscale("log")
-        axes.spines[["top", "right"]].set_visible(False)
+        shown = _draw(axes, panel) | shown
     figure.legend(
         shown.values(),
         shown.keys(),
         loc="outside lower center",
-        ncols=min(4, len(shown)),
+        ncols=min(4 if len(panels) > 1 else 2, len(shown)),
         frameon=False,
         fontsize="small",
     )
     figure.suptitle(title, ha="left", x=0.01)
-    with refusing("--plot"):
+    with refusing(option):
         figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def _pyplot() -> Any:
+def svg(panel: Panel, name: str, legend: bool) -> str:
+    """Return one panel as an element of a page, whose text has the color and the font of the page.
+
+    Args:
+        panel: what is drawn.
+        name: another one for every figure of the page.
+        legend: whether curves have to be told apart, also from those of other figures.
+    """
+    pyplot = _pyplot()
+    plain = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.color": _TEXT, "axes.edgecolor": _TEXT}
+    plain |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), _TEXT)
+    plain |= {"font.family": "sans-serif", "axes.prop_cycle": pyplot.cycler(color=_COLORS)}
+    with pyplot.rc_context(plain):
+        figure, axes = pyplot.subplots(figsize=(3.7, 2.7), layout="constrained")
+        shown = _draw(axes, panel)
+        axes.locator_params(axis="x", nbins=5)
+        if legend:
+            figure.legend(
+                shown.values(), shown.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8.5
+            )
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+    text = stream.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    used = set(re.findall(r"#([\w-]+)", text))
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r"(id=\"|#)(?=[mp][0-9a-f]{10})", rf"\1{name}-", text)
+    text = re.sub(r"font: (\S+) 'DejaVu Sans'[^;\"]*", r"font-size: \1", text)
+    for number, color in enumerate(_COLORS):
+        text = text.replace(color, f"var(--c{number})")
+    return text.replace(_TEXT, "currentColor").replace("<svg ", '<svg aria-hidden="true" ', 1)
+
+
+_TEXT = "#123456"
+"""Stands for the color of the page's text."""
+
+_COLORS = [f"#{number}abcde" for number in range(8)]
+"""Stand for the colors that the page gives to curves, in a light and in a dark scheme."""
+
+
+def _draw(axes: Any, panel: Panel) -> dict[str, Any]:
+    """Draw a panel; return what a legend shows, by label."""
+    shown: dict[str, Any] = {}
+    bars = [curve for curve in panel.curves if curve.style == "bars"]
+    for curve in panel.curves:
+        color = f"C{curve.color}"  # Of those that the style has, again from the first.
+        if curve.style == "bars":
+            width = 0.8 / len(bars)
+            left = [x - 0.4 + (bars.index(curve) + 0.5) * width for x in curve.x]
+            shown.setdefault(curve.label, axes.bar(left, curve.y, width, color=color, label=curve.label))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            continue
+        # A single point is no line.
+        marker = "o" if sum(math.isfinite(y) for y in curve.y) == 1 else ""
+        (line,) = axes.plot(
+            curve.x, curve.y, color=color, linestyle=curve.style, linewidth=1.4, marker=marker, label=curve.label
+        )
+        shown.setdefault(curve.label, line)
+    for text, place in panel.marks.items():
+        axes.axvline(place, color="0.75", linewidth=1, zorder=0)
+        axes.annotate(text, (place, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
+                      va="top", fontsize="small", color="0.4")  # fmt: skip
+    axes.set(xlabel=panel.x, ylabel=panel.y)
+    if "x" in panel.log:
+        axes.set_xscale("log")
+    if "y" in panel.log:
+        axes.set_yscale("log")
+    axes.spines[["top", "right"]].set_visible(False)
+    return shown
+
+
+def _pyplot(option: str = "--plot") -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RefusalError(f"`--plot` needs matplotlib: {HINT}") from error
+        raise RefusalError(f"`{option}` needs matplotlib: {HINT}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

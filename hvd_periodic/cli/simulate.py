@@ -16,6 +16,7 @@ and returns (loss, gradient). It runs on several threads, and must not change th
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -144,7 +145,8 @@ def _show(title: str, pairs: list[tuple[Setting, Outcome]]) -> None:
 def _panels(pairs: list[tuple[Setting, Outcome]]) -> list[plots.Panel]:
     """Return losses over steps and over what was sent, and distances."""
     losses, sent, distances = [], [], []
-    positive = all(point.center > 0 and point.replicas > 0 for _, outcome in pairs for point in outcome.course)
+    points = [point for _, outcome in pairs for point in outcome.course]
+    positive = all(0 < loss < math.inf for point in points for loss in (point.center, point.replicas))
     for color, (setting, outcome) in enumerate(pairs):
         course, label = outcome.course, str(setting)
         steps, center = [point.step for point in course], [point.center for point in course]
@@ -157,6 +159,6 @@ def _panels(pairs: list[tuple[Setting, Outcome]]) -> list[plots.Panel]:
     log = "y" if positive else ""
     return [
         plots.Panel("local step", "loss of the center", losses, log),
-        plots.Panel("MB sent by a worker", "loss of the center", sent, f"x{log}"),
+        plots.Panel("MB sent by a worker", "loss of the center", sent, f"x{log}" if any(c.x for c in sent) else ""),
         plots.Panel("local step", "distance of replicas to the center", distances),
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from hvd_periodic import SGD, Algorithm, Communicator, PeriodicOptimizer, Schedule, Wire
 from hvd_periodic.cli.problems import Problem
 from hvd_periodic.comm.threads import run
+from hvd_periodic.numpy.sgd import Array
 
 DIVERGED = 1e30
 """A loss above which a training has no way back."""
@@ -100,6 +102,28 @@ class _DivergedError(Exception):
         self.step = step
 
 
+class _Descent(SGD):
+    """Ends where an update overflows, before ranks exchange what it has led to."""
+
+    steps = 0
+
+    def step(self, parameters: Sequence[Array], gradients: Sequence[Array | None]) -> None:
+        """Update the parameters in place."""
+        self.steps += 1
+        super().step(parameters, gradients)
+        if not all(np.isfinite(x).all() for x in parameters):
+            raise _DivergedError(self.steps)
+
+
+@contextmanager
+def _diverging(step: int) -> Iterator[None]:
+    """Let a function that overflows in Python, as ``math.exp`` does, have diverged at this step."""
+    try:
+        yield
+    except OverflowError as error:
+        raise _DivergedError(step) from error
+
+
 def simulate(problem: Problem, setting: Setting, training: Training, tick: Callable[[int], None]) -> Outcome:
     """Train on simulated workers.
 
@@ -140,7 +164,7 @@ def _train(
     # Fragments end where tensors end: views of one vector.
     tensors = np.array_split(x, training.fragments)
     optimizer = PeriodicOptimizer(
-        SGD(setting.learning_rate, training.momentum),
+        _Descent(setting.learning_rate, training.momentum),
         {f"x{i}": tensor for i, tensor in enumerate(tensors)},
         setting.made,
         setting.schedule,
@@ -148,11 +172,13 @@ def _train(
         overlap=training.overlap,
         fragments=training.fragments,
         compression=training.compression,
+        nonfinite="ignore",  # The next loss tells.
     )
     synchronizer = optimizer.synchronizer
     for step in range(training.steps + 1):
         if step:
-            loss, gradient = problem.sample(communicator.rank, x, own)
+            with _diverging(step):
+                loss, gradient = problem.sample(communicator.rank, x, own)
             if not (abs(loss) < DIVERGED and np.isfinite(gradient).all()):
                 raise _DivergedError(step)
             synchronizer.report(loss)

@@ -57,7 +57,8 @@ def aside() -> Iterator[None]:
         _thread.aside = False
 
 
-def _is_aside() -> bool:
+def is_aside() -> bool:
+    """Return whether this thread is inside of :func:`aside`."""
     return getattr(_thread, "aside", False)
 
 
@@ -120,7 +121,7 @@ class Attendance:
 
     def come(self) -> int:
         """Note that this rank comes to the next collective; return its number, 0 where it does not count."""
-        if _is_aside():
+        if is_aside():
             return 0
         self.begun += 1
         return self.begun
@@ -168,7 +169,7 @@ class Attendance:
         if done():
             return
         wait, pause = Wait(number, raises=True), min(_FIRST, longest)
-        if not _is_aside():
+        if not is_aside():
             self.wait = wait
         try:
             while not done():
@@ -209,7 +210,7 @@ class Attendance:
 
     def during(self, call: Callable[[], T]) -> T:
         """Return what a collective returns that cannot be interrupted."""
-        if _is_aside():
+        if is_aside():
             return call()
         around = self.wait
         self.enter()

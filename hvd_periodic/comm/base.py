@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -86,6 +86,9 @@ class Communicator(ABC):
     def changed(self) -> str | None:
         """Return how the job has changed since construction, so that these ranks are no longer what they were."""
         return None
+
+    def check_devices(self, kinds: Iterable[str]) -> None:
+        """Raise a ValueError where these ranks cannot exchange tensors of a kind of device, such as ``"cuda"``."""
 
     @abstractmethod
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:

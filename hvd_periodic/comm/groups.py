@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +13,8 @@ from hvd_periodic.comm.base import Communicator
 
 logger = logging.getLogger("hvd_periodic")
 
-_registered: dict[tuple[str, tuple[int, ...]], Any] = {}
-"""Process sets of this process by framework and ranks: Horovod refuses to register one twice."""
+_dividing: dict[tuple[int, ...], Any] = {}
+"""Process sets of groups by their ranks."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class Groups:
 
     Attributes:
         ranks: of every group.
-        local: process set of this rank's group, for ``hvd.DistributedOptimizer``.
+        local: process set of this rank's group, for ``hvd.DistributedOptimizer``; over ``torch.distributed`` a process
+            group, for ``DistributedDataParallel``.
         cross: process set of the ranks with which this one exchanges between groups: those with the same place in their
             groups. Where groups have different sizes, or more than two groups are interleaved in changing order, all
             ranks: then a group counts once per rank.
@@ -90,27 +90,23 @@ def check_groups(groups: Iterable[Iterable[int]], ranks: int) -> list[list[int]]
 
 
 def make_groups(
-    framework: str,
-    everyone: Callable[[], Communicator],
+    communicator: Communicator,
+    register: Callable[[list[int]], Any],
     size: int | None = None,
     groups: Iterable[Iterable[int]] | None = None,
 ) -> Groups:
     """Register the process sets of groups; all ranks together.
 
     Args:
-        framework: the Horovod module.
-        everyone: makes the communicator of all ranks.
+        communicator: all ranks.
+        register: returns the process set of some ranks, in the same order on all.
         size: of groups of neighbours.
         groups: lists of ranks. Without size and groups, one group per host.
 
     Raises:
         TypeError, ValueError: groups that make no sense, or that differ between ranks; on all of these.
-        RuntimeError: Horovod was initialized without dynamic process sets.
+        RuntimeError: process sets cannot be registered.
     """
-    hvd: Any = importlib.import_module(framework)
-    if not hvd.is_initialized():
-        hvd.init(process_sets="dynamic")
-    communicator = everyone()
     introduction, _ = communicator.introduction()
     with communicator.attendance.at("node_groups()"):
         told = communicator.allgather_object((socket.gethostname(), introduction), "hvd_periodic.hosts")
@@ -119,9 +115,9 @@ def make_groups(
     failure, lists = None, []
     try:
         if groups is not None:
-            lists = check_groups(groups, hvd.size())
+            lists = check_groups(groups, communicator.size)
         elif size is not None:
-            lists = groups_of_size(hvd.size(), size)
+            lists = groups_of_size(communicator.size, size)
         else:
             lists = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     except (TypeError, ValueError) as error:
@@ -133,8 +129,9 @@ def make_groups(
     if any(other != lists for other in of_ranks):
         number, other = next((number, other) for number, other in enumerate(of_ranks) if other != lists)
         raise ValueError(f"All ranks must pass the same groups. Received here: {lists}; on rank {number}: {other}")
-    rank = hvd.rank()
-    sets = {tuple(members): _register(hvd, framework, members) for members in [*lists, *across(lists)]}
+    rank = communicator.rank
+    sets = {tuple(members): register(members) for members in [*lists, *across(lists)]}
+    _dividing.update((members, made) for members, made in sets.items() if len(members) < communicator.size)
     # Horovod tells ranks of a new set at different times; one that ends now would shut it down before others know.
     with communicator.attendance.at("node_groups()"):
         communicator.allgather_object(None, "hvd_periodic.registered")
@@ -150,27 +147,4 @@ def make_groups(
 
 def divides_the_job(process_set: Any) -> bool:
     """Return whether a process set is one of groups, of which every rank of the job is in one."""
-    return any(known is process_set for known in _registered.values())
-
-
-def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
-    """Return what Horovod has under the number of a process set: other ranks, or none, once it was initialized anew."""
-    registry: Any = importlib.import_module(hvd.ProcessSet.__module__)
-    found: dict[int, list[int]] = registry._basics._get_process_set_ids_and_ranks()
-    return found.get(process_set.process_set_id)
-
-
-def _register(hvd: Any, framework: str, ranks: list[int]) -> Any:
-    if len(ranks) == hvd.size():
-        return hvd.global_process_set
-    known = _registered.get((framework, tuple(ranks)))
-    if known is None or _ranks_of(hvd, known) != ranks:
-        try:
-            known = hvd.add_process_set(hvd.ProcessSet(ranks))
-        except Exception as error:
-            raise RuntimeError(
-                f"The process set of ranks {ranks} cannot be made ({error}): call hvd.init(process_sets='dynamic'), or "
-                "node_groups() in place of hvd.init(), and register no process set of the same ranks before"
-            ) from error
-        _registered[framework, tuple(ranks)] = known
-    return known
+    return any(known is process_set for known in _dividing.values())

@@ -6,26 +6,15 @@ import copy
 import importlib
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import numpy as np
 
-from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.attendance import attendance_of
-from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.groups import divides_the_job
-from hvd_periodic.comm.memory import LocalMemory, SharedMemory
-from hvd_periodic.comm.messages import Messages
-from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
-from hvd_periodic.comm.objects import gather_objects, pass_object
-from hvd_periodic.comm.roster import sign
-from hvd_periodic.comm.watcher import watcher
-
-T = TypeVar("T")
+from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.objects import pass_object
 
 _LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "Slurm",
@@ -43,7 +32,7 @@ _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 """Where Open MPI is told to leave its core to others while it waits."""
 
 
-class HorovodCommunicator(Communicator):
+class HorovodCommunicator(JobCommunicator):
     """The ranks of a Horovod process set, exchanging tensors in place.
 
     Average is never asked of Horovod: over Gloo it has none of its own.
@@ -62,9 +51,7 @@ class HorovodCommunicator(Communicator):
     """
 
     sums = frozenset({"f2"})
-    encloses = 512 * 2**10
     from_any_thread = True
-    _constructed: ClassVar[Counter[str]] = Counter()
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
         self._hvd: Any = importlib.import_module(framework)
@@ -79,50 +66,21 @@ class HorovodCommunicator(Communicator):
                 f"to hvd.add_process_set() first. Received: {process_set}"
             )
         # Horovod may not have filled in the ranks of its global set when hvd.init() returns; they are known anyhow.
-        self.ranks = list(range(self._hvd.size()) if process_set.process_set_id == 0 else process_set.ranks)
-        if self._hvd.rank() not in self.ranks:
+        ranks = range(self._hvd.size()) if process_set.process_set_id == 0 else process_set.ranks
+        if self._hvd.rank() not in ranks:
             raise ValueError(
                 f"`process_set` must contain this rank ({self._hvd.rank()}): construct the optimizer only on the ranks "
                 f"of the set. Received: {process_set}"
             )
         self._framework = framework
         self._tensor = tensor
-        self.process_set = process_set
-        self.meeting_name = f"hvd_periodic.{process_set.process_set_id}.meeting"
-        self.rank = self.ranks.index(self._hvd.rank())
-        self.size = len(self.ranks)
-        self.attendance = attendance_of(self.meeting_name, self._hvd.rank(), self.ranks)
+        name = f"hvd_periodic.{process_set.process_set_id}.meeting"
+        super().__init__(process_set, ranks, self._hvd.rank(), name)
         self._place = (self._hvd.rank(), self._hvd.size())
         self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank there.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.attendance.elastic = self.elastic
         self.description = f"Horovod ({'MPI' if self._hvd.mpi_enabled() else 'Gloo'})"
-
-    @property
-    def constructed(self) -> int:
-        """How many optimizers of this process were constructed on this process set, by any communicator."""
-        return self._constructed[self.meeting_name]
-
-    @constructed.setter
-    def constructed(self, number: int) -> None:
-        self._constructed[self.meeting_name] = number
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """The ranks of the process set."""
-        return self.ranks
-
-    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
-        """Return where the watcher of this process is reached."""
-        if self.size == 1:
-            return None, None
-        try:
-            found = watcher(one_host=self._hvd.local_size() == self._hvd.size())
-        except ValueError as error:
-            return None, error
-        if not self.attendance.peers and not self.elastic:
-            sign(self.attendance.name, self.attendance.rank)
-        return None if found is None else found.introduction(self.attendance), None
 
     def changed(self) -> str | None:
         """Return how Horovod's ranks differ from those of construction, as they do when elastic Horovod has reset."""
@@ -177,14 +135,6 @@ class HorovodCommunicator(Communicator):
 
         return finish
 
-    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Gather an array."""
-        return self._allgather(values, name)
-
-    def allgather_object(self, value: object, name: str) -> list[Any]:
-        """Gather pickled objects; Horovod's own function of this name knows no process sets."""
-        return gather_objects(value, self._allgather, name)
-
     def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
         """Give a pickled object to one rank, and to no other."""
 
@@ -201,14 +151,6 @@ class HorovodCommunicator(Communicator):
         received, counts = self._begun(self._hvd.alltoall_async(data, **options))()
         return received, counts
 
-    def rank_of(self, global_rank: int | None) -> int:
-        """Return the rank within the process set of a global Horovod rank; of None, the lowest."""
-        if global_rank is None:
-            return 0
-        if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
-            raise ValueError(f"`root_rank` must be one of the ranks {self.ranks} of the set. Received: {global_rank!r}")
-        return self.ranks.index(global_rank)
-
     @property
     def waits_busily(self) -> bool:  # type: ignore[override]
         """Whether Open MPI spins while it waits, and the ranks of this host have no cores left for that."""
@@ -217,74 +159,24 @@ class HorovodCommunicator(Communicator):
         yields = os.environ.get(_YIELDS, "0").lower() not in ("0", "false", "no")
         return not yields and len(os.sched_getaffinity(0)) < 2 * int(self._hvd.local_size())
 
-    def shares_memory(self) -> bool:
-        """Whether all ranks are on one host, as the MPI knows that Horovod runs on."""
-        return self.size == 1 or self._during(self._mpi.shares_memory)
-
-    def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return a window of shared memory."""
-        if self.size == 1:
-            return LocalMemory(nbytes)
-        mpi = self._mpi
-        return self._during(lambda: mpi.shared_memory(nbytes))
-
-    def messages(self) -> Messages:
-        """Return those of MPI."""
-        return self._during(self._mpi.messages)
-
-    def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start to wait for all ranks, outside of Horovod, which would report a stall."""
-        if self.size == 1:
-            return lambda: number
-        return self.attendance.assembly(self._mpi.assembly(number))
-
-    @property
-    def namespace(self) -> Hashable:
-        """Those of one process set."""
-        return self.meeting_name
-
-    @property
-    def channel(self) -> object:
-        """That of MPI."""
-        return self if self.size == 1 else self._mpi
-
-    def leave(self) -> None:
-        """Say that this process ends as it should."""
-        if self.size > 1 and "_mpi" in vars(self):
-            self._mpi.leave()
-
-    def lost(self) -> list[int]:
-        """Return the ranks that have died, where that can be known: in asynchronous training on one host."""
-        return [] if self.size == 1 or "_mpi" not in vars(self) else self._mpi.lost()
-
     def alive(self) -> bool:
         """Whether Horovod has not been shut down, here or elsewhere."""
-        opened = self.size > 1 and "_mpi" in vars(self)  # Opening it is collective, and to ask is not.
-        return bool(self._hvd.is_initialized()) and (not opened or self._mpi.alive())
+        return bool(self._hvd.is_initialized()) and super().alive()
 
-    def abort(self) -> None:
-        """End all processes of the job."""
-        if self.size > 1:
-            self._mpi.abort()
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks of the job are on one host."""
+        return bool(self._hvd.local_size() == self._hvd.size())
 
-    def wait_for_job(self) -> None:
-        """Wait for all ranks of the job, if this process set is one of its groups."""
-        if divides_the_job(self.process_set):
-            everyone = copy.copy(self)
-            everyone.process_set = self._hvd.global_process_set
-            everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
-            everyone.attendance.limit(self.attendance.timeout)
-            with everyone.attendance.at("finalize(), for the other groups"):
-                everyone._allgather(np.zeros(1, np.int64), "hvd_periodic.job")
+    def everyone(self) -> HorovodCommunicator:
+        """Return the communicator of all ranks of the job."""
+        everyone = copy.copy(self)
+        everyone.process_set = self._hvd.global_process_set
+        everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
+        return everyone
 
-    def _during(self, call: Callable[[], T]) -> T:
-        """Return what a collective returns that makes a way to an asynchronous center."""
-        with self.attendance.at("the start of asynchronous exchange"):
-            return self.attendance.during(call)
-
-    @cached_property
-    def _mpi(self) -> MPICommunicator:
-        """Return these ranks as an MPI communicator; collective among them."""
+    def refuse_without_mpi(self) -> None:
+        """Raise a RuntimeError where Horovod runs on something else."""
         if not self._hvd.mpi_enabled():
             raise RuntimeError(
                 "Asynchronous exchange needs MPI, and this job runs on Gloo: start it by mpirun, or by horovodrun --mpi"
@@ -294,9 +186,9 @@ class HorovodCommunicator(Communicator):
                 "Asynchronous exchange needs an MPI with MPI_THREAD_MULTIPLE: call hvd.init() before anything else "
                 "starts MPI, and unset HOROVOD_MPI_THREADS_DISABLE"
             )
-        return communicator_of_ranks(self.allgather_object(world_rank(), "hvd_periodic.mpi"))
 
-    def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+    def gather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Gather an array."""
         return np.asarray(self.allgather(self._tensor(array), name))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -318,6 +210,42 @@ def depart() -> None:
 
             with suppress(HorovodInternalError):
                 hvd.allgather_object(None, name="hvd_periodic.depart")
+
+
+_registered: dict[tuple[str, tuple[int, ...]], Any] = {}
+"""Process sets of this process by framework and ranks: Horovod refuses to register one twice."""
+
+
+def register(hvd: Any, ranks: list[int]) -> Any:
+    """Return the process set of some ranks; collective among all ranks of the job.
+
+    Args:
+        hvd: Horovod's module of a framework.
+        ranks: all, or some of them.
+
+    Raises:
+        RuntimeError: Horovod was initialized without dynamic process sets.
+    """
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    known = _registered.get((hvd.__name__, tuple(ranks)))
+    if known is None or _ranks_of(hvd, known) != ranks:
+        try:
+            known = hvd.add_process_set(hvd.ProcessSet(ranks))
+        except Exception as error:
+            raise RuntimeError(
+                f"The process set of ranks {ranks} cannot be made ({error}): call hvd.init(process_sets='dynamic'), or "
+                "node_groups() in place of hvd.init(), and register no process set of the same ranks before"
+            ) from error
+        _registered[hvd.__name__, tuple(ranks)] = known
+    return known
+
+
+def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
+    """Return what Horovod has under the number of a process set: other ranks, or none, once it was initialized anew."""
+    registry: Any = importlib.import_module(hvd.ProcessSet.__module__)
+    found: dict[int, list[int]] = registry._basics._get_process_set_ids_and_ranks()
+    return found.get(process_set.process_set_id)
 
 
 def _refuse_unknown_launcher(size: int) -> None:

@@ -98,7 +98,7 @@ def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
     return f"{waited}: {named}{more}"
 
 
-_ELSEWHERE = "Horovod's own warning of a stall, on rank 0, names them"
+_ELSEWHERE = "In a job of Horovod, its own warning of a stall, on rank 0, names them"
 
 
 def describe(inquiry: Inquiry, rank: int) -> str:

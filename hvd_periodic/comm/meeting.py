@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     AUDIT = 6
     BROADCAST = 7
     COMMIT = 8
+    TRAINER = 9
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,11 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
             "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
             "take them out of `if rank == 0:`, and save on one rank what all have read"
         )
+    elif Purpose.TRAINER in purposes:
+        advice = (
+            "A rank has come to the end of its batches, or validates, saves or logs at other steps than the others: "
+            "the trainer's settings have to be the same on all ranks, and so has what it decides from"
+        )
     elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
         advice = "audit() and broadcast() are for all ranks together"
     elif Purpose.START in purposes and len(purposes) > 1:
@@ -208,6 +214,8 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
 def _place(record: Record) -> str:
     if record.purpose == Purpose.CONSTRUCT:
         return "construction of an optimizer"
+    if record.purpose == Purpose.TRAINER:
+        return "a collective of the trainer"
     what = {
         Purpose.START: "first step",
         Purpose.EXCHANGE: "exchange",

@@ -1,7 +1,7 @@
 """Who has come to the first meeting of all: before it no rank knows where the others are reached.
 
-A rank signs where its launcher keeps things for the job: at horovodrun's own server under Gloo, in the folder of Open
-MPI's session on this host otherwise. Nothing is read there but whether a signature exists.
+A rank signs where its job keeps things: in the store of a library that has one, at horovodrun's own server under Gloo,
+in the folder of Open MPI's session on this host otherwise. Nothing is read there but whether a signature exists.
 """
 
 from __future__ import annotations
@@ -11,20 +11,34 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 _FOLDER = "PMIX_SERVER_TMPDIR"
 _SECONDS = 2.0
 
 
-def sign(name: str, rank: int) -> None:
-    """Note that a rank has come to the first meeting of some ranks; where there is no place to, do nothing."""
+_stores: dict[str, Any] = {}
+"""Stores of a job's library by the name of the ranks."""
+
+
+def sign(name: str, rank: int, store: Any = None) -> None:
+    """Note that a rank has come to the first meeting of some ranks; where there is no place to, do nothing.
+
+    Args:
+        name: of the ranks.
+        rank: this one.
+        store: with ``set(key, value)`` and ``check(keys)``, if the library of the job has one that a thread may ask.
+    """
     try:
-        if all(variable in os.environ for variable in _SERVER):
+        if store is not None:
+            _stores[name] = store
+            store.set(_key(name, rank), "here")
+        elif all(variable in os.environ for variable in _SERVER):
             _ask("PUT", name, rank)
         elif _FOLDER in os.environ:
             _file(name, rank).touch()
-    except (OSError, http.client.HTTPException):
+    except (OSError, RuntimeError, http.client.HTTPException):
         return
 
 
@@ -39,7 +53,9 @@ def absent(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[in
     """
     deadline = time.monotonic() + _SECONDS
     try:
-        if all(variable in os.environ for variable in _SERVER):
+        if name in _stores:
+            missing = [rank for rank in (own, *ranks) if not _stores[name].check([_key(name, rank)])]
+        elif all(variable in os.environ for variable in _SERVER):
             missing = []
             for rank in (own, *ranks):
                 if time.monotonic() > deadline:
@@ -50,13 +66,17 @@ def absent(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[in
             missing = [rank for rank in ranks if not _file(name, rank).exists()]
         else:
             return None
-    except (OSError, http.client.HTTPException):
+    except (OSError, RuntimeError, http.client.HTTPException):
         return None
     return None if own in missing else missing
 
 
+def _key(name: str, rank: int) -> str:
+    return f"{name}.{rank}"
+
+
 def _file(name: str, rank: int) -> Path:
-    return Path(os.environ[_FOLDER], f"{name}.{rank}")
+    return Path(os.environ[_FOLDER], _key(name, rank))
 
 
 def _ask(method: str, name: str, rank: int) -> int:

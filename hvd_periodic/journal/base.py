@@ -31,6 +31,10 @@ class Report:
         learning_rate: of the local optimizer; None where it is unknown.
         missed: asynchronously, pushes of other ranks since the one before.
         left_out: this rank's replica was not finite, and it was left out.
+        came: when this rank was ready to meet the others, in seconds since 1970; from then on it waited. Where ranks do
+            not wait, when it began.
+        distance: ‖x − c‖₂ of this rank then, before anything was exchanged; None where it was not measured.
+        skipped_updates: iterations since the exchange before whose update did not run.
     """
 
     time: float
@@ -45,6 +49,9 @@ class Report:
     learning_rate: float | None = None
     missed: int = 0
     left_out: bool = False
+    came: float = 0.0
+    distance: float | None = None
+    skipped_updates: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Total:
         missed: asynchronously, pushes of other ranks between its own since then.
         closed: part of a distance to the replicas that the center has closed; None where the algorithm has no such
             thing.
+        skipped_updates: iterations since then whose update did not run.
     """
 
     time: float
@@ -79,6 +87,7 @@ class Total:
     left_out: int = 0
     missed: int = 0
     closed: float | None = None
+    skipped_updates: int = 0
 
 
 class Listener:
@@ -96,7 +105,12 @@ class Listener:
         ...     optimizer.step([np.ones(2)])
         step 2: ... bytes
         step 4: ... bytes
+
+    Attributes:
+        wants_distance: reports are to have one, where that takes little of the time.
     """
+
+    wants_distance: bool = False
 
     def began(self, facts: Facts) -> None:
         """Training begins, or goes on from what was loaded."""
@@ -118,6 +132,11 @@ class Count:
     bytes_sent: int = 0
     left_out: int = 0
     missed: int = 0
+    skipped_updates: int = 0
+
+
+LITTLE = 0.01
+"""Part of the time since the beginning that may be spent on measuring distances."""
 
 
 class Journal:
@@ -125,14 +144,17 @@ class Journal:
 
     Attributes:
         listeners: who hears; any may be added at any time, in TensorFlow before the first step is compiled.
+        begun: they have been told that training has begun.
     """
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners: list[Listener] = list(listeners)
+        self.begun = False
         self._first = self._last = Count()
         self._begun = time.perf_counter()
         self._waited: float | None = None
         self._open = 1.0
+        self._measuring = 0.0
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         """Let nobody listen to a copy: whose exchanges it tells of, listeners could not know."""
@@ -141,28 +163,47 @@ class Journal:
     def began(self, facts: Facts, count: Count) -> None:
         """Tell that training begins with these counters."""
         self._first = self._last = count
-        self._begun, self._waited, self._open = time.perf_counter(), None, 1.0
+        self.begun = True
+        self._begun, self._waited, self._open, self._measuring = time.perf_counter(), None, 1.0, 0.0
         self._tell(lambda listener: listener.began(facts))
+
+    @property
+    def wants_distance(self) -> bool:
+        """Whether a listener does."""
+        return any(listener.wants_distance for listener in self.listeners)
+
+    def measured(self, distance: Callable[[], float]) -> float | None:
+        """Return a distance, unless nobody wants it, or measuring has taken more than a little of the time so far."""
+        now = time.perf_counter()
+        if not self.wants_distance or self._measuring > LITTLE * (now - self._begun):
+            return None
+        found = float(distance())
+        self._measuring += time.perf_counter() - now
+        return found
 
     def exchanged(
         self,
         count: Count,
+        came: float,
         waited: float | None,
         closes: float | None = None,
         step_seconds: float | None = None,
         loss: float | None = None,
         learning_rate: float | None = None,
+        distance: float | None = None,
     ) -> None:
         """Tell of an exchange that has led to these counters, unless nothing was exchanged.
 
         Args:
             count: counters at its end.
+            came: as in :class:`Report`.
             waited: seconds until all ranks had come.
             closes: part of its distance to the replicas that the center has closed in it; None where there is no such
                 thing.
             step_seconds: as in :class:`Report`.
             loss: likewise.
             learning_rate: likewise.
+            distance: likewise.
         """
         if waited is not None:
             self._waited = (self._waited or 0.0) + waited
@@ -184,6 +225,9 @@ class Journal:
             learning_rate,
             count.missed - before.missed,
             count.left_out > before.left_out,
+            came,
+            distance,
+            count.skipped_updates - before.skipped_updates,
         )
         self._tell(lambda listener: listener.exchanged(report))
 
@@ -203,6 +247,7 @@ class Journal:
             count.left_out - first.left_out,
             count.missed - first.missed,
             None if math.isnan(self._open) or count.rounds == first.rounds else 1.0 - self._open,
+            count.skipped_updates - first.skipped_updates,
         )
         self._tell(lambda listener: listener.ended(total))
 

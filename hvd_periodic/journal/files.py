@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,26 +21,31 @@ VARIABLE = "HVD_PERIODIC_RUN_LOG"
 
 VERSION = 1
 
+_FILE = re.compile(r"rank-(\d+)\.jsonl")
+
 logger = logging.getLogger("hvd_periodic")
 
 
 class RunLog(Listener):
     """Appends to ``FOLDER/rank-K.jsonl``; several optimizers of a process share the file, a line is written at once.
 
-    A line is ``{"event": "began" | "exchanged" | "ended", "optimizer": number, ...}`` with the facts of
+    A line is ``{"event": "began" | "exchanged" | "ended", "optimizer": number, "name": name, ...}`` with the facts of
     :meth:`~hvd_periodic.journal.Listener.began`, or the fields of :class:`~hvd_periodic.journal.Report` or
     :class:`~hvd_periodic.journal.Total`; what is None is left out. NaN and infinity are strings. A disk that is full
     ends the log, and not the training.
 
     Args:
         folder: of the run; it is made.
-        place: returns the rank in the job, which may change under elastic Horovod, and which optimizer of it this is.
+        place: returns the rank in the job, which may change under elastic Horovod, which optimizer of its ranks this
+            is, and the name that it has on all of them, and no other optimizer of this process.
 
     Raises:
         OSError: the folder cannot be made, or written to.
     """
 
-    def __init__(self, folder: Path, place: Callable[[], tuple[int, int]]) -> None:
+    wants_distance = True
+
+    def __init__(self, folder: Path, place: Callable[[], tuple[int, int, str]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"The run log cannot be written: {folder} is not writable")
@@ -64,9 +70,9 @@ class RunLog(Listener):
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
         if self._over:
             return
-        rank, optimizer = self._place()
+        rank, optimizer, name = self._place()
         path = self._folder / f"rank-{rank}.jsonl"
-        known = {name: _plain(value) for name, value in values.items() if value is not None}
+        known = {key: _plain(value) for key, value in values.items() if value is not None}
         try:
             if path != self._path:
                 self._close()
@@ -74,7 +80,8 @@ class RunLog(Listener):
                 self._path, self._close = path, finalize(self, os.close, self._file)
                 if _is_cut_off(path):
                     os.write(self._file, b"\n")
-            os.write(self._file, json.dumps({"event": event, "optimizer": optimizer, **known}).encode() + b"\n")
+            line = {"event": event, "optimizer": optimizer, "name": name, **known}
+            os.write(self._file, json.dumps(line).encode() + b"\n")
         except OSError as error:
             self._over = True
             logger.warning("The run log %s ends here: %s", path, error)
@@ -110,13 +117,27 @@ def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any
     Raises:
         FileNotFoundError: there is no run log in the folder.
     """
-    found = {int(path.stem.removeprefix("rank-")): list(_lines(path)) for path in Path(folder).glob("rank-*.jsonl")}
+    return {rank: lines_of(path)[0] for rank, path in log_files(folder).items()}
+
+
+def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return the files of a run log by rank.
+
+    Raises:
+        FileNotFoundError: there is no run log in the folder.
+    """
+    numbered = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("rank-*.jsonl"))
+    found = {int(match[1]): path for match, path in numbered if match is not None}
     if not found:
         raise FileNotFoundError(f"There is no run log in {folder}: it has no file rank-0.jsonl")
     return dict(sorted(found.items()))
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(errors="replace").splitlines():
+def lines_of(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a file, and how many more were cut off."""
+    texts = path.read_text(errors="replace").splitlines()
+    found = []
+    for text in texts:
         with suppress(ValueError):
-            yield json.loads(line)
+            found.append(json.loads(text))
+    return found, len(texts) - len(found)

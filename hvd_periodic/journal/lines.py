@@ -14,7 +14,7 @@ VARIABLE = "HVD_PERIODIC_LOG"
 as well; ``warning`` or ``error`` for less. Without it the log is what the script has made of Python's ``logging``."""
 
 _LEVELS = ("debug", "info", "warning", "error")
-_ENOUGH = 0.95
+ENOUGH = 0.95
 """Part of its way to the replicas after which a center has arrived."""
 
 logger = logging.getLogger("hvd_periodic")
@@ -45,31 +45,37 @@ class Lines(Listener):
 
     Args:
         speaks: returns whether this is the rank.
+        number: returns which of several optimizers this is; None where there is one.
     """
 
-    def __init__(self, speaks: Callable[[], bool]) -> None:
-        self._speaks = speaks
+    def __init__(self, speaks: Callable[[], bool], number: Callable[[], int | None] = lambda: None) -> None:
+        self._speaks, self._number = speaks, number
+
+    @property
+    def _log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """The log, whose lines name one of several optimizers."""
+        return _Named(logger, {"number": self._number()})
 
     def began(self, facts: Facts) -> None:
         """Say what training is."""
         if self._speaks():
-            logger.info("%s", described(facts))
+            self._log.info("%s", described(facts))
 
     def exchanged(self, report: Report) -> None:
         """Say what an exchange has taken."""
         if not (logger.isEnabledFor(logging.DEBUG) and self._speaks()):
             return
-        waited = "" if report.waited is None else f" ({_seconds(report.waited)} waiting)"
-        more = "" if report.step_seconds is None else f", {_seconds(report.step_seconds)} a step"
+        waited = "" if report.waited is None else f" ({seconds_of(report.waited)} waiting)"
+        more = "" if report.step_seconds is None else f", {seconds_of(report.step_seconds)} a step"
         more += "" if report.loss is None else f", loss {report.loss:.6g}"
         more += f", {report.missed} pushes of others since the last" if report.missed else ""
-        logger.debug(
+        self._log.debug(
             "Exchange %d at step %d: %s%s, %s%s",
             report.rounds,
             report.step,
-            _seconds(report.seconds),
+            seconds_of(report.seconds),
             waited,
-            _bytes(report.bytes_sent),
+            bytes_of(report.bytes_sent),
             more,
         )
 
@@ -77,26 +83,35 @@ class Lines(Listener):
         """Say what all of them came to."""
         if not (total.exchanges and self._speaks()):
             return
-        waited = "" if total.waited is None else f", {_seconds(total.waited)} of it waiting for other ranks"
-        logger.info(
+        waited = "" if total.waited is None else f", {seconds_of(total.waited)} of it waiting for other ranks"
+        self._log.info(
             "%s steps and %s exchanges in %s: %.1f %% of it in exchanges (%s%s), %s sent by this rank",
             f"{total.steps:,}",
             f"{total.exchanges:,}",
-            _seconds(total.wall_seconds),
+            seconds_of(total.wall_seconds),
             100 * total.seconds / max(total.wall_seconds, 1e-9),
-            _seconds(total.seconds),
+            seconds_of(total.seconds),
             waited,
-            _bytes(total.bytes_sent),
+            bytes_of(total.bytes_sent),
         )
         if total.left_out:
-            logger.info("This rank was left out of %d exchanges: its replica was not finite", total.left_out)
-        if total.closed is not None and total.closed < _ENOUGH:
-            logger.info(
+            self._log.info("This rank was left out of %d exchanges: its replica was not finite", total.left_out)
+        if total.closed is not None and total.closed < ENOUGH:
+            self._log.info(
                 "In %d exchanges the center has gone %.0f %% of its way to the replicas, and may be worse than they "
                 "are: exchange more often (a shorter period), or move it further (a larger moving rate)",
                 total.exchanges,
                 100 * total.closed,
             )
+
+
+class _Named(logging.LoggerAdapter[logging.Logger]):
+    """Begins lines with the number of an optimizer, if there is one."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the line and what goes with it."""
+        number = (self.extra or {}).get("number")
+        return (msg if number is None else f"Optimizer {number}: {msg}"), kwargs
 
 
 def described(facts: Facts) -> str:
@@ -109,26 +124,26 @@ def described(facts: Facts) -> str:
         f"{known['algorithm']} of {known['size']} ranks"
         + (f" every {period:,} steps ({known['schedule']})" if period else f" by {known['schedule']}")
         + (f" with {', '.join(options)}" if options else "")
-        + f": {known['elements']:,} parameters in {known['tensors']:,} tensors, {_bytes(known['bytes'])} an exchange; "
-        f"center {known['center']}, through {known['transport']}{resumed}"
+        + f": {known['elements']:,} parameters in {known['tensors']:,} tensors, {bytes_of(known['bytes'])} an "
+        f"exchange; center {known['center']}, through {known['transport']}{resumed}"
     )
 
 
-def _seconds(seconds: float) -> str:
+def seconds_of(seconds: float) -> str:
     """Return a time with its unit.
 
     Example:
-        >>> [_seconds(x) for x in (0.00012, 0.25, 75.2)]
+        >>> [seconds_of(x) for x in (0.00012, 0.25, 75.2)]
         ['0.12 ms', '250 ms', '75.2 s']
     """
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
-def _bytes(number: float) -> str:
+def bytes_of(number: float) -> str:
     """Return bytes with their unit.
 
     Example:
-        >>> [_bytes(x) for x in (20, 40_000, 102_228_128, 3.1e9)]
+        >>> [bytes_of(x) for x in (20, 40_000, 102_228_128, 3.1e9)]
         ['20 B', '40.0 kB', '102.2 MB', '3.1 GB']
     """
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

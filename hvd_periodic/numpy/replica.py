@@ -22,6 +22,7 @@ class NumpyReplica(Replica[Array]):
     """Named numpy arrays as a replica; 16-bit arrays have a float32 center."""
 
     in_host_memory = True
+    framework = f"numpy {np.__version__}"
 
     def __init__(
         self,

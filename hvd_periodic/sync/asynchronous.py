@@ -20,7 +20,8 @@ from hvd_periodic.sync.course import Course, Legacy, Setting, failing
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.left_out import start_again
 from hvd_periodic.sync.planning import Plan
-from hvd_periodic.sync.telling import tell
+from hvd_periodic.sync.ranges import ranged
+from hvd_periodic.sync.telling import measured, tell
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
 
@@ -97,15 +98,17 @@ class Asynchronous(Course[V]):
         """Return when this rank exchanges first."""
         return self.setting.planner.first_alone(self.setting.ledger.current_rate())
 
+    @ranged("exchange")
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with the center, without the other ranks."""
         setting, ledger = self.setting, self.setting.ledger
-        started, counters, own = time.perf_counter(), ledger.counters, ledger.standpoint()
+        came, started, counters, own = time.time(), time.perf_counter(), ledger.counters, ledger.standpoint()
         not_finite = self.finite.problem(counters.local_steps)
         left_out = self.finite.skips and not_finite is not None
         problem = setting.meeting.problem(own, Purpose.EXCHANGE) or (None if left_out else not_finite)
         if problem is not None:
             raise RuntimeError(problem)
+        own = own if left_out else measured(self, own)
         plan = setting.planner.following_alone(own)
         exchange = Exchange(setting.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
         sent = missed = 0
@@ -128,7 +131,7 @@ class Asynchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = Notes(memory=plan.memory)
-        tell(self, own, lambda: ledger.counters, None)
+        tell(self, own, lambda: ledger.counters, came, None)
         ledger.time(counters.local_steps)
         return False
 

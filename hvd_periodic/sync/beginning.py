@@ -14,7 +14,7 @@ from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course, Legacy
 from hvd_periodic.sync.membership import sender
 from hvd_periodic.sync.startup import Moment, Standing, Start, decide, replaces
-from hvd_periodic.sync.telling import count_of, facts_told
+from hvd_periodic.sync.telling import tell_beginning
 
 V = TypeVar("V")
 
@@ -91,9 +91,7 @@ class Beginning(Generic[V]):
 
     def _tell(self) -> None:
         """Tell the journal that training begins, or goes on from other counters."""
-        setting = self._setting
-        if setting.journal.listeners:
-            setting.journal.began(facts_told(self._course), count_of(setting.ledger.counters))
+        tell_beginning(self._course, self._setting.ledger.counters)
 
     def take_from(self, giver: int) -> None:
         """Give all ranks what one of them has."""

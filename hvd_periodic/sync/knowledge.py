@@ -19,12 +19,14 @@ class Standpoint:
         notes: what it keeps for its schedule.
         learning_rate: of its local optimizer; None where it is unknown.
         step_seconds: seconds per local step since its last exchange; None where there was none.
+        distance: of its replica to the center; None where it was not measured.
     """
 
     counters: Counters
     notes: Notes
     learning_rate: float | None = None
     step_seconds: float | None = None
+    distance: float | None = None
 
     @property
     def clock(self) -> Clock:

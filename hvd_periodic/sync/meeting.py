@@ -46,6 +46,7 @@ class Meeting:
         checks: of what else might keep this rank from going on.
         everyone_trains: at the last exchange no rank was leaving.
         failure: why this rank can never exchange again; None while it can.
+        came: when this rank was ready to meet the others last, in seconds since 1970.
         waited: seconds in which ranks met last: until all had come, and had told each other why.
     """
 
@@ -64,7 +65,7 @@ class Meeting:
         self.checks: list[Check] = []
         self.failure: str | None = None
         self.everyone_trains = True
-        self.waited = 0.0
+        self.came = self.waited = 0.0
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
@@ -95,7 +96,7 @@ class Meeting:
         failure = None if problem is None else RuntimeError(problem)
         record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
         communicator.attendance.follow(self._membership.number, self._ledger)
-        came = time.perf_counter()
+        self.came, came = time.time(), time.perf_counter()
         met = meet(communicator, record, failure, enclosed)
         self.waited = time.perf_counter() - came
         return met

@@ -15,6 +15,7 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.saved_vectors import check_names
 from hvd_periodic.centers.under_way import UnderWay
 from hvd_periodic.sync.course import Setting, failing
+from hvd_periodic.sync.ranges import range_of, ranged
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.sync.turns import Turn
 
@@ -100,7 +101,7 @@ class Overlapped(Synchronous[V]):
             raise RuntimeError(setting.meeting.failure)
         if not any(part.pending for part in self._under_way):
             return
-        with failing(setting.meeting, self._begun):
+        with failing(setting.meeting, self._begun), range_of(self, "arrive"):
             for part in self._under_way:
                 part.arrive()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
@@ -113,6 +114,7 @@ class Overlapped(Synchronous[V]):
             self.tell_failure(error)
             raise
 
+    @ranged("land")
     def _land(self) -> None:
         self.arrive()
         if not self._under_way:
@@ -193,7 +195,8 @@ class Overlapped(Synchronous[V]):
         if twin is not None and twin is not self:
             twin.arrive()
         _SENDING[used] = self
-        part = UnderWay(self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment).begin()
+        with range_of(self, "begin"):
+            part = UnderWay(self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment).begin()
         self._under_way.append(part)
         self._begun, self._due = step, None if overlap is None else step + overlap
         return part.sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.planner import Planner
@@ -46,7 +46,7 @@ class Phase:
 
 
 def schedule_around(
-    averaged: HorovodCommunicator | None, communicator: Communicator, schedule: Schedule, asynchronous: bool
+    averaged: JobCommunicator | None, communicator: Communicator, schedule: Schedule, asynchronous: bool
 ) -> Schedule:
     """Return the schedule of exchanges; where the averaging of gradients over the same ranks ends, they begin.
 

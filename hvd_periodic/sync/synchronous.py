@@ -21,7 +21,8 @@ from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.left_out import start_again
 from hvd_periodic.sync.planning import Plan
-from hvd_periodic.sync.telling import tell
+from hvd_periodic.sync.ranges import range_of, ranged
+from hvd_periodic.sync.telling import measured, tell
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.sync.turns import Due, Since, Turn, Turns
 from hvd_periodic.vectors.store import Store
@@ -117,6 +118,7 @@ class Synchronous(Course[V]):
         except RuntimeError:
             raise error from None
 
+    @ranged("exchange")
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with all ranks; return whether some of them is still training."""
         setting, ledger = self.setting, self.setting.ledger
@@ -126,9 +128,11 @@ class Synchronous(Course[V]):
         not_finite = None if problem else self.finite.problem(own.counters.local_steps)
         left_out = self.finite.skips and not_finite is not None
         problem = problem or (None if left_out else not_finite)
+        own = own if problem or left_out else measured(self, own)
         foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and not (problem or left_out) else None
         messages = [] if foreseen is None else self.enclosed.messages(foreseen)
-        records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out)
+        with range_of(self, "meeting"):
+            records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out)
         agreed = setting.meeting.agree(records, own)
         plan = setting.planner.following(agreed)
         ledger.add(bytes_sent=_BYTES_OF_RECORD)
@@ -159,7 +163,7 @@ class Synchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = self._noted(own, due, plan)
-        tell(self, own, lambda: ledger.counters, setting.meeting.waited, due.completes)
+        tell(self, own, lambda: ledger.counters, setting.meeting.came, setting.meeting.waited, due.completes)
         ledger.time(agreed.step)
         return agreed.training
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,23 +40,36 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
         OSError: the folder cannot be made, or written to.
     """
     listeners: list[Listener] = []
+
+    def number() -> int | None:
+        return membership().number if membership().communicator.constructed > 1 else None
+
     if logger.isEnabledFor(logging.INFO):
-        listeners.append(Lines(lambda: membership().is_root))
+        listeners.append(Lines(lambda: membership().is_root, number))
     if folder is not None:
-        listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number)))
+        listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number, membership().name)))
     return Journal(listeners)
 
 
-def facts_told(course: Course[Any]) -> Facts:
+def tell_beginning(course: Course[Any], counters: Counters) -> None:
+    """Tell that training begins, or goes on, with these counters."""
+    journal = course.setting.journal
+    if journal.listeners:
+        journal.began(_facts(course, counters), count_of(counters))
+
+
+def _facts(course: Course[Any], counters: Counters) -> Facts:
     """Return what training is, for people."""
     setting, membership = course.setting, course.setting.membership
-    exchanged, schedule, counters = setting.exchanged, setting.planner.schedule, setting.ledger.counters
+    exchanged, schedule = setting.exchanged, setting.planner.schedule
     layout, communicator = exchanged.replica.parameters.layout, membership.communicator
     transport = communicator.description if course.worker is None else course.worker.transport.description
-    compression = described(setting.wire)
+    compression, period = described(setting.wire), counters.next_exchange - counters.last_exchange
     return {
         "time": time.time(),
         "package": __version__,
+        "framework": exchanged.replica.framework or None,
+        "python": platform.python_version(),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "rank": membership.global_rank,
@@ -64,8 +79,10 @@ def facts_told(course: Course[Any]) -> Facts:
         "algorithm": str(exchanged.algorithm),
         "outer_optimizer": None if exchanged.outer is None else exchanged.outer.name,
         "schedule": described(schedule),
-        "period": counters.next_exchange - counters.last_exchange,
+        "period": period,
         "step": counters.local_steps,
+        "closes": exchanged.algorithm.closes(Exchange(communicator.size, period)) if course.steps_agree else None,
+        "asynchronous": not course.steps_agree,
         "center": course.placement.name,
         "transport": transport,
         "elements": sum(spec.size for spec in layout.specs),
@@ -86,13 +103,22 @@ def count_of(counters: Counters) -> Count:
         counters.bytes_sent,
         counters.left_out,
         counters.pushes_missed,
+        counters.skipped_updates,
     )
+
+
+def measured(course: Course[Any], own: Standpoint) -> Standpoint:
+    """Return where this rank stands with its distance to the center, if that is wanted, and can be known here."""
+    if course.reads_together or course.setting.phase.equal:
+        return own
+    return replace(own, distance=course.setting.journal.measured(course.tensor_groups.distance))
 
 
 def tell(
     course: Course[Any],
     own: Standpoint,
     counters: Callable[[], Counters],
+    came: float,
     waited: float | None,
     completes: bool = True,
 ) -> None:
@@ -102,6 +128,7 @@ def tell(
         course: that ran it.
         own: where this rank stood before it.
         counters: returns them as they are after it.
+        came: when this rank was ready to meet the others, in seconds since 1970.
         waited: seconds until all ranks had come; None where none waits.
         completes: it ends a period, in which all fragments have had their turn.
     """
@@ -113,4 +140,5 @@ def tell(
         closes = setting.exchanged.algorithm.closes(Exchange(size, own.clock.period)) if completes else 0.0
         closes = 1.0 if setting.phase.equal else closes
     count = count_of(counters())
-    setting.journal.exchanged(count, waited, closes, own.step_seconds, own.notes.loss, own.learning_rate)
+    known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
+    setting.journal.exchanged(count, came, waited, closes, *known)

@@ -46,7 +46,8 @@ class View(Generic[V]):
         with membership.communicator.attendance.at("center()"):
             self.get_ready(begin)
         shown = list(self._course.tensor_groups) if self._is_known() else []
-        held = [[group.values.read(bucket) for bucket in group.values.layout.buckets] for group in shown]
+        resting = self._course.setting.exchanged.replica.resting
+        held = [[resting(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
         self.inside = True
         try:
             with membership.communicator.attendance.at("center()"):

@@ -91,6 +91,7 @@ class GraphAsynchronous(Asynchronous[Any]):
 
         def run(before: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
             mine = before.numpy().tolist()
+            meeting.come()
             own, problem = meeting.standpoint(mine), meeting.problem(mine, Purpose.EXCHANGE)
             if problem is not None:
                 raise ValueError(problem)

@@ -108,7 +108,8 @@ class TensorFlowCommunicator(HorovodCommunicator):
         compiled = self._compiled[key]
         return self.attendance.during(lambda: compiled(buffer)) if tf.executing_eagerly() else compiled(buffer)
 
-    def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+    def gather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Gather an array, eagerly or in a session of its own."""
         return self.attendance.during(lambda: self._gathered(array, name))
 
     def _gathered(self, array: np.ndarray, name: str) -> np.ndarray:

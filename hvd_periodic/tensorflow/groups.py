@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+
+import horovod.tensorflow as hvd
 
 from hvd_periodic.comm.groups import Groups, make_groups
+from hvd_periodic.comm.horovod import register
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 
 
@@ -28,7 +32,7 @@ def node_groups(size: int | None = None) -> Groups:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=groups.local)
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
     """
-    return make_groups("horovod.tensorflow", TensorFlowCommunicator, size)
+    return _made(size)
 
 
 def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
@@ -42,4 +46,10 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return make_groups("horovod.tensorflow", TensorFlowCommunicator, groups=groups)
+    return _made(groups=groups)
+
+
+def _made(size: int | None = None, groups: Iterable[Iterable[int]] | None = None) -> Groups:
+    if not hvd.is_initialized():
+        hvd.init(process_sets="dynamic")
+    return make_groups(TensorFlowCommunicator(), partial(register, hvd), size, groups)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import tensorflow as tf
@@ -17,13 +18,13 @@ from hvd_periodic.sync.course import Course, Setting
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.telling import tell
+from hvd_periodic.sync.telling import tell, tell_beginning
 from hvd_periodic.sync.tensor_groups import TensorGroups, named_parts
 from hvd_periodic.tensorflow.coding import GraphCoding
 from hvd_periodic.tensorflow.host import from_integers, in_session, on_host, packed
 from hvd_periodic.tensorflow.ledger import VariableLedger
 
-_NOT_FINITE = "not finite"
+_NOT_FINITE, _DISTANCE = "not finite", "distance"
 
 
 class GraphMeeting:
@@ -32,18 +33,22 @@ class GraphMeeting:
     Args:
         setting: of the exchange.
         finite: says what has to be finite; None where nothing has.
+        distance: of this rank's replica to the center, a scalar; None where nobody wants to know.
 
     Attributes:
         before: what this rank knew by itself, as one vector of integers.
         completes: the exchange ends a period.
     """
 
-    def __init__(self, setting: Setting[Any], finite: Finite[Any] | None = None) -> None:
+    def __init__(
+        self, setting: Setting[Any], finite: Finite[Any] | None = None, distance: tf.Tensor | None = None
+    ) -> None:
         self._setting, self._finite = setting, finite
         self._own: Standpoint | None = None
         self.completes = True
-        self._waited = self._came = 0.0
+        self._came = self._met = self._waited = 0.0
         known = ledger_of(setting).known() | {_NOT_FINITE: _first_not_finite(finite)}
+        known |= {} if distance is None else {_DISTANCE: tf.cast(distance, tf.float64)}
         self._kinds = {name: scalar.dtype for name, scalar in known.items()}
         self.before = packed(known)
 
@@ -53,7 +58,7 @@ class GraphMeeting:
 
         def announce(mine: list[int]) -> list[int]:
             own = self.standpoint(mine)
-            self._came = time.perf_counter()
+            self.come()
             meeting.weigh(own, purpose)
             record = meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None)
             membership.communicator.attendance.last = record
@@ -63,6 +68,10 @@ class GraphMeeting:
         announced = on_host(announce, [self.before])
         with tf.device("CPU:0"):
             return membership.communicator.allgather(announced, _meeting_name(membership))
+
+    def come(self) -> None:
+        """Note that this rank is ready to exchange now."""
+        self._came, self._met = time.time(), time.perf_counter()
 
     def enter(self) -> None:
         """Note that this rank waits in the graph; in sessions, where several optimizers have no order, nothing."""
@@ -76,18 +85,23 @@ class GraphMeeting:
 
     def standpoint(self, before: list[int]) -> Standpoint:
         """Return in Python what this rank knew by itself."""
-        self._own = ledger_of(self._setting).standpoint_of(from_integers(before, self._kinds))
+        known = from_integers(before, self._kinds)
+        self._own = replace(ledger_of(self._setting).standpoint_of(known), distance=known.get(_DISTANCE))
         return self._own
 
     def told_by(self, course: Course[Any]) -> Callable[[Counters], None] | None:
         """Return what tells the journal of an exchange, given the counters after it; None where nobody listens."""
+        journal, sessions = self._setting.journal, in_session()
 
         def told(counters: Counters) -> None:
             if self._own is not None:
+                if sessions and not journal.begun:  # The graph has begun by itself; known is where it was before.
+                    before = self._own.counters
+                    tell_beginning(course, replace(before, local_steps=before.last_exchange))
                 waited = self._waited if course.steps_agree else None
-                tell(course, self._own, lambda: counters, waited, self.completes)
+                tell(course, self._own, lambda: counters, self._came, waited, self.completes)
 
-        return told if self._setting.journal.listeners else None
+        return told if journal.listeners else None
 
     def judge(self, before: list[int], gathered: Sequence[int], purpose: Purpose) -> list[Record]:
         """Return in Python what was gathered.
@@ -96,7 +110,7 @@ class GraphMeeting:
             RuntimeError, ValueError: on all ranks, where one cannot go on, or where they have come for other things.
         """
         self.leave()
-        self._waited = time.perf_counter() - self._came
+        self._waited = time.perf_counter() - self._met
         problem = self.problem(before, purpose)
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -66,6 +67,8 @@ class VariableReplica(Replica[Any]):
         TypeError: a parameter that cannot be averaged.
         ValueError: no parameters.
     """
+
+    framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
 
     def __init__(
         self,

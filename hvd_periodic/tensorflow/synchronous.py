@@ -75,7 +75,8 @@ class GraphSynchronous(Synchronous[Any]):
         setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
         hyperparameters = setting.exchanged.hyperparameters
         with tf.control_dependencies(_take_turn()):
-            meeting = GraphMeeting(setting, self.finite)
+            wanted = setting.journal.wants_distance and not self.reads_together and setting.phase.until is None
+            meeting = GraphMeeting(setting, self.finite, self.tensor_groups.distance() if wanted else None)
             concluded, decided = self._decided(meeting)
         plan = _Decided(**{field.name: decided.pop(field.name) for field in fields(_Decided)})
         checks = [concluded, *self._started_alike(concluded)]

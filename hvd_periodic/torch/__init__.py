@@ -22,6 +22,7 @@ from hvd_periodic.torch.groups import node_groups, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, SaveBestCenter
 from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.trainers import unwrap
 from hvd_periodic.wires import Compression
 
 __all__ = [
@@ -53,11 +54,16 @@ __all__ = [
     "node_groups",
     "rank_groups",
     "save",
+    "unwrap",
 ]
 
 
+_ON_DEMAND = ("elastic", "lightning", "huggingface", "ignite")
+"""What needs another package."""
+
+
 def __getattr__(name: str) -> ModuleType:
-    """Import ``elastic`` where it is asked for: it needs Horovod."""
-    if name == "elastic":
-        return importlib.import_module("hvd_periodic.torch.elastic")
+    """Import a module that needs another package where it is asked for."""
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"hvd_periodic.torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -158,6 +158,15 @@ class CenterOptimizer:
         self.keys = list(found)
         return [((len(found),), "bool"), *found.values()]
 
+    def keeps_state(self) -> bool:
+        """Return whether there is a state after a step, as things are."""
+        trial = _twin(self.optimizer)
+        for group in trial.param_groups:
+            for center in group["params"]:
+                center.grad = torch.zeros_like(center)
+        trial.step()
+        return any(True for _ in _entries(trial))
+
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
         """Make these arrays the state."""
         present, *tensors = arrays

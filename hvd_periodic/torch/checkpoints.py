@@ -16,6 +16,7 @@ from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
+from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
@@ -196,6 +197,7 @@ def _check(model: Any, optimizer: Any) -> None:
             f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
             f"{type(optimizer).__name__}"
         )
+    require_whole(_levels(optimizer)[0].replica.divided)
 
 
 def _has_state(value: Any) -> bool:

@@ -60,7 +60,7 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def is_finite_or(self, x: torch.Tensor, other: torch.Tensor) -> bool:
         """Return whether every element is finite, or equal to that of another tensor."""
-        return bool((x.isfinite() | (x == other)).all())
+        return bool((x.isfinite() | (x == other.to(x.device))).all())
 
     def rows(self, x: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """Return the elements in rows."""

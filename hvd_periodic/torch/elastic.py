@@ -13,10 +13,11 @@ from horovod.common.elastic import ObjectState
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.sync.shares import Share, Whole
+from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.synchronizer import Synchronizer, communicator_of
+from hvd_periodic.torch.synchronizer import Synchronizer
 
 
 class State(CommittedState, ObjectState):  # type: ignore[misc]

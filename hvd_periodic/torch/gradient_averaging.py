@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.phase import Phase
 
@@ -31,7 +32,7 @@ class GradientAveraging:
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, group: HorovodCommunicator | None, phase: Phase, ledger: Ledger
+        self, inner: torch.optim.Optimizer, group: JobCommunicator | None, phase: Phase, ledger: Ledger
     ) -> None:
         self._inner: Any = inner
         self._phase = phase

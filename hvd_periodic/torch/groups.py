@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from hvd_periodic.comm.groups import Groups, make_groups
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.torch.communicator import everyone
 from hvd_periodic.torch.neutral import neutrally
 
 
@@ -20,7 +18,8 @@ def node_groups(size: int | None = None) -> Groups:
 
     Returns:
         the process sets of this rank: ``local``, of its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
-        groups, for an optimizer of this package.
+        groups, for an optimizer of this package. Over ``torch.distributed``, which has to be initialized before, they
+        are process groups, and ``local`` is for ``DistributedDataParallel``.
 
     Raises:
         TypeError, ValueError: ``size`` is not an int of at least 1.
@@ -32,7 +31,7 @@ def node_groups(size: int | None = None) -> Groups:
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=groups.local)
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, 10, process_set=groups.cross)
     """
-    return make_groups("horovod.torch", _everyone, size)
+    return make_groups(*everyone(), size)
 
 
 @neutrally
@@ -47,8 +46,4 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
-    return make_groups("horovod.torch", _everyone, groups=groups)
-
-
-def _everyone() -> HorovodCommunicator:
-    return HorovodCommunicator("horovod.torch", None, torch.from_numpy)
+    return make_groups(*everyone(), groups=groups)

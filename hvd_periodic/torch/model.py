@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.torch.buffers import LOCAL, Buffers, policies, policy_of
+from hvd_periodic.torch.divided import is_divided, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 """A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
@@ -55,6 +56,7 @@ class NamedTensors:
         if isinstance(model, torch.nn.Module):
             for part in model.modules():
                 _refuse_unsupported(part)
+            reshard(model.modules())
             pairs = _originals(model.named_parameters())
             for _, parameter in pairs:
                 _refuse_unsupported(parameter)
@@ -76,11 +78,20 @@ class NamedTensors:
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
             _refuse_unsupported(parameter)
+            if is_divided(parameter):
+                raise TypeError(
+                    f"`named_parameters`: {name!r} is a DTensor, which belongs to a module that may have put it "
+                    "together for a forward pass: pass the model"
+                )
         return cls(pairs, [], {})
+
+    def behind(self) -> torch.nn.Module | None:
+        """Return the module that they come from, if that was given and while it lives."""
+        return None if self.module is None else self.module()
 
     def changed(self) -> str | None:
         """Return the name of a parameter or exchanged buffer that the module has in another way now, or None."""
-        module = None if self.module is None else self.module()
+        module = self.behind()
         if module is None:
             return None
         current, original = _ids(module.named_parameters()), _ids(self.parameters)
@@ -88,6 +99,12 @@ class NamedTensors:
         original |= _ids(pair for pair in self.buffers if self._exchanges(*pair))
         changed = [name for name in current.keys() | original.keys() if current.get(name) != original.get(name)]
         return min(changed, default=None)
+
+    def reshard(self) -> None:
+        """Let the modules of ``fully_shard()`` have their shards again."""
+        module = self.behind()
+        if module is not None:
+            reshard(module.modules())
 
     def _exchanges(self, name: str, buffer: torch.Tensor) -> bool:
         return (self.policies.get(name) or policy_of(self.given, name, buffer)) != LOCAL
@@ -129,20 +146,14 @@ def _module_behind(model: Model) -> torch.nn.Module | None:
 
 
 _UNSUPPORTED = {
-    "DistributedDataParallel": "DistributedDataParallel averages gradients at every step, which leaves nothing to "
-    "exchange: train the module inside of it, and pass that, model.module",
-    "FullyShardedDataParallel": "FullyShardedDataParallel divides parameters between processes, which is not supported "
-    "yet: pass a model whose parameters are whole on every rank",
-    "FSDPModule": "fully_shard() divides parameters between processes, which is not supported yet: pass a model whose "
-    "parameters are whole on every rank",
-    "DTensor": "A DTensor is divided between processes, which is not supported yet: pass a model whose parameters are "
-    "whole on every rank",
+    "FullyShardedDataParallel": "FullyShardedDataParallel makes one flat parameter of many: divide the model by "
+    "fully_shard() in its place",
 }
 """By the name of a class of torch, which need not be imported to be recognized."""
 
 
 def _refuse_unsupported(value: object) -> None:
-    """Raise a TypeError for a module or parameter that is divided between processes."""
+    """Raise a TypeError for a module or parameter of those classes."""
     kinds = [base.__name__ for base in type(value).__mro__ if base.__module__.startswith("torch.")]
     if getattr(value, "_is_flat_param", False):
         kinds.append("FullyShardedDataParallel")

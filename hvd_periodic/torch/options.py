@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
+
 from hvd_periodic.options import Options
 from hvd_periodic.torch.buffers import Buffers
 
@@ -19,6 +21,11 @@ class TorchOptions(Options, total=False):
             None. Default, and for what a dict or function leaves open: ``"average"`` for buffers whose name says that
             they are statistics (``running_mean``, ``running_var``, ``num_batches_tracked``, ``moving_...``), otherwise
             ``"local"``.
+        center_device: ``"cpu"``: the center, the state of what moves it and the snapshot of an exchange under way lie
+            in host memory, pinned beside CUDA, and come to the parameters' device bucket by bucket, for an exchange.
+            It goes where it goes without; a torch optimizer of the center steps on the host, with its state there.
+            None: all lie beside the parameters. Synchronously.
     """
 
     buffers: Annotated[Buffers, None]
+    center_device: Annotated[torch.device | str | None, None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -13,62 +14,18 @@ import torch
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import Replica
 from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
+from hvd_periodic.torch.divided import check_divided, facts_of, is_divided, shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
+from hvd_periodic.torch.stores import RestingStore, TensorStore, as_center_device
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.space import VectorSpace
-from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
+from hvd_periodic.vectors.store import FlatStore, Store
 
 _BLOCK_BYTES = 512 * 2**10
 """Replica, message and center of a block fit into the cache of one core."""
-
-
-class _TensorStore(PackedStore[torch.Tensor]):
-    """Tensors of the model, read and written outside autograd; those of any strides one by one."""
-
-    def __init__(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], empty: Callable[[Bucket], torch.Tensor]
-    ) -> None:
-        super().__init__(layout, tensors, empty)
-        self._views: dict[tuple[str, int, int], tuple[list[int], list[torch.Tensor]]] = {}
-
-    def view(self, bucket: Bucket) -> torch.Tensor | None:
-        views = self._flat_views(bucket) if len(bucket.pieces) == 1 else None
-        if views is None or (REALS | INTEGERS).get(views[0].dtype) != views[0].dtype:
-            return None
-        return views[0]
-
-    def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
-        with torch.no_grad():
-            views = self._flat_views(bucket)
-            if views is None or any(view.dtype != views[0].dtype for view in views):
-                return super().read(bucket, out)
-            return torch.cat(views, out=self._empty(bucket) if out is None else out)
-
-    def write(self, bucket: Bucket, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            views = self._flat_views(bucket)
-            if views is None:
-                super().write(bucket, value)
-            else:
-                torch._foreach_copy_(views, torch.split_with_sizes(value, [view.shape[0] for view in views]))
-
-    def _flat_views(self, bucket: Bucket) -> list[torch.Tensor] | None:
-        """Return the memory of the pieces of a bucket; None where some tensor is not contiguous.
-
-        Views are kept, as long as tensors stay where they are.
-        """
-        tensors = [self._tensors[piece.tensor] for piece in bucket.pieces]
-        if not tensors or not all(map(torch.Tensor.is_contiguous, tensors)):
-            return None
-        places = list(map(torch.Tensor.data_ptr, tensors))
-        key = bucket.kind, bucket.start, bucket.stop
-        if key not in self._views or self._views[key][0] != places:
-            pieces = zip(bucket.pieces, tensors, strict=True)
-            self._views[key] = places, [t.detach().view(-1)[piece.start : piece.stop] for piece, t in pieces]
-        return self._views[key][1]
 
 
 class TorchReplica(Replica[torch.Tensor]):
@@ -78,19 +35,23 @@ class TorchReplica(Replica[torch.Tensor]):
         named: the tensors of the model. All trainable parameters take part.
         optimizer: if given, only the parameters it holds take part.
         bucket_bytes: upper bound of what one collective carries.
+        center_device: ``"cpu"``, for centers that rest in host memory; None: beside the parameters.
 
     Raises:
         TypeError: a parameter that cannot be averaged.
         ValueError: no or unnamed parameters; parameters without memory.
     """
 
+    framework = f"PyTorch {torch.__version__}"
+
     def __init__(
         self,
         named: NamedTensors,
         optimizer: torch.optim.Optimizer | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        center_device: torch.device | str | None = None,
     ) -> None:
-        self.named = named
+        self.named, self.center_device = named, as_center_device(center_device)
         self.optimizer = optimizer
         self.bucket_bytes = bucket_bytes
         self._held = None if optimizer is None else _held_by(optimizer)
@@ -118,6 +79,8 @@ class TorchReplica(Replica[torch.Tensor]):
         exchanged = {id(parameter) for _, parameter in taking_part}
         constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
         constants += named.of_policy(LOCAL)
+        self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
+        check_divided(self.divided, [tensor for _, tensor in taking_part])
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
@@ -139,6 +102,16 @@ class TorchReplica(Replica[torch.Tensor]):
         self.constants: Store[torch.Tensor] | None = self.store_of(constants) if constants else None
         self.in_host_memory = all(device.type == "cpu" for _, device in self._kinds.values())
 
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Be a range for torch's profiler, and where GPUs are used for those that read NVTX."""
+        with torch.profiler.record_function(name), self._nvtx(name):
+            yield
+
+    @staticmethod
+    def _nvtx(name: str) -> AbstractContextManager[object]:
+        return torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+
     def facts(self) -> dict[str, object]:
         """Return names, shapes and dtypes."""
         stores = {
@@ -148,9 +121,10 @@ class TorchReplica(Replica[torch.Tensor]):
             "buffer from the root": self.from_root,
             "constant": self.constants,
         }
-        facts: dict[str, object] = {
+        facts = facts_of(self.divided) | {
             "optimizer": type(self.optimizer).__name__,
             "bucket_bytes": self.bucket_bytes,
+            "center_device": self.center_device,
         }
         for role, store in stores.items():
             tensors = [] if store is None else list(zip(store.layout.specs, store.tensors(), strict=True))
@@ -163,6 +137,7 @@ class TorchReplica(Replica[torch.Tensor]):
 
     def misfit(self) -> str | None:
         """Return which parameter or exchanged buffer has another dtype, shape or device than at construction."""
+        self.named.reshard()
         for kind, name, tensor, signature in self._signatures:
             if _signature(tensor) != signature:
                 then, now = _describe(*signature), _describe(*_signature(tensor))
@@ -194,9 +169,19 @@ class TorchReplica(Replica[torch.Tensor]):
 
         return FlatStore(layout, zeros)
 
+    def new_resting_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
+        """Return zeros where centers rest."""
+        if self.center_device is None or self.in_host_memory:
+            return self.new_store(layout, name)
+        return RestingStore(layout, self._kinds)
+
+    def resting(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a vector where centers rest."""
+        return value if self.center_device is None else value.to(self.center_device)
+
     def new_temporary_store(self, layout: Layout) -> Store[torch.Tensor]:
-        """Return zeros on the devices of the tensors."""
-        return self.new_store(layout, "temporary")
+        """Return zeros where centers rest."""
+        return self.new_resting_store(layout, "temporary")
 
     def scratch(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """Return a buffer that is kept for this slot."""
@@ -219,8 +204,9 @@ class TorchReplica(Replica[torch.Tensor]):
         """
         views, found = {key: store.tensors() for key, store in worker.items()}, False
         for chunk in self._chunks:
-            parameters, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
-            gradients = [parameter.grad for parameter in parameters]
+            held, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
+            gradients = [None if tensor.grad is None else shard_of(tensor.grad) for tensor in held]
+            parameters = list(map(shard_of, held))
             there = [gradient for gradient in gradients if gradient is not None]
             if len(there) < len(gradients):
                 parameters = _where_there(gradients, parameters)
@@ -251,13 +237,17 @@ class TorchReplica(Replica[torch.Tensor]):
         frozen = [parameter for _, parameter in self.named.parameters if not parameter.requires_grad]
         digest = hashlib.sha256()
         for parameter in frozen:
-            digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(shard_of(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest() if frozen else b""
 
     def discard_gradients(self) -> None:
         """Leave the parameters without gradients, so that optimizers pass over them."""
         for parameter in self.tensors:
             parameter.grad = None
+
+    def follow_weights(self) -> None:
+        """Let forward passes gather what the shards are now."""
+        self.named.reshard()
 
     def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
         """Return a view, or what a stream of its own copies from the device to pinned memory."""
@@ -300,11 +290,11 @@ class TorchReplica(Replica[torch.Tensor]):
         """Return named tensors as a store, which leaves them where they are."""
         specs = []
         tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t for _, t in pairs]
-        for (name, _), tensor in zip(pairs, tensors, strict=True):
+        for (name, _), tensor in zip(pairs, map(shard_of, tensors), strict=True):
             dtype = _accumulation_dtype(name, tensor)
             kind = self._kind(dtype, tensor.device)
             specs.append(TensorSpec(name, tuple(tensor.shape), kind, dtype.itemsize))
-        return _TensorStore(Layout(specs, self.bucket_bytes), tensors, self._empty)
+        return TensorStore(Layout(specs, self.bucket_bytes), tensors, self._empty)
 
     def _kind(self, dtype: torch.dtype, device: torch.device) -> str:
         """Name an arena alike on all ranks, whatever the index of the device on each."""

@@ -14,6 +14,7 @@ import torch
 from hvd_periodic.checkpoints.files import write_whole
 from hvd_periodic.journal import Listener, Report
 from hvd_periodic.torch.center import center_state_dict
+from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 
@@ -123,6 +124,7 @@ class SaveBestCenter:
         if mode not in ("max", "min"):
             raise ValueError(f"`SaveBestCenter(mode=...)` must be 'max' or 'min'. Received: mode={mode!r}")
         self._synchronizer = _synchronizer_of(optimizer)
+        require_whole(self._synchronizer.replica.divided)
         self._path, self._model, self._sign = Path(path), model, 1.0 if mode == "max" else -1.0
         self.best: float | None = None
 

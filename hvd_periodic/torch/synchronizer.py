@@ -18,17 +18,20 @@ from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.divided import Divided
-from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.schedules import Schedule, Seconds, as_schedule
+from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
+from hvd_periodic.torch.communicator import communicator_of
+from hvd_periodic.torch.data_parallel import island_of, refuse_averaging
+from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
-from hvd_periodic.torch.marks import marked
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
@@ -36,7 +39,7 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.saved import translated
+from hvd_periodic.torch.saved import check_moving, divided, translated
 from hvd_periodic.torch.state_making import makes_state_only
 
 
@@ -76,8 +79,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     replica: TorchReplica
     _alone = False
     """Constructed without the other ranks, which may have been there before."""
-    gradient_group: HorovodCommunicator | None = None
+    gradient_group: JobCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
+    averaging: JobCommunicator | None = None
+    """These, or those whose gradients a ``DistributedDataParallel`` averages."""
 
     @takes(TorchOptions)
     @neutrally
@@ -103,7 +108,12 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             placement_of(options["center"])
             planned = as_schedule(period, as_typed("period"))
             self.gradient_group = gradient_group_of(optimizer)
-            replica = TorchReplica(NamedTensors.of(model, options["buffers"]), optimizer)
+            replica = TorchReplica(
+                NamedTensors.of(model, options["buffers"]), optimizer, center_device=options["center_device"]
+            )
+            self.averaging = self.gradient_group or island_of(replica.named.behind(), communicator, asynchronous)
+            communicator.check_devices({tensor.device.type for tensor in replica.tensors})
+            _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
@@ -127,7 +137,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             build_on_all(communicator, name, build)
         self.learning_rate = _first_rate(optimizer)
         if not self._alone:
-            self.average_within(self.gradient_group)
+            self.average_within(self.averaging)
             self.start()
         _watch(self)
 
@@ -135,6 +145,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Begin training, if it has not begun, as every synchronizer does."""
         if self.begun:
             return False
+        refuse_averaging(self.replica.tensors, self.membership.communicator.global_ranks)
         with neutral():
             if self._alone:
                 communicator = self.membership.communicator
@@ -145,7 +156,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
         self._alone = False
         self.membership.join(communicator, self.membership.asked_root, name)
-        self.average_within(self.gradient_group)
+        self.average_within(self.averaging)
         self.start()
 
     @neutrally
@@ -177,25 +188,32 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)
-    sync = neutrally(marked(ReplicaSynchronizer.sync, "hvd_periodic.exchange"))
-    land = neutrally(marked(ReplicaSynchronizer.land, "hvd_periodic.land"))
+    sync = neutrally(ReplicaSynchronizer.sync)
+    land = neutrally(ReplicaSynchronizer.land)
     finalize = neutrally(ReplicaSynchronizer.finalize)
     leave = neutrally(ReplicaSynchronizer.leave)
     audit = neutrally(ReplicaSynchronizer.audit)
     broadcast = neutrally(ReplicaSynchronizer.broadcast)
     restart_center = neutrally(ReplicaSynchronizer.restart_center)
     distance = neutrally(ReplicaSynchronizer.distance)
-    state_dict = neutrally(ReplicaSynchronizer.state_dict)
     center_tensors = neutrally(ReplicaSynchronizer.center_tensors)
+
+    @neutrally
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every synchronizer does; of parameters that are divided between ranks, vectors are so as well."""
+        return divided(super().state_dict(), self.replica.divided, self.replica.names, self.exchanged.outer)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned, as every synchronizer does."""
-        super().load_state_dict(translated(state, self.tensor_groups, self.replica.named))
+        self.check_state_dict(state)
+        super().load_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict()`` would raise; change nothing."""
-        self.checkpoint.check(translated(state, self.tensor_groups, self.replica.named))
+        self.checkpoint.check(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        if self.replica.divided:
+            check_moving(state, self.exchanged.outer)
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -208,6 +226,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         finally:
             with neutral():
                 block.close()
+                self.replica.follow_weights()
 
     def holds_some_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer changes parameters that take part."""
@@ -221,10 +240,12 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Return the arguments of ``_restore``."""
         if self.course.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
+        if self.gradient_group is None and self.averaging is not None:
+            raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is not None:
             raise TypeError("An hvd.DistributedOptimizer cannot be copied or pickled: save its state_dict()")
         replica, membership = self.replica, self.membership
-        of_rank = (replica.named, replica.optimizer, replica.bucket_bytes)
+        of_rank = (replica.named, replica.optimizer, replica.bucket_bytes, replica.center_device)
         arguments = {
             "algorithm": self.exchanged.algorithm,
             "schedule": self.planner.schedule,
@@ -261,6 +282,30 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.checkpoint.loaded = (
             self.local_steps > 0
         )  # A copy made before training waits for weights as the original does.
+
+
+def _check_replica(
+    replica: TorchReplica,
+    communicator: Communicator,
+    schedule: Schedule,
+    asynchronous: bool,
+    nonfinite: str,
+    averaging: JobCommunicator | None,
+) -> None:
+    """Refuse what does not go with where the center rests, and with parameters that are divided."""
+    if asynchronous and replica.center_device is not None:
+        raise ValueError(
+            "`center_device` is of synchronous exchange: an asynchronous center lies in host memory as it is. "
+            f"Received: center_device={str(replica.center_device)!r}, asynchronous=True"
+        )
+    refused = {
+        "asynchronous=True": asynchronous,
+        "nonfinite='skip'": nonfinite == SKIP,
+        "a period in Seconds": isinstance(schedule, Seconds),
+        "gradients that something else averages": averaging is not None,
+        "elastic Horovod": communicator.elastic,
+    }
+    check_possible(replica.divided, refused)
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:
@@ -309,13 +354,6 @@ def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     """Return what sorts the synchronizers of a process alike on all ranks."""
     return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
-
-
-def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
-    if isinstance(process_set, Communicator):
-        return process_set
-    return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
 
 
 def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:

@@ -12,9 +12,15 @@ V = TypeVar("V")
 
 
 class Store(Protocol[V]):
-    """Tensors under one layout: the parameters of the user, or a vector of the algorithm's state."""
+    """Tensors under one layout: the parameters of the user, or a vector of the algorithm's state.
+
+    Attributes:
+        layout: the tensors, arenas and buckets.
+        away: the values lie elsewhere than where they are computed with: what is read is a copy, always.
+    """
 
     layout: Layout
+    away: bool = False
 
     def read(self, bucket: Bucket, out: V | None = None) -> V:
         """Return the values of a bucket as one flat vector: a view, or a copy in ``out`` if that is given."""
@@ -96,7 +102,7 @@ class PackedStore(Store[V]):
         flat: Any = self._empty(bucket) if out is None else out
         for piece in bucket.pieces:
             offset = piece.offset
-            for view in _views(self._tensors[piece.tensor], piece.start, piece.stop):
+            for view in _views(self._tensor(piece.tensor), piece.start, piece.stop):
                 size = prod(view.shape)
                 flat[offset : offset + size].reshape(view.shape)[...] = view
                 offset += size
@@ -107,14 +113,18 @@ class PackedStore(Store[V]):
         flat: Any = value
         for piece in bucket.pieces:
             offset = piece.offset
-            for view in _views(self._tensors[piece.tensor], piece.start, piece.stop):
+            for view in _views(self._tensor(piece.tensor), piece.start, piece.stop):
                 size = prod(view.shape)
                 view[...] = flat[offset : offset + size].reshape(view.shape)
                 offset += size
 
     def tensors(self) -> list[Any]:
         """Return the user's tensors."""
-        return list(self._tensors)
+        return [self._tensor(index) for index in range(len(self._tensors))]
+
+    def _tensor(self, index: int) -> Any:
+        """Return what is read and written of a tensor: all of it."""
+        return self._tensors[index]
 
 
 def _views(tensor: Any, start: int, stop: int) -> Iterator[Any]:

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
+from hvd_periodic.torch.coding import TensorCoding
 from tests.benchmarks.exchange import COMPRESSIONS
 
 
@@ -31,6 +32,7 @@ def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any
         "allreduce of each parameter": each,
         "grouped allreduce of the parameters": lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped"),
     }
+    measured |= by_hand(flat.clone())
     synchronizers = []
 
     def add(name: str, wrap: Any, **options: Any) -> None:
@@ -48,6 +50,29 @@ def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any
     for wrap in wrappers[1:] if hvd.mpi_enabled() else []:
         add(f"{wrap.__name__}, asynchronous", wrap, asynchronous=True)
     return measured, synchronizers
+
+
+def by_hand(replica: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Return what somebody would write whose parameters are one flat tensor, and who looks for nothing."""
+    center, message, rate = replica.clone(), torch.empty_like(replica), 0.9 / hvd.size()
+
+    def average() -> None:
+        torch.sub(replica, center, out=message)
+        hvd.allreduce_(message, op=hvd.Sum, name="average by hand")
+        center.add_(message, alpha=1 / hvd.size())
+        replica.copy_(center)
+
+    def elastic() -> None:
+        torch.sub(replica, center, out=message)
+        replica.add_(message, alpha=-rate)
+        hvd.allreduce_(message, op=hvd.Sum, name="elastic by hand")
+        center.add_(message, alpha=rate)
+
+    return {
+        "averaging, by hand, one flat tensor": average,
+        "elastic averaging, by hand, one flat tensor": elastic,
+        "the look for NaN and infinity": lambda: TensorCoding().are_finite([replica]),
+    }
 
 
 def wait() -> None:

@@ -85,6 +85,42 @@ def periodic(algorithm: Callable[[], hvdp.Algorithm], **options: Any) -> Make:
     return make
 
 
+def overlapped_by_hand(task: Task, model: nn.Module, period: int) -> Method:
+    """Return averaging over one flat tensor that is sent at an exchange and taken at the next, as a loop would do it.
+
+    What is taken is the mean displacement; local progress since then stays, as in ours.
+    """
+    optimizer, parameters = task.optimizer(model), list(model.parameters())
+    center = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    message, total = torch.empty_like(center), torch.empty_like(center)
+    steps, sent, handle = 0, 0, None
+
+    def finish() -> None:
+        nonlocal handle
+        if handle is None:
+            return
+        total.copy_(hvd.synchronize(handle))
+        handle = None
+        own = torch.sub(message, total, alpha=1 / hvd.size())
+        center.add_(total, alpha=1 / hvd.size())
+        for parameter, correction in zip(parameters, own.split([p.numel() for p in parameters]), strict=True):
+            parameter.detach().sub_(correction.view_as(parameter))
+
+    def step() -> None:
+        nonlocal steps, sent, handle
+        local_step(task, model, optimizer)
+        steps += 1
+        if steps % period == period - 1:
+            finish()
+        if steps % period == 0:
+            torch.cat([parameter.detach().flatten() for parameter in parameters], out=message)
+            message.sub_(center)
+            sent += message.nbytes
+            handle = hvd.allreduce_async(message, op=hvd.Sum, name="by hand")
+
+    return Method(step, finish, bytes_sent=lambda: sent)
+
+
 def distributed_data_parallel(task: Task, model: nn.Module, period: int) -> Method:
     """Return PyTorch's, over Gloo."""
     join()
@@ -151,6 +187,7 @@ METHODS: dict[str, Make] = {
     "elastic averaging, overlap": periodic(hvdp.EASGD, overlap="period"),
     "averaging, overlap": periodic(hvdp.Averaging, overlap="period"),
     "DiLoCo, overlap": periodic(hvdp.DiLoCo, overlap="period"),
+    "averaging, overlap, by hand": overlapped_by_hand,
     "averaging, int8": periodic(hvdp.Averaging, compression=INT8),
     "averaging, int8, 2 fragments, overlap": periodic(hvdp.Averaging, compression=INT8, fragments=2, overlap="period"),
 }

@@ -20,6 +20,7 @@ LAUNCHERS = {
     "ThreadCommunicator": "pytest",
     "MPICommunicator": "mpirun",
     "HorovodCommunicator": "horovodrun",
+    "TorchDistributedCommunicator": "torchrun",
 }
 """What starts the ranks of each communicator: plain pytest, here, or a launcher, in tests/parallel."""
 

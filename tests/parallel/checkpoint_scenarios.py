@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic.checkpoints import files
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.scenarios import bits
+from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
 

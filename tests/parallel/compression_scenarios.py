@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from tests import oracle
 from tests.overlap_oracle import PERIOD
 from tests.parallel.program import Scenarios, attempt, rotated
+from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from hvd_periodic.torch.synchronizer import communicator_of
+from hvd_periodic.torch.communicator import communicator_of
 from tests.fuzz.ranks import Outcome
 from tests.fuzz.torch_player import (
     ALGORITHMS,

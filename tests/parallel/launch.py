@@ -48,7 +48,9 @@ LAUNCHERS = {
     "mpirun": MPIRUN,
     "horovodrun --gloo": ["horovodrun", "--gloo"],
     "horovodrun --mpi": ["horovodrun", "--mpi", "--mpi-args=--oversubscribe"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
+"""``--standalone``: at a port that is free."""
 
 
 def environment() -> dict[str, str]:
@@ -129,6 +131,8 @@ def run(
         AssertionError: the job ran out of time; with its output.
     """
     words = _words(launcher)
+    if launcher == "torchrun":  # It starts Python itself, and anew.
+        return _run([*words, "--nproc-per-node", str(ranks), *command], timeout_seconds)
     numbers = ["-np", str(ranks)] if words else []
     return _run([*words, *numbers, *python(framework), *command], timeout_seconds)
 

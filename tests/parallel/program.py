@@ -50,7 +50,8 @@ class Scenarios:
 
 def end_together() -> None:
     """Wait for all ranks: Horovod shuts down on all as soon as one ends, in whatever process set others still work."""
-    torch, tensorflow = (sys.modules.get(f"horovod.{name}") for name in ("torch", "tensorflow"))
+    job, tensorflow = (sys.modules.get(name) for name in ("tests.parallel.torch_job", "horovod.tensorflow"))
+    torch = sys.modules.get("horovod.torch") if job is None else job.hvd
     if torch is not None and torch.is_initialized():
         torch.barrier()
     if tensorflow is not None and tensorflow.is_initialized():

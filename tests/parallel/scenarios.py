@@ -15,18 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import PostLocal
+from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.replica import TorchReplica
-from hvd_periodic.torch.synchronizer import communicator_of
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 from tests.parallel import torch_fragments, torch_life, torch_overlap
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import UNDER_TORCHRUN, hvd
 
 scenario = Scenarios()
 scenario.include(torch_life.scenario)
@@ -191,6 +191,9 @@ def disagreements() -> Any:
 @scenario
 def distributed_optimizer_inside() -> Any:
     model = torch.nn.Linear(2, 2)
+    if UNDER_TORCHRUN:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        return attempt(lambda: hvdp.AGNOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model))
     inner = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     return attempt(lambda: hvdp.AGNOptimizer(inner, model))
 
@@ -392,7 +395,7 @@ def process_set() -> Any:
 
 @scenario
 def contract() -> Any:
-    """The common contract of communicators, on Horovod's."""
+    """The common contract of communicators, on that of the job."""
     check_communicator(communicator_of(None), torch.from_numpy)
     return "kept"
 
@@ -403,7 +406,8 @@ PROCESS_SETS: list[Any] = []
 def main(folder: Path) -> None:
     """Run all scenarios in the same order on all ranks; write this rank's results."""
     before = attempt(construct_optimizer)
-    size = int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    sizes = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
+    size = int(next((os.environ[variable] for variable in sizes if os.environ.get(variable)), 1))
     if size > 2:  # Process sets are declared before the size can be asked for.
         PROCESS_SETS.append(hvd.ProcessSet([0, size - 1]))
     hvd.init(process_sets=PROCESS_SETS or None)

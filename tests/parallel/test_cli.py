@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
+from hvd_periodic.cli.installed import TITLES
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, start
 from tests.parallel.tiers import thorough
@@ -28,7 +30,10 @@ def test_the_doctor_finds_that_ranks_exchange() -> None:
     found = json.loads(done.stdout)
     assert (done.returncode, found["ok"]) == (0, True), done.stdout + done.stderr
     jobs = [each for each in found["findings"] if "ranks exchange" in each["text"]]
-    names = ["mpirun", "horovodrun --gloo", "horovodrun --mpi", "asynchronous, window", "asynchronous, service"]
+    launched = ["mpirun", "horovodrun --gloo", "horovodrun --mpi"]
+    frameworks = [TITLES[name] for name in ("torch", "tensorflow") if find_spec(name) is not None]
+    names = [f"{title}, {launcher}" for title in frameworks for launcher in launched]
+    names += ["asynchronous, window", "asynchronous, service"]
     assert [each["what"] for each in jobs] == names, done.stdout
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("horovod.torch")
 
 pytestmark = pytest.mark.timeout(180)
 
-JOBS = [("mpirun", 2), ("horovodrun --gloo", 3), thorough(("mpirun", 4))]
+JOBS = [("mpirun", 2), ("horovodrun --gloo", 3), thorough(("mpirun", 4)), thorough(("torchrun", 2))]
 
 WIRES: dict[str, tuple[slow.Quantizer, int, float]] = {
     "fp16": (slow.float16, 1, 2e-3),

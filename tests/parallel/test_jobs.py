@@ -52,6 +52,17 @@ def test_centers_reach_the_accuracy_of_ordinary_training(results: Path) -> None:
         assert picture.startswith(b"\x89PNG")
 
 
+def test_torch_distributed_trains_to_the_same_bit(results: Path, tmp_path: Path) -> None:
+    command = ["bash", "run_scripts/local_torchrun.sh", "2", EXAMPLE, "--output", str(tmp_path), "--no-progress"]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run, other = (json.loads((folder / "easgd.json").read_text()) for folder in (tmp_path, results))
+    for key in ("losses", "distances", "exchange_steps", "center_accuracy", "worker_accuracy", "bytes_sent"):
+        assert run[key] == other[key], key
+
+
 @pytest.mark.parametrize(
     ("loop", "algorithm"),
     [
@@ -256,7 +267,7 @@ def test_launch_scripts(name: str, ranks: int, script: Path, tmp_path: Path) -> 
     assert run_script(name, str(ranks), str(script), str(tmp_path), "3").returncode != 0
 
 
-@pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh"])
+@pytest.mark.parametrize("name", ["local_mpirun.sh", "local_horovodrun.sh", "local_torchrun.sh"])
 def test_launch_scripts_explain_themselves(name: str) -> None:
     for arguments in ((), ("two", "train.py"), ("2",), ("2", "no_such_file.py")):
         refused = run_script(name, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ JOBS = [
     ("horovodrun --gloo", 2),
     thorough(("horovodrun --gloo", 3)),
     ("horovodrun --mpi", 2),
+    ("torchrun", 2),
+    thorough(("torchrun", 3)),
 ]
 
 pytestmark = pytest.mark.timeout(180)
@@ -156,7 +159,7 @@ def test_a_distributed_optimizer_over_the_same_ranks_is_noticed(ranks: list[dict
         if len(ranks) == 1:
             assert error == ""
         else:
-            assert error.startswith("ValueError: The hvd.DistributedOptimizer inside averages the gradients of ranks")
+            assert re.match(r"ValueError: The (hvd\.DistributedOpt\w+ inside|DistributedData\w+) averages", error)
 
 
 def test_a_change_on_one_rank_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ JOBS = [
     ("horovodrun --gloo", 2, "torch"),
     ("mpirun", 2, "tensorflow"),
     ("mpirun", 3, "numpy"),
+    ("torchrun", 2, "torch"),
     thorough(("horovodrun --gloo", 2, "tensorflow")),
     thorough(("horovodrun --mpi", 2, "torch")),
 ]

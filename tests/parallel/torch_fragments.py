@@ -7,12 +7,12 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from tests import oracle
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import hvd
 from tests.parallel.torch_overlap import ALGORITHMS, digest
 
 scenario = Scenarios()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from tests.parallel.program import Scenarios
+from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
 

@@ -7,13 +7,13 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from tests import oracle
 from tests.overlap_oracle import PERIOD
 from tests.parallel.program import Scenarios
+from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
 

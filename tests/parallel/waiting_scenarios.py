@@ -48,7 +48,13 @@ class OverMPI:
 
 
 FRAMEWORK = next((name for name in ("tensorflow", "numpy") if name in sys.argv[2:]), "torch")
-hvd: Any = OverMPI() if FRAMEWORK == "numpy" else importlib.import_module(f"horovod.{FRAMEWORK}")
+hvd: Any = (
+    OverMPI()
+    if FRAMEWORK == "numpy"
+    else importlib.import_module("tests.parallel.torch_job").hvd
+    if FRAMEWORK == "torch"
+    else importlib.import_module("horovod.tensorflow")
+)
 hvdp: Any = importlib.import_module("hvd_periodic" if FRAMEWORK == "numpy" else f"hvd_periodic.{FRAMEWORK}")
 
 scenario = Scenarios()
@@ -63,27 +69,36 @@ class Warnings(logging.Handler):
         super().__init__()
         self.texts: list[str] = []
         self.signal: Path | None = None
-        self.of_others: list[Path] = []
+        self.others: list[Path] = []
         self.while_all_waited: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note a warning."""
         self.texts.append(record.getMessage())
         if self.signal is not None and "rank 1" in self.texts[-1]:
-            if all(signal.exists() for signal in self.of_others):
+            if all(waiting_beside(signal).exists() for signal in self.others):
                 self.while_all_waited.append(self.texts[-1])
-            self.signal.touch()
+                self.signal.touch()
+            waiting_beside(self.signal).touch()
+
+
+def waiting_beside(signal: Path) -> Path:
+    """Return the file that says that a rank waits, beside the one that says that it has warned when all others did."""
+    return signal.with_suffix(".waits")
 
 
 heard = Warnings()
 
 
 def holding_up(function: Callable[[], Any], waiting: Sequence[int]) -> tuple[Any, list[str]]:
-    """Call a function on all ranks, on rank 1 not before all that wait have warned; return what was warned of."""
+    """Call a function on all ranks, on rank 1 not before all that wait have warned; return what was warned of.
+
+    Each has warned once after all others had: then all are known to wait.
+    """
     place = next(places)
     signals = {rank: folder / f"{place}.{rank}.warned" for rank in waiting}
     heard.texts, heard.signal = [], signals.get(hvd.rank())
-    heard.of_others = [signal for rank, signal in signals.items() if rank != hvd.rank()]
+    heard.others = [signal for rank, signal in signals.items() if rank != hvd.rank()]
     while hvd.rank() == 1 and not all(signal.exists() for signal in signals.values()):
         time.sleep(0.01)
     result = function()

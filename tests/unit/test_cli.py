@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvd_periodic.cli import main as cli
+from hvd_periodic.cli import output
 from hvd_periodic.version import __version__
 from tests.conftest import PATIENCE
 
@@ -74,3 +75,20 @@ def test_a_reader_that_has_seen_enough() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+@pytest.mark.parametrize(("variables", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colors_are_for_terminals(
+    variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And for those who have not asked for none."""
+    pytest.importorskip("rich")
+    for name in ("NO_COLOR", "FORCE_COLOR", *output.LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(output, "terminal", lambda stream: True)
+    output.item("problem", "bold red", "this is missing")
+    output.show("steps", ["algorithm", "n"], [["easgd", "10"]])
+    assert ("\x1b" in capsys.readouterr().out) == colored

@@ -200,16 +200,22 @@ def test_jobs(code: int | None, report: Any, output: str, status: str, text: str
 
 
 def test_jobs_that_make_sense() -> None:
-    def names(**changes: Any) -> list[str]:
-        given = {"mpirun": "mpirun", "horovodrun": "horovodrun", "framework": "torch"}
-        flags = {"mpi": True, "gloo": True, "mpi4py": True}
-        return [job.what for job in jobs.jobs(**(given | flags | changes))]
+    def names(mpi: bool = True, gloo: bool = True, **changes: Any) -> list[str]:
+        built = {"torch": {"mpi": mpi, "gloo": gloo}}
+        given = {"mpirun": "mpirun", "horovodrun": "horovodrun", "built": built, "mpi4py": True}
+        return [job.what for job in jobs.jobs(**(given | changes))]
 
-    launched = ["mpirun", "horovodrun --gloo", "horovodrun --mpi"]
-    assert names() == [*launched, "asynchronous, window", "asynchronous, service"]
+    launched = ["PyTorch, mpirun", "PyTorch, horovodrun --gloo", "PyTorch, horovodrun --mpi"]
+    transports = ["asynchronous, window", "asynchronous, service"]
+    assert names() == [*launched, *transports]
     assert names(mpi4py=False) == launched
-    assert names(mpi=False) == names(mpirun=None) == ["horovodrun --gloo"]
-    assert names(horovodrun=None, gloo=False, mpi4py=False) == ["mpirun"]
+    assert names(mpi=False) == names(mpirun=None) == ["PyTorch, horovodrun --gloo"]
+    assert names(gloo=False, horovodrun=None, mpi4py=False) == ["PyTorch, mpirun"]
+    both = {"torch": {"mpi": False, "gloo": True}, "tensorflow": {"mpi": True, "gloo": False}}
+    of_both = ["PyTorch, horovodrun --gloo", "TensorFlow, mpirun", "TensorFlow, horovodrun --mpi"]
+    assert names(built=both) == [*of_both, *transports]
+    words = [job.program[-2:] for job in jobs.jobs("mpirun", None, {**both, "torch": both["tensorflow"]}, False)]
+    assert words == [["exchange", "torch"], ["exchange", "tensorflow"]]
 
 
 def test_too_few_slots(tmp_path: Path) -> None:
@@ -272,8 +278,9 @@ def test_all_is_well(examined: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
     by_name = {each["what"]: each["status"] for each in found["findings"]}
-    for name in ("Horovod for PyTorch", "mpi4py", "horovodrun --gloo", "horovodrun --mpi", "asynchronous, service"):
+    for name in ("Horovod for PyTorch", "mpi4py", "PyTorch, horovodrun --gloo", "TensorFlow, mpirun"):
         assert by_name[name] == OK
+    assert by_name["asynchronous, service"] == OK
     assert main(["doctor", "--quick"]) == 0
     out = capsys.readouterr().out
     assert "no problems" in out
@@ -296,7 +303,7 @@ def test_a_job_that_fails(examined: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "problem  mpirun: 2 ranks end with exit code 3: sorry" in out
+    assert "problem  PyTorch, mpirun: 2 ranks end with exit code 3: sorry" in out
     assert f"$ {examined}/mpirun -np 2 " in out
 
 

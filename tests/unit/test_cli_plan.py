@@ -71,6 +71,14 @@ def test_advice_follows_the_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no period up to 100 brings that to 10 %" in why
 
 
+@pytest.mark.parametrize("steps", ["1", "150", "199", "250"])
+def test_no_period_beyond_the_limit(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing fits, the run is what counts: a hundred exchanges of it, if it has so many steps."""
+    found = planned(capsys, *WORDS, "--bandwidth", "0.001", "--steps", steps)["recommended"]
+    assert found["period"] == max(1, int(steps) // 100)
+    assert found["period"] > 1 or "overlap" not in found["exchange"]
+
+
 def test_a_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, "--learning-rate", "0.1"]) == 0
     out = capsys.readouterr().out
@@ -135,6 +143,7 @@ def test_files_that_are_no_models(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--parameters 25.6kM", "`--parameters` must be a number such as 25.6M. Received: '25.6kM'"),
         ("--parameters many", "`--parameters` must be a number such as 25.6M. Received: 'many'"),
         ("--parameters -3", "`--parameters` must be positive and finite"),
         ("--ranks 0", "`--ranks` must be an int >= 1. Received: 0"),

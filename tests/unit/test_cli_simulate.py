@@ -17,6 +17,7 @@ from hvd_periodic.cli.problems import PROBLEMS, Shape
 from tests.helpers import Array, run_ranks
 
 MINE = """
+import math
 import numpy as np
 
 def bowl(x, rng):
@@ -29,6 +30,9 @@ def wrong(x, rng):
 
 def other_shape(x, rng):
     return 0.0, np.zeros(1)
+
+def overflowing(x, rng):
+    return math.exp(1e5 * abs(x[0])), x + 1
 
 number = 3
 """
@@ -133,6 +137,15 @@ def test_a_table_says_which_one_diverged(capsys: pytest.CaptureFixture[str]) -> 
     assert bad["center"] is None
 
 
+@pytest.mark.parametrize("more", ["", "--compression int8 --overlap 1"])
+@pytest.mark.parametrize("rate", ["1e200", "1e308"])
+def test_updates_that_overflow_have_diverged(rate: str, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those after which ranks would exchange at once."""
+    words = ["--period", "1,2", "--algorithm", "easgd,diloco", "--workers", "2", "--steps", "20"]
+    runs = simulated(capsys, *words, "--learning-rate", rate, *more.split())["runs"]
+    assert all(run["diverged"] <= 4 for run in runs)
+
+
 def test_a_function_of_ones_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +155,7 @@ def test_a_function_of_ones_own(
     [run] = simulated(capsys, "--function", "mine_of_simulate:bowl", "--algorithm", "average")["runs"]
     assert run["course"][0]["center"] == 12.5
     assert run["center"] < 0.1
+    assert simulated(capsys, "--function", "mine_of_simulate:overflowing")["runs"][0]["diverged"] == 2
     assert "must return (loss, gradient). Received: ndarray" in refused(capsys, "--function", "mine_of_simulate:wrong")
     message = "must return a gradient of shape (20,). Received: (1,)"
     assert message in refused(capsys, "--function", "mine_of_simulate:other_shape")

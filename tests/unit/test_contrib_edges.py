@@ -12,6 +12,9 @@ import pytest
 hvd = pytest.importorskip("horovod.tensorflow")
 tf = pytest.importorskip("tensorflow").compat.v1
 
+from hvd_periodic import read_run_log  # noqa: E402
+from hvd_periodic.cli.told import told_of  # noqa: E402
+from hvd_periodic.journal.runs import read_run  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -198,3 +201,24 @@ def test_the_center_of_16_bits_has_32(kind: Any) -> None:
         assert session.run(w).tolist() == pytest.approx([0.3828125, 1.3828125], rel=1e-3)
         assert session.run(center).tolist() == pytest.approx([0.7109375, 1.7109375])
     assert (w.dtype.base_dtype, center.dtype) == (kind, max(kind, tf.float32, key=lambda dtype: dtype.size))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_run_log_of_sessions(asynchronous: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a beginning, though that is one of the graph; the gradient is 1, and the rate 0.5."""
+    getter = contrib_opt.ElasticAverageCustomGetter("")
+    w = variable(getter)
+    monkeypatch.setenv("HVD_PERIODIC_RUN_LOG", str(tmp_path))
+    optimizer = elastic(getter, period=2, asynchronous=asynchronous)
+    train = optimizer.minimize(tf.reduce_sum(w))
+    with tf.Session() as session:
+        start(session, optimizer)
+        for _ in range(4):
+            session.run(train)
+    began, *exchanged = read_run_log(tmp_path)[0]
+    assert (began["event"], began["step"], began["period"], began["elements"]) == ("began", 0, 2, 2)
+    assert [(line["event"], line["step"], line["steps"]) for line in exchanged] == [("exchanged", s, 2) for s in (2, 4)]
+    # An exchange takes half of the distance away: a quarter by the replica, and a quarter by the center.
+    known = [] if asynchronous else [2**0.5, 1.5 * 2**0.5]
+    assert [line["distance"] for line in exchanged if "distance" in line] == pytest.approx(known)
+    assert len(told_of([read_run(tmp_path)])) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_periodic.comm import groups
+from hvd_periodic.comm import horovod as communicator
 
 
 def test_process_sets_are_made_anew_when_horovod_was_initialized_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,18 +20,19 @@ def test_process_sets_are_made_anew_when_horovod_was_initialized_anew(monkeypatc
         registered[len(registered)] = made.ranks
         return made
 
-    horovod: Any = SimpleNamespace(size=lambda: 3, ProcessSet=process_sets.ProcessSet, add_process_set=add)
+    horovod: Any = SimpleNamespace(
+        size=lambda: 3, ProcessSet=process_sets.ProcessSet, add_process_set=add, __name__="any"
+    )
     monkeypatch.setattr(
         process_sets, "_basics", SimpleNamespace(_get_process_set_ids_and_ranks=lambda: dict(registered))
     )
-    monkeypatch.setattr(groups, "_registered", {})
-    first = groups._register(horovod, "horovod.any", [0, 1])
-    assert groups._register(horovod, "horovod.any", [0, 1]) is first
+    monkeypatch.setattr(communicator, "_registered", {})
+    first = communicator.register(horovod, [0, 1])
+    assert communicator.register(horovod, [0, 1]) is first
     for others in ([[1, 2]], []):
         registered.clear()
         registered.update(enumerate([[0, 1, 2], *others]))
-        again = groups._register(horovod, "horovod.any", [0, 1])
+        again = communicator.register(horovod, [0, 1])
         assert registered[again.process_set_id] == [0, 1]
-        assert groups.divides_the_job(again)
-        assert not groups.divides_the_job(first)
+        assert again is not first
         first = again

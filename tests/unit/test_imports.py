@@ -37,6 +37,9 @@ COMMAND_LINE = ["cli", "__main__"]
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 """Frameworks, and the only room that may import each, besides commands when they run."""
 
+OF_TORCH = "comm/torch_distributed.py"
+"""Outside of that room, the only file that may import torch; nothing but the room imports it."""
+
 HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}
 
 OF_MPI = {"comm/mpi.py", "comm/window.py", "comm/messages.py", "cli/probe.py"}
@@ -113,14 +116,20 @@ def test_imports_go_one_way(source: Path) -> None:
 
 
 def test_frameworks_stay_in_their_rooms(source: Path) -> None:
-    for top in external(source) & FRAMEWORKS.keys():
+    for top in (external(source) & FRAMEWORKS.keys()) - ({"torch"} if relative(source) == OF_TORCH else set()):
         assert room(source) in (FRAMEWORKS[top], *COMMAND_LINE), f"{source} imports {top}"
+
+
+def test_only_the_room_of_torch_imports_its_communicator(source: Path) -> None:
+    if room(source) != "torch" and relative(source) != OF_TORCH:
+        assert "hvd_periodic.comm.torch_distributed" not in imports(source)
 
 
 def test_the_core_needs_numpy_only(source: Path) -> None:
     if level(room(source)) < len(LEVELS) and relative(source) not in OF_MPI:
         allowed = {"numpy"} if room(source) != "algorithms" else set()
-        allowed |= {"comm/horovod.py": {"horovod"}, "cost_model/fits.py": {"scipy"}}.get(relative(source), set())
+        alone = {"comm/horovod.py": {"horovod"}, OF_TORCH: {"torch"}, "cost_model/fits.py": {"scipy"}}
+        allowed |= alone.get(relative(source), set())
         assert external(source) <= allowed, source
     assert relative(source) in OF_MPI or "mpi4py" not in external(source)
 

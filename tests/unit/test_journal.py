@@ -27,7 +27,7 @@ from hvd_periodic import (
     Total,
     read_run_log,
 )
-from hvd_periodic.journal import lines
+from hvd_periodic.journal import base, lines
 from tests.helpers import errors, run_ranks
 
 STEPS, PERIOD = 10, 3
@@ -124,8 +124,11 @@ FRONT_ENDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_every_exchange_is_told(front_end: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_every_exchange_is_told(
+    front_end: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One rank, in every front end: what is told adds up to the counters, and the file says the same."""
+    monkeypatch.setattr(base, "LITTLE", float("inf"))
     folder = tmp_path / "run"
     synchronizer, step = FRONT_ENDS[front_end](LocalCommunicator(), asynchronous, run_log=folder)
     heard = Heard()
@@ -143,8 +146,14 @@ def test_every_exchange_is_told(front_end: str, asynchronous: bool, tmp_path: Pa
     assert sum(report.seconds for report in heard.reports) == pytest.approx(counters.exchange_seconds, rel=0.5)
     assert all(report.seconds > 0 and (report.step_seconds or 0) > 0 for report in heard.reports)
     assert all((report.waited is None) == asynchronous for report in heard.reports)
-    times = [report.time for report in heard.reports]
+    times = [when for report in heard.reports for when in (report.came, report.time)]
     assert times == sorted(times)
+    # Each local step adds 0.125 per element; an exchange takes 2 α = 0.2 of what is between the two away.
+    apart = [3.75, 0.8 * 3.75 + 3.75, 0.8 * (0.8 * 3.75 + 3.75) + 3.75]
+    apart.append(0.8 * apart[-1] + 1.25)
+    in_graph = asynchronous and front_end == "compiled keras"  # There the center is read by the exchange itself.
+    known = [None] * 3 + apart[3:] if in_graph else apart
+    assert [report.distance for report in heard.reports] == [None if d is None else pytest.approx(d) for d in known]
     total = heard.totals[0]
     assert (total.step, total.steps, total.exchanges, total.rounds) == (STEPS, STEPS, 4, 4)
     assert total.bytes_sent == counters.bytes_sent >= sum(report.bytes_sent for report in heard.reports) > 0
@@ -152,9 +161,48 @@ def test_every_exchange_is_told(front_end: str, asynchronous: bool, tmp_path: Pa
     assert total.wall_seconds > total.seconds == counters.exchange_seconds
     began, *exchanged, ended = read_run_log(folder)[0]
     assert (began["event"], began["elements"], began["size"], began["period"]) == ("began", 100, 1, PERIOD)
+    title = {"numpy": "numpy", "torch": "PyTorch"}.get(front_end, "TensorFlow")
+    assert began["framework"].startswith(f"{title} ")
+    assert began["asynchronous"] == asynchronous
     known = [{name: value for name, value in asdict(report).items() if value is not None} for report in heard.reports]
-    assert exchanged == [{"event": "exchanged", "optimizer": began["optimizer"], **report} for report in known]
+    of = {name: began[name] for name in ("optimizer", "name")}
+    assert exchanged == [{"event": "exchanged", **of, **report} for report in known]
     assert ended["exchanges"] == 4
+
+
+def test_distances_take_little_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first is measured; where that has taken more than is allowed, the next are not. Without a log, none is."""
+    monkeypatch.setattr(base, "LITTLE", 0.0)
+    for options in ({"run_log": tmp_path}, {}):
+        synchronizer, step = of_numpy(LocalCommunicator(), False, **options)
+        heard = Heard()
+        synchronizer.journal.listeners.append(heard)
+        for _ in range(STEPS):
+            step()
+        expected = [pytest.approx(3.75), None, None] if options else [None] * 3
+        assert [report.distance for report in heard.reports] == expected
+
+
+@pytest.mark.parametrize(("place", "measured"), [("replicated", True), ("root", False), ("sharded", False)])
+def test_no_rank_is_asked_for_its_center(place: str, measured: bool, tmp_path: Path) -> None:
+    def train(communicator: Communicator) -> None:
+        synchronizer, step = of_numpy(communicator, False, run_log=tmp_path, center=place)
+        for _ in range(3 + communicator.rank):
+            step()
+        synchronizer.finalize()
+
+    run_ranks(2, train)
+    assert ["distance" in next(line for line in read_run_log(tmp_path)[rank] if line["event"] == "exchanged")
+            for rank in (0, 1)] == [measured] * 2  # fmt: skip
+
+
+def test_updates_that_did_not_run_are_told(tmp_path: Path) -> None:
+    x = np.zeros(3)
+    optimizer = ModelAverageOptimizer(SGD(0.1), {"x": x}, 2, run_log=tmp_path)
+    for skips in (False, True, True, True, False, False):
+        optimizer.skip() if skips else optimizer.step([np.ones(3)])
+    exchanged = [line for line in read_run_log(tmp_path)[0] if line["event"] == "exchanged"]
+    assert [line["skipped_updates"] for line in exchanged] == [1, 2, 0]
 
 
 def test_ranks_tell_what_they_saw(tmp_path: Path) -> None:
@@ -206,6 +254,15 @@ def test_the_root_says_what_training_is_and_what_it_came_to(said: pytest.LogCapt
         "In 4 exchanges the center has gone 76 % of its way to the replicas, and may be worse than they are: exchange "
         "more often (a shorter period), or move it further (a larger moving rate)"
     )
+
+
+def test_lines_name_one_of_several_optimizers(said: pytest.LogCaptureFixture) -> None:
+    communicator = LocalCommunicator()
+    steps = [of_numpy(communicator, False)[1] for _ in range(2)]
+    for step in steps[::-1]:
+        for _ in range(PERIOD):
+            step()
+    assert [line.partition(":")[0] for line in said.messages] == ["Optimizer 2"] * 2 + ["Optimizer 1"] * 2
 
 
 def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) -> None:

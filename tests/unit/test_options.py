@@ -67,7 +67,7 @@ def front_end(name: str) -> tuple[Any, list[str], list[str]]:
         pytest.importorskip("torch")
         import hvd_periodic.torch
 
-        return hvd_periodic.torch, ["optimizer", "named_parameters"], ["buffers"]
+        return hvd_periodic.torch, ["optimizer", "named_parameters"], ["buffers", "center_device"]
     pytest.importorskip("tensorflow")
     import hvd_periodic.tensorflow
 

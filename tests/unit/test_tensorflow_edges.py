@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -596,5 +597,6 @@ def test_exchanges_in_a_graph_leave_nothing_in_memory() -> None:
         gc.collect()
         return sys.getallocatedblocks()
 
-    before = blocks(300)
-    assert blocks(300) - before < 300
+    counts = [blocks(300) for _ in range(4)]
+    # What else the process keeps comes once; what exchanges keep, every time.
+    assert min(after - before for before, after in pairwise(counts)) < 300

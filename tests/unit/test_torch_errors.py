@@ -47,6 +47,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"returned at step 0.*Received: 0",
     ),
+    "center device": (
+        lambda: hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, center_device="cuda:0", **LOCAL),
+        ValueError,
+        r"`center_device` must be None.* or 'cpu', .*Received: 'cuda:0'",
+    ),
+    "center device, asynchronous": (
+        lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, center_device="cpu", asynchronous=True, **LOCAL),
+        ValueError,
+        r"`center_device` is of synchronous exchange.*Received: center_device='cpu', asynchronous=True",
+    ),
     "rate 0": (
         lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=0, **LOCAL),
         ValueError,

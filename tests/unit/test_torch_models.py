@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,9 +119,7 @@ def fully_shard(model: Any) -> Any:
 
 
 DIVIDED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "DDP": (torch.nn.parallel.DistributedDataParallel, "DistributedDataParallel averages .* pass that, model.module"),
-    "FSDP": (fsdp, "FullyShardedDataParallel divides parameters between processes, which is not supported yet"),
-    "FSDP2": (fully_shard, r"fully_shard\(\) divides parameters between processes, which is not supported yet"),
+    "FSDP": (fsdp, r"FullyShardedDataParallel makes one flat parameter of many: .* by fully_shard\(\) in its place"),
 }
 
 
@@ -133,9 +132,51 @@ def test_divided_models_are_refused(case: str) -> None:
     for given in (model, model.named_parameters(), torch.nn.Sequential(model)):
         with pytest.raises(TypeError, match=message):
             wrap(model, given)
-    if case != "DDP":  # whose parameters are those of the module inside
-        with pytest.raises(TypeError, match=r"divide.* between processes, which is not supported yet"):
-            wrap(model, list(model.named_parameters()))
+    with pytest.raises(TypeError, match=message):
+        wrap(model, list(model.named_parameters()))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_model_that_is_divided_comes_as_itself() -> None:
+    """Its modules may hold what they have gathered for a forward pass."""
+    model = fully_shard(network())
+    with pytest.raises(TypeError, match=r"'0\.weight' is a DTensor, which belongs to a module.*pass the model"):
+        wrap(model, list(model.named_parameters()))
+    optimizer = wrap(model, model.named_parameters())
+    assert list(optimizer.synchronizer.replica.divided) == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_files_of_one_rank_hold_no_part_of_a_model(tmp_path: Path) -> None:
+    model = fully_shard(network())
+    optimizer = wrap(model)
+    for write in (hvdp.save, hvdp.load, hvdp.SaveBestCenter):
+        with pytest.raises(ValueError, match=r"every rank has whole.*use torch\.distributed\.checkpoint"):
+            write(tmp_path / "file", model, optimizer)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sums_that_are_not_formed_are_no_parameters() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    model = torch.nn.Module()
+    sums = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()])
+    model.weight = torch.nn.Parameter(sums)
+    with pytest.raises(ValueError, match=r"'weight' is a sum that ranks have not formed yet.*Redistribute it"):
+        wrap(model)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_shards_are_contiguous() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    model = torch.nn.Module()
+    shards = DTensor.from_local(torch.ones(2, 3).t(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    model.weight = torch.nn.Parameter(shards)
+    with pytest.raises(ValueError, match=r"The shard of 'weight' must be contiguous. Received: strides \(1, 3\)"):
+        wrap(model)
 
 
 class ScheduleFree(torch.optim.SGD):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +197,33 @@ def test_what_is_best_survives_and_nan_is_not(center: str, tmp_path: Path) -> No
         return [*saved, resumed(0.5), resumed(0.95)]
 
     assert run_ranks(2, run) == [[False, True, False, True]] * 2
+
+
+PHASES = {
+    "synchronous": ({}, {"exchange", "meeting"}),
+    "overlapped": ({"overlap": 1}, {"exchange", "meeting", "begin", "arrive", "land"}),
+    "asynchronous": ({"asynchronous": True}, {"exchange"}),
+}
+
+
+@pytest.mark.parametrize("kind", PHASES)
+def test_profilers_show_every_phase(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's profiler, and in NVTX where GPUs are used; exchanges of finalize() as well."""
+    options, phases = PHASES[kind]
+    ranges: list[str] = []
+
+    @contextlib.contextmanager
+    def noted(name: str) -> Iterator[None]:
+        ranges.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", noted)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _, optimizer = trained(5, **options)
+        before = len(ranges)
+        optimizer.finalize()
+    shown = [event.name for event in profile.events() if event.name.startswith("hvd_periodic.")]
+    assert sorted(shown) == sorted(ranges)
+    assert set(shown) == {f"hvd_periodic.{phase}" for phase in phases}
+    assert "hvd_periodic.exchange" in ranges[before:]

@@ -1,0 +1,1 @@
+"""The figures of the documentation, from recordings of real runs: ``python -m docs.figures.draw``."""

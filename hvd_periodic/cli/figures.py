@@ -1,0 +1,98 @@
+"""What is drawn of trainings: one panel for each quantity, with a curve for each of them, or for each rank of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_periodic.cli.plots import Curve, Panel
+from hvd_periodic.cli.told import Told, curve
+
+RANKS = 8
+"""Of which one training shows curves of their own; of more, it shows their mean."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A quantity that is drawn.
+
+    Attributes:
+        title: its heading.
+        x, y: what the axes are of.
+        where_none: what to do where no log knows it.
+        of_ranks: ranks differ in it, and a single training shows each of them.
+    """
+
+    title: str
+    x: str
+    y: str
+    where_none: str
+    of_ranks: bool = True
+
+
+FIGURES = {
+    "loss": Figure(
+        "Loss",
+        "local step",
+        "loss",
+        "No loss was noted: call optimizer.synchronizer.report(loss) before step(); in Keras, add "
+        "callbacks.ReportLoss().",
+    ),
+    "distance": Figure(
+        "Distance to the center",
+        "local step",
+        "‖x − c‖₂ before an exchange",
+        "No distance was measured: it is where every rank can read the center by itself, which is neither on the root "
+        "nor in shards, nor read by a compiled asynchronous exchange.",
+    ),
+    "exchanges": Figure("Exchanges", "minutes since the beginning", "exchanges", "There was no exchange.", False),
+    "sent": Figure("Bytes of an exchange", "local step", "MB sent by a rank", "There was no exchange."),
+    "bytes": Figure("Bytes so far", "local step", "MB sent by a rank", "There was no exchange."),
+    "waiting": Figure(
+        "Waiting", "rank", "seconds", "No rank waits for others: there is one, or exchange is asynchronous."
+    ),
+    "staleness": Figure(
+        "Staleness",
+        "local step",
+        "pushes of others missed",
+        "There is none: exchange is synchronous, and every rank takes part in all of them.",
+    ),
+}
+"""By name, in the order of the page."""
+
+
+def panel(tolds: Sequence[Told], what: str) -> Panel | None:
+    """Return a quantity of trainings, as a panel; None where no log knows it."""
+    figure = FIGURES[what]
+    curves = _bars(tolds) if what == "waiting" else _curves(tolds, what, figure)
+    return Panel(figure.x, figure.y, curves) if curves else None
+
+
+def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
+    """Return a curve for each training, or for each rank of a single one."""
+    alone = tolds[0].ranks if len(tolds) == 1 else ()
+    wanted: list[tuple[str, Told, int | None]]
+    if figure.of_ranks and 1 < len(alone) <= RANKS:
+        wanted = [(f"rank {each.rank}", tolds[0], each.rank) for each in alone]
+    else:
+        wanted = [(told.label, told, None) for told in tolds]
+    found = [
+        (label, curve(told, what, rank) if told.asynchronous or what != "staleness" else ([], []))
+        for label, told, rank in wanted
+    ]
+    return [Curve(label, x, y, color) for color, (label, (x, y)) in enumerate(found) if x]
+
+
+def _bars(tolds: Sequence[Told]) -> list[Curve]:
+    """Return how long every rank has waited, and for a single training how long others have for it."""
+    found = []
+    for color, told in enumerate(tolds):
+        ranks = [each for each in told.ranks if each.waited is not None]
+        label = "waited" if len(tolds) == 1 else told.label
+        if ranks and len(told.ranks) > 1:
+            places = [float(each.rank) for each in ranks]
+            found.append(Curve(label, places, [each.waited or 0.0 for each in ranks], color, "bars"))
+            if len(tolds) == 1:
+                kept = [each.kept or 0.0 for each in ranks]
+                found.append(Curve("others waited for it, all together", places, kept, 1, "bars"))
+    return found

@@ -1,0 +1,35 @@
+"""Draw one quantity of run logs: loss, distance to the center, bytes, waiting time, staleness.
+
+  hvdp plot runs/easgd --what waiting -o waiting.png
+  hvdp plot runs/easgd runs/average --what loss -o loss.svg
+
+A RUN is a folder that run_log= or HVD_PERIODIC_RUN_LOG has named. Of one training, curves are those of its ranks; of
+several, means over their ranks. Where there are more exchanges than can be seen, points are means over neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hvd_periodic.cli import figures, plots, runs, told
+from hvd_periodic.cli.refusal import RefusalError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    runs.add_runs(parser)
+    parser.add_argument("--what", choices=figures.FIGURES, default="loss", help="default: loss")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg, .pdf")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, and draw."""
+    plots.require(arguments.output, "-o")
+    tolds = told.told_of(runs.read(arguments.runs, arguments.partial))
+    figure, panel = figures.FIGURES[arguments.what], figures.panel(tolds, arguments.what)
+    if panel is None:
+        raise RefusalError(figure.where_none)
+    names = ", ".join(each.label for each in tolds)
+    plots.draw(arguments.output, f"{figure.title}: {names}", [panel], "-o")
+    return 0

@@ -1,0 +1,44 @@
+"""Make a page of run logs: what trained, loss, distance to the center, exchanges, bytes, waiting, and what stands out.
+
+  hvdp report runs/easgd                               # report.html
+  hvdp report runs/easgd runs/average -o both.html     # side by side
+  hvdp report runs/easgd --json                        # the same numbers, for scripts
+
+A RUN is a folder that run_log= or HVD_PERIODIC_RUN_LOG has named, with the file of every rank. The page is one file,
+that asks the network for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hvd_periodic.cli import output, page, plots, runs, told
+from hvd_periodic.cli.refusal import refusing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    runs.add_runs(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: report.html)")
+    parser.add_argument("--json", action="store_true", help="print JSON; write a page only with -o")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, write and print."""
+    path = arguments.output or (None if arguments.json else Path("report.html"))
+    if path is not None:
+        runs.check_output(path, (".html", ".htm"))
+        plots.require(path.with_suffix(".svg"), "-o")
+    tolds = told.told_of(runs.read(arguments.runs, arguments.partial))
+    if path is not None:
+        with refusing("-o"):
+            path.write_text(page.page(tolds), encoding="utf-8")
+    if arguments.json:
+        output.write_json({"trainings": [each.record() for each in tolds]})
+        return 0
+    for each in tolds:
+        for finding in each.findings:
+            output.say(f"{each.label}: {finding}")
+    output.say(f"Wrote {path}")
+    return 0

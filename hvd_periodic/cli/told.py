@@ -1,0 +1,350 @@
+"""What the logs of a training come to: numbers by rank, curves, and what stands out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.journal.lines import ENOUGH, seconds_of
+from hvd_periodic.journal.runs import Part, Run, Segment, Training
+
+POINTS = 200
+"""Of a curve, at most; where there are more exchanges, points are means over several."""
+
+_MUCH = 0.1
+"""Part of the time from which on waiting, or exchanging, stands out."""
+
+_MOSTLY = 0.6
+"""Part of the exchanges to which one rank came last, from which on all wait for it."""
+
+_SEVERAL = 10
+"""Exchanges below which that is chance."""
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """What all exchanges of one rank came to.
+
+    Attributes:
+        rank: counted over the job.
+        host: where it was last.
+        steps, exchanges: of the beginnings that the log tells of.
+        seconds: from beginnings to ends.
+        exchange_seconds: of these, in exchanges.
+        waited: of those, until all ranks had come; None where ranks do not wait.
+        kept: seconds for which others waited for this rank, the last to come, summed over them; None likewise.
+        last: part of the exchanges to which it came last; None likewise.
+        bytes_sent: handed to collectives, or pushed.
+        staleness: pushes of others between two of its own, on average; None where exchange is synchronous.
+        left_out: exchanges from which it was left out, as its replica was not finite.
+        skipped_updates: local steps whose update did not run.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    exchanges: int
+    seconds: float
+    exchange_seconds: float
+    waited: float | None
+    kept: float | None
+    last: float | None
+    bytes_sent: int
+    staleness: float | None
+    left_out: int
+    skipped_updates: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """A training, and what is said of it.
+
+    Attributes:
+        label: tells it from the others that are shown.
+        run: the folder.
+        training: as its logs tell.
+        ranks: numbers by rank.
+        findings: what stands out, and what to change.
+    """
+
+    label: str
+    run: Run
+    training: Training
+    ranks: Sequence[OfRank]
+    findings: Sequence[str]
+
+    @property
+    def facts(self) -> Any:
+        """What training was, since its last beginning."""
+        return self.training.parts[-1].facts
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether ranks exchanged without waiting for each other."""
+        return bool(self.facts.get("asynchronous"))
+
+    @property
+    def begun(self) -> float:
+        """When the first part began, in seconds since 1970."""
+        return float(self.training.parts[0].facts["time"])
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts, each as long as its longest rank."""
+        return sum(max(s.seconds for s in part.segments.values()) for part in self.training.parts)
+
+    def total(self, name: str) -> float | None:
+        """Return the sum over ranks of one of their numbers; None where no rank has it."""
+        known = [getattr(each, name) for each in self.ranks if getattr(each, name) is not None]
+        return sum(known) if known else None
+
+    def share(self, name: str) -> float | None:
+        """Return seconds that ranks have spent on something, as a part of their time."""
+        spent, whole = self.total(name), self.total("seconds")
+        return None if spent is None or not whole else spent / whole
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "label": self.label,
+            "folder": str(self.run.path),
+            "optimizer": self.training.number,
+            "name": self.training.name,
+            "facts": dict(self.facts),
+            "seconds": self.seconds,
+            "beginnings": [
+                {"time": part.facts["time"], "step": part.facts.get("step", 0), "ranks": list(part.ranks)}
+                for part in self.training.parts
+            ],
+            "ranks": [asdict(each) for each in self.ranks],
+            "waiting_share": self.share("waited"),
+            "exchange_share": self.share("exchange_seconds"),
+            "closed": closed(self.training.parts[-1]),
+            "loss": edges(self, "loss"),
+            "distance": edges(self, "distance"),
+            "cut_off": dict(self.run.cut_off),
+            "findings": list(self.findings),
+        }
+
+
+def told_of(runs: Sequence[Run]) -> list[Told]:
+    """Return all trainings of some runs, under labels that differ."""
+    names = [run.path.resolve().name for run in runs]
+    found = []
+    for run, name in zip(runs, names, strict=True):
+        label = name if names.count(name) == 1 else str(run.path)
+        for training in run.trainings:
+            ranks = [_of_rank(training, rank) for rank in training.ranks if _segments(training, rank)]
+            several = f", optimizer {training.number} of ranks {_listed(training.ranks)}"
+            full = label + (several if len(run.trainings) > 1 else "")
+            told = Told(full, run, training, ranks, [])
+            found.append(Told(full, run, training, ranks, list(_findings(told))))
+    return found
+
+
+def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], list[float]]:
+    """Return a quantity over local steps, or exchanges over minutes; parts of a training are apart by NaN.
+
+    Args:
+        told: the training.
+        what: ``"loss"``, ``"distance"``, ``"bytes"``, ``"sent"``, ``"staleness"`` or ``"exchanges"``.
+        rank: of which; None: the mean over those that have it; of exchanges over minutes the first.
+    """
+    x: list[float] = []
+    y: list[float] = []
+    sent: dict[int, int] = {}
+    for part in told.training.parts:
+        points: dict[float, list[float]] = {}
+        clock = min(part.segments) if what == "exchanges" else None  # Moments of ranks have no mean.
+        for each, segment in part.segments.items():
+            for report in segment.reports:
+                sent[each] = sent.get(each, 0) + report.bytes_sent
+                values = {
+                    "loss": report.loss,
+                    "distance": report.distance,
+                    "bytes": sent[each] / 1e6,
+                    "sent": report.bytes_sent / 1e6,
+                    "staleness": report.missed,
+                    "exchanges": report.rounds,
+                }
+                value = values[what]
+                if value is not None and (clock if rank is None else rank) in (None, each):
+                    place = (report.time - told.begun) / 60 if what == "exchanges" else float(report.step)
+                    points.setdefault(place, []).append(value)
+        if points:
+            places, means = _thinned(points)
+            x += [*([math.nan] if x else []), *places]
+            y += [*([math.nan] if y else []), *means]
+    return x, y
+
+
+def edges(told: Told, what: str) -> dict[str, float] | None:
+    """Return the first and last value of a quantity, means over ranks; None where there is none."""
+    values = [value for value in curve(told, what)[1] if math.isfinite(value)]
+    return {"first": values[0], "last": values[-1]} if values else None
+
+
+def closed(part: Part) -> float | None:
+    """Return the part of its way to the replicas that the center has gone since it began; None where not known."""
+    ends = [segment.total.closed for segment in part.segments.values() if segment.total is not None]
+    return next((value for value in ends if value is not None), None)
+
+
+def _thinned(points: dict[float, list[float]]) -> tuple[list[float], list[float]]:
+    """Return points in the order of their places, means over neighbours where there are more than can be seen."""
+    places = sorted(points)
+    groups = [group.tolist() for group in np.array_split(np.array(places), POINTS)] if len(places) > POINTS else None
+    if groups is None:
+        return places, [float(np.mean(points[place])) for place in places]
+    means = [float(np.mean([value for place in group for value in points[place]])) for group in groups]
+    return [float(np.mean(group)) for group in groups], means
+
+
+def _segments(training: Training, rank: int) -> list[Segment]:
+    return [part.segments[rank] for part in training.parts if rank in part.segments]
+
+
+def _of_rank(training: Training, rank: int) -> OfRank:
+    """Return what all exchanges of one rank came to; of parts without an end, what was told until then."""
+    segments = _segments(training, rank)
+    reports = [report for segment in segments for report in segment.reports]
+    waits = [report.waited for report in reports if report.waited is not None]
+    met = [round_ for part in training.parts for round_ in _rounds(part) if rank in round_]
+    last = [_last(round_) == rank for round_ in met]
+    kept = [sum(round_.values()) - len(round_) * round_[rank] for round_ in met if _last(round_) == rank]
+    asynchronous = bool(segments[-1].facts.get("asynchronous"))
+
+    def sum_of(name: str) -> Any:
+        return sum(getattr(report, name) for report in reports)
+
+    def ended(name: str) -> Any:
+        """Return what totals say, which know of what the last meeting sent; where there is none, the reports."""
+        return sum(
+            getattr(segment.total, name) if segment.total else sum(getattr(report, name) for report in segment.reports)
+            for segment in segments
+        )
+
+    return OfRank(
+        rank,
+        str(segments[-1].facts.get("host", "")),
+        ended("steps"),
+        len(reports),
+        sum(segment.seconds for segment in segments),
+        ended("seconds"),
+        sum(waits) if waits else None,
+        sum(kept) if met else None,
+        sum(last) / len(last) if last else None,
+        ended("bytes_sent"),
+        sum_of("missed") / max(len(reports), 1) if asynchronous else None,
+        ended("left_out"),
+        ended("skipped_updates"),
+    )
+
+
+def _rounds(part: Part) -> Iterator[dict[int, float]]:
+    """Yield by exchange how long every rank waited, where all of several ranks tell."""
+    by_round: dict[int, dict[int, float]] = {}
+    for rank, segment in part.segments.items():
+        for report in segment.reports:
+            if report.waited is not None:
+                by_round.setdefault(report.rounds, {})[rank] = report.waited
+    yield from (waits for waits in by_round.values() if len(waits) == len(part.ranks) > 1)
+
+
+def _last(waits: dict[int, float]) -> int:
+    """Return the rank that came last: it waited least. Clocks of hosts need not agree for that."""
+    return min(waits, key=waits.__getitem__)
+
+
+def _findings(told: Told) -> Iterator[str]:
+    """Yield what stands out, and what to change."""
+    yield from _of_files(told)
+    yield from _of_waiting(told)
+    working = (told.total("exchange_seconds") or 0.0) - (told.total("waited") or 0.0)
+    share = working / (told.total("seconds") or math.inf)
+    if share > _MUCH:
+        yield (
+            f"Exchanges take {100 * share:.0f} % of the time, without waiting: exchange less often (a longer period), "
+            "let them overlap with local steps (overlap=...), or send less (compression=...). hvdp plan says what each "
+            "would bring."
+        )
+    gone = closed(told.training.parts[-1])
+    if gone is not None and gone < ENOUGH:
+        yield (
+            f"The center has gone {100 * gone:.0f} % of its way to the replicas, and may be worse than they are: "
+            "exchange more often (a shorter period), or move it further (a larger moving rate)."
+        )
+    for each in told.ranks:
+        if each.left_out:
+            yield (
+                f"Rank {each.rank} was left out of {each.left_out} exchanges, as its replica was not finite: look at "
+                "its learning rate, loss and data."
+            )
+    skipped, steps = told.total("skipped_updates") or 0, told.total("steps") or 0
+    if steps and skipped > _MUCH * steps:
+        yield (
+            f"{100 * skipped / steps:.0f} % of the local steps made no update: under mixed precision, gradients "
+            "overflow; otherwise some ranks have less data than others."
+        )
+    loss = edges(told, "loss")
+    if loss is not None and loss["last"] > loss["first"]:
+        yield (
+            f"The loss ends higher than it began: {loss['last']:.4g} after {loss['first']:.4g}. Try a smaller learning "
+            "rate, which is that of one worker, or exchange more often."
+        )
+
+
+def _of_files(told: Told) -> Iterator[str]:
+    """Yield what the files themselves say."""
+    for name, count in told.run.cut_off.items():
+        lines = "1 line" if count == 1 else f"{count} lines"
+        yield f"{name} without {lines} that could not be read: the job ended before it was written."
+    for part in told.training.parts:
+        if part.missing:
+            yield f"There is no log of ranks {_listed(part.missing)}: what is said of all ranks is of the others."
+    if len(told.training.parts) > 1:
+        begun = ", ".join(f"{part.facts.get('step', 0):,}" for part in told.training.parts)
+        yield f"Training has begun {len(told.training.parts)} times, at local steps {begun}: curves have a gap there."
+    last = told.training.parts[-1]
+    open_ends = [rank for rank, segment in last.segments.items() if segment.total is None]
+    if open_ends:
+        yield (
+            f"The log of ranks {_listed(open_ends)} has no end: training goes on, was stopped, or finalize() was not "
+            "called."
+        )
+
+
+def _of_waiting(told: Told) -> Iterator[str]:
+    """Yield who waits for whom, if that takes much."""
+    share = told.share("waited")
+    if share is not None and share > _MUCH:
+        slowest = max(told.ranks, key=lambda each: each.last or 0.0)
+        waiting = f"Ranks wait {100 * share:.0f} % of the time for each other"
+        if (slowest.last or 0.0) > _MOSTLY and slowest.exchanges >= _SEVERAL:
+            yield (
+                f"All wait for rank {slowest.rank} ({slowest.host}): it came last to {100 * (slowest.last or 0):.0f} % "
+                f"of the exchanges, and others waited {seconds_of(slowest.kept or 0.0)} for it. {waiting}. Look at "
+                "what its steps do more than those of others: data, evaluation, a slower or a shared device."
+            )
+        else:
+            yield (
+                f"{waiting}, now for one and now for another: exchange less often (a longer period), so that slow and "
+                "fast steps even out, or without waiting (asynchronous=True)."
+            )
+    stale = [each for each in told.ranks if each.staleness is not None]
+    if len(stale) > 1:
+        most = max(stale, key=lambda each: each.staleness or 0.0)
+        others = np.mean([each.staleness or 0.0 for each in stale if each is not most])
+        if (most.staleness or 0.0) > 2 * max(float(others), 1.0):
+            yield (
+                f"Rank {most.rank} ({most.host}) misses {most.staleness:.3g} pushes of others between its own, and the "
+                f"others {others:.3g}: it is slower than they are, and pulls by a center that has gone on."
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,184 @@
+"""What communicators over the ranks of a job have alike, whichever library has numbered them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.attendance import attendance_of
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.groups import divides_the_job
+from hvd_periodic.comm.memory import LocalMemory, SharedMemory
+from hvd_periodic.comm.messages import Messages
+from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
+from hvd_periodic.comm.objects import gather_objects
+from hvd_periodic.comm.roster import sign
+from hvd_periodic.comm.watcher import watcher
+
+T = TypeVar("T")
+
+
+class JobCommunicator(Communicator):
+    """Some ranks of a job, as its library numbers them: watched while they wait, and with MPI beside the library.
+
+    Args:
+        process_set: the ranks that exchange, as the library knows them.
+        ranks: the same, as the job numbers them.
+        rank: this process, as the job numbers it.
+        meeting_name: under which all optimizers of these ranks meet; the same on all of them.
+
+    Attributes:
+        ranks: as given.
+        process_set: as given.
+        problem: why this rank cannot train as the job is, if it cannot: all ranks learn of it where they meet.
+    """
+
+    encloses = 512 * 2**10
+    _constructed: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, process_set: Any, ranks: Sequence[int], rank: int, meeting_name: str) -> None:
+        self.process_set, self.ranks, self.meeting_name = process_set, list(ranks), meeting_name
+        self.rank, self.size = self.ranks.index(rank), len(self.ranks)
+        self.attendance = attendance_of(meeting_name, rank, self.ranks)
+        self.problem: Exception | None = None
+
+    @property
+    def constructed(self) -> int:
+        """How many optimizers of this process were constructed on these ranks, by any communicator."""
+        return self._constructed[self.meeting_name]
+
+    @constructed.setter
+    def constructed(self, number: int) -> None:
+        self._constructed[self.meeting_name] = number
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the set."""
+        return self.ranks
+
+    @property
+    def namespace(self) -> Hashable:
+        """Those of one set of ranks."""
+        return self.meeting_name
+
+    def store(self) -> Any:
+        """Return where ranks note that they have come, before they have met; None: where their launcher has a place."""
+        return None
+
+    @property
+    @abstractmethod
+    def one_host(self) -> bool:
+        """Whether all ranks of the job are on one host."""
+
+    @abstractmethod
+    def everyone(self) -> JobCommunicator:
+        """Return the communicator of all ranks of the job."""
+
+    @abstractmethod
+    def refuse_without_mpi(self) -> None:
+        """Raise a RuntimeError where ranks have no MPI beside the library; collective among them."""
+
+    @abstractmethod
+    def gather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Return the arrays of all ranks, one after another; their sizes may differ."""
+
+    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+        """Return where the watcher of this process is reached."""
+        if self.problem is not None or self.size == 1:
+            return None, self.problem
+        try:
+            found = watcher(self.one_host)
+        except ValueError as error:
+            return None, error
+        if not self.attendance.peers and not self.elastic:
+            sign(self.attendance.name, self.attendance.rank, self.store())
+        return None if found is None else found.introduction(self.attendance), None
+
+    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Gather an array."""
+        return self.gather(values, name)
+
+    def allgather_object(self, value: object, name: str) -> list[Any]:
+        """Gather pickled objects of any size."""
+        return gather_objects(value, self.gather, name)
+
+    def rank_of(self, global_rank: int | None) -> int:
+        """Return the rank within the set of a rank of the job; of None, the lowest."""
+        if global_rank is None:
+            return 0
+        if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
+            raise ValueError(f"`root_rank` must be one of the ranks {self.ranks} of the set. Received: {global_rank!r}")
+        return self.ranks.index(global_rank)
+
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one host, as the MPI knows that runs beside the library."""
+        return self.size == 1 or self._during(self._mpi.shares_memory)
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Return a window of shared memory."""
+        if self.size == 1:
+            return LocalMemory(nbytes)
+        mpi = self._mpi
+        return self._during(lambda: mpi.shared_memory(nbytes))
+
+    def messages(self) -> Messages:
+        """Return those of MPI."""
+        return self._during(self._mpi.messages)
+
+    def assembly(self, number: int) -> Callable[[], int | None]:
+        """Start to wait for all ranks, outside of the library, which would report a stall."""
+        if self.size == 1:
+            return lambda: number
+        return self.attendance.assembly(self._mpi.assembly(number))
+
+    @property
+    def channel(self) -> object:
+        """That of MPI."""
+        return self if self.size == 1 else self._mpi
+
+    def leave(self) -> None:
+        """Say that this process ends as it should."""
+        if self._has_mpi:
+            self._mpi.leave()
+
+    def lost(self) -> list[int]:
+        """Return the ranks that have died, where that can be known: in asynchronous training on one host."""
+        return self._mpi.lost() if self._has_mpi else []
+
+    def alive(self) -> bool:
+        """Whether MPI has not ended, where it was asked for: opening it is collective, and to ask is not."""
+        return not self._has_mpi or self._mpi.alive()
+
+    def abort(self) -> None:
+        """End all processes of the job."""
+        if self.size > 1:
+            self._mpi.abort()
+
+    def wait_for_job(self) -> None:
+        """Wait for all ranks of the job, if these are one of the sets of ranks that it is divided into."""
+        if divides_the_job(self.process_set):
+            everyone = self.everyone()
+            everyone.attendance.limit(self.attendance.timeout)
+            with everyone.attendance.at("finalize(), for the other groups"):
+                everyone.gather(np.zeros(1, np.int64), "hvd_periodic.job")
+
+    def _during(self, call: Callable[[], T]) -> T:
+        """Return what a collective returns that makes a way to an asynchronous center."""
+        with self.attendance.at("the start of asynchronous exchange"):
+            return self.attendance.during(call)
+
+    @property
+    def _has_mpi(self) -> bool:
+        return self.size > 1 and "_mpi" in vars(self)
+
+    @cached_property
+    def _mpi(self) -> MPICommunicator:
+        """Return these ranks as an MPI communicator; collective among them."""
+        self.refuse_without_mpi()
+        return communicator_of_ranks(self.allgather_object(world_rank(), "hvd_periodic.mpi"))

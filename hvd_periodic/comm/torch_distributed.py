@@ -1,0 +1,333 @@
+"""torch.distributed: tensors of PyTorch over a process group, on whatever backend carries them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hvd_periodic.comm.attendance import is_aside
+from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.objects import pass_object
+from hvd_periodic.comm.presence import number_of
+from hvd_periodic.vectors.layout import chunk
+
+_all_gather: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # Its name before torch 2.13.
+
+_FOR_EVER = timedelta(days=365)
+"""Who waits too long is found by what watches ranks; the library's own limit would end waits that are right."""
+
+_HEAD = 1024
+"""Bytes that every rank contributes to a gathering whose sizes are not known: what is small needs no second one."""
+
+_PADDED = 2**16
+"""Bytes of the largest contribution up to which all are made as long as that."""
+
+_ON_THIS_HOST = (
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+)
+"""Where launchers tell how many processes there are on this host, and in all."""
+
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+"""What the launchers of MPI set, one of them at least."""
+
+
+class TorchDistributedCommunicator(JobCommunicator):
+    """The ranks of a ``torch.distributed`` process group.
+
+    Collectives travel in a group of their own, of the same ranks, which is made at the first of them, by these ranks
+    alone: those of the user's program, and of its threads, would otherwise come between them in another order on each
+    rank. What ranks tell each other travels over Gloo; tensors over the backends of the given group.
+
+    Args:
+        group: the process group. Default: all ranks.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        ValueError: this rank is not in the group.
+    """
+
+    _own: ClassVar[dict[str, _Own]] = {}
+    """Groups of these communicators, by name."""
+
+    def __init__(self, group: Any = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed is not initialized: call torch.distributed.init_process_group() before the "
+                "optimizer is constructed"
+            )
+        if group is None:
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"`process_set` must contain this rank ({dist.get_rank()}): construct the optimizer only on the ranks "
+                "of the process group. Received: GroupMember.NON_GROUP_MEMBER, which is what "
+                "torch.distributed.new_group() returns on the others"
+            )
+        ranks = sorted(dist.get_process_group_ranks(group))
+        super().__init__(group, ranks, dist.get_rank(), f"hvd_periodic.torch.{group.group_name}.meeting")
+        self._world = dist.group.WORLD
+        self._backends = _backends_of(group)
+        self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
+        over_mpi = "mpi" in self._backends.values()
+        self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
+        self.from_any_thread = not over_mpi
+        self.host = number_of(socket.gethostname())
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks of the job are on one host, as far as the launcher has told."""
+        if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
+            return True
+        return any(os.environ.get(here) == os.environ.get(of_all, "") for here, of_all in _ON_THIS_HOST)
+
+    def store(self) -> Any:
+        """Return a connection of its own to the store of the job, which a thread may ask while another waits there."""
+        c10d: Any = distributed_c10d
+        store = c10d._get_default_store()
+        return store.clone() if hasattr(store, "clone") else None  # Before torch 2.6 stores cannot be cloned.
+
+    def everyone(self) -> TorchDistributedCommunicator:
+        """Return the communicator of all ranks of the job."""
+        return TorchDistributedCommunicator()
+
+    def changed(self) -> str | None:
+        """Return whether torch.distributed was shut down since construction."""
+        if not dist.is_initialized():
+            return "torch.distributed has been shut down"
+        if dist.group.WORLD is not self._world:
+            return "torch.distributed has been initialized anew since the optimizer was constructed: construct it again"
+        return None
+
+    def alive(self) -> bool:
+        """Whether torch.distributed is what it was."""
+        return self.changed() is None and super().alive()
+
+    def check_devices(self, kinds: Iterable[str]) -> None:
+        """Raise a ValueError where the backends of the group carry no tensors of a kind of device."""
+        for kind in sorted(set(kinds) - self._backends.keys()):
+            backends = ", ".join(f"{backend} for {device}" for device, backend in self._backends.items())
+            raise ValueError(
+                f"The process group carries no tensors of a {kind} device ({backends or 'no backend'}), and some of "
+                "the model are there: move the model, or call torch.distributed.init_process_group("
+                "'cpu:gloo,cuda:nccl'), which carries both"
+            )
+
+    def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
+        """Start an allreduce in place."""
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        return self._begin(lambda: dist.all_reduce(buffer, operation, self._group, async_op=True), buffer)
+
+    def broadcast(self, buffer: Any, name: str, root: int) -> Any:
+        """Broadcast in place."""
+        source = self.ranks[root]
+        return self._begin(lambda: dist.broadcast(buffer, source, self._group, async_op=True), buffer)()
+
+    def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start to give every rank its chunk of all; the sum is taken here, in the order of ranks."""
+        bounds = [chunk(len(buffer), rank, self.size) for rank in range(self.size)]
+        counts = [stop - start for start, stop in bounds]
+        mine = counts[self.rank]
+        finish = self._scatter(buffer, counts, [mine] * self.size)
+
+        def summed() -> Any:
+            parts = finish().split(mine) if mine else (buffer[:0],)
+            total = parts[0]
+            for part in parts[1:]:
+                total = total.add_(part)
+            return total
+
+        return summed
+
+    def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
+        """Gather into ``out``, or into a new tensor."""
+        sizes = self.gather(np.array([len(buffer)]), name).tolist()
+        if out is None:
+            out = buffer.new_empty(sum(sizes))
+        return self._gather(buffer, sizes, out)
+
+    def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
+        """Start to gather into ``out``."""
+        return self._begin(lambda: _all_gather(out, buffer, self._group, async_op=True), out)
+
+    def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
+        """Start to exchange parts, in a new tensor."""
+        out = torch.empty_like(buffer)
+        return self._begin(lambda: dist.all_to_all_single(out, buffer, group=self._group, async_op=True), out)
+
+    def gather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Gather an array, whatever its size is on the others."""
+        data = np.frombuffer(np.ascontiguousarray(array), np.uint8)
+        head = np.zeros(_HEAD, np.uint8)
+        head[:8] = np.array([data.size], np.int64).view(np.uint8)
+        first, rest = data[: _HEAD - 8], data[_HEAD - 8 :]
+        head[8 : 8 + first.size] = first
+        heads = self._gather(torch.from_numpy(head), [_HEAD] * self.size).numpy().reshape(self.size, _HEAD)
+        sizes = [int(found[:8].view(np.int64)[0]) for found in heads]
+        parts = [found[8 : 8 + size] for found, size in zip(heads, sizes, strict=True)]
+        if max(sizes) > _HEAD - 8:
+            left = [max(size - (_HEAD - 8), 0) for size in sizes]
+            more = self._gather(torch.from_numpy(rest.copy()), left).numpy()
+            following = np.split(more, np.cumsum(left)[:-1])
+            parts = [part for pair in zip(parts, following, strict=True) for part in pair]
+        return np.concatenate(parts).view(array.dtype)
+
+    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+        """Give a pickled object to one rank, and to no other."""
+
+        def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
+            counts = (data.size * (np.arange(self.size) == to)).astype(np.int64)
+            coming = self.alltoall(torch.from_numpy(counts), f"{name}.counts")().tolist()
+            received = self._scatter(torch.from_numpy(data.copy()), counts.tolist(), coming)()
+            return received.numpy(), coming
+
+        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
+
+    def refuse_without_mpi(self) -> None:
+        """Raise a RuntimeError, on all ranks, where a launcher of MPI has not started them."""
+        if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
+            raise RuntimeError(
+                "Asynchronous exchange needs MPI beside torch.distributed, and this job was started without: start it "
+                "by mpirun, or by srun --mpi=pmix, of the MPI that mpi4py was built for; or exchange synchronously, "
+                'with overlap="period" for exchanges that travel while training goes on'
+            )
+
+    def _gather(self, buffer: torch.Tensor, sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the tensors of all ranks, whose sizes are known to all."""
+        longest = max(sizes)
+        if out is None:
+            out = buffer.new_empty(sum(sizes))
+        if min(sizes) == longest:
+            finish: Callable[[], torch.Tensor] = self.begin_allgather(buffer, "", out)
+            return finish()
+        if longest * self.size > max(2 * sum(sizes), _PADDED):
+            parts = list(torch.split(out, list(sizes)))
+            parts[self.rank].copy_(buffer)
+            for root, part in enumerate(parts):
+                if part.numel():
+                    self.broadcast(part, "", root)
+            return out
+        padded = torch.cat([buffer, buffer.new_zeros(longest - len(buffer))])
+        everything = self.begin_allgather(padded, "", buffer.new_empty(longest * self.size))()
+        rows = [row[:size] for row, size in zip(everything.split(longest), sizes, strict=True)]
+        return torch.cat(rows, out=out)
+
+    def _scatter(self, buffer: Any, going: list[int], coming: list[int]) -> Callable[[], Any]:
+        """Start to give every rank as many elements as ``going`` says; what is returned waits for those that come."""
+        out = buffer.new_empty(sum(coming))
+        return self._begin(lambda: dist.all_to_all_single(out, buffer, coming, going, self._group, True), out)
+
+    def _begin(self, call: Callable[[], Any], result: Any) -> Callable[[], Any]:
+        """Begin a collective; return what waits for it, asleep, and returns the result."""
+        _ = self._group  # Made before this rank says that it has come to the collective.
+        number, work = self.attendance.come(), self._checked(call)
+
+        def finish() -> Any:
+            self.attendance.wait_for(number, work.is_completed)
+            self._checked(work.wait)
+            return result
+
+        return finish
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        """Return what a call to the library returns."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"torch.distributed has failed in {self.attendance.place()}, as it does where another rank has ended: "
+                f"{error}"
+            ) from error
+
+    @property
+    def _group(self) -> Any:
+        """The group of this package's own, or that of a thread beside training; collective among its ranks at first."""
+        if "mpi" in self._backends.values():  # It makes no group that not all ranks of the job make.
+            return self.process_set
+        name = f"{self.meeting_name}.{'aside' if is_aside() else 'own'}"
+        known = self._own.get(name)
+        if known is None or known.given is not self.process_set:
+            number = 1 if known is None else known.number + 1
+            made = self.attendance.during(lambda: _duplicate(self.ranks, self._backends, f"{name}.{number}"))
+            known = self._own[name] = _Own(self.process_set, made, number)
+        return known.made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (None if self.process_set is self._world else self.meeting_name,)
+
+
+_registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""Groups of ranks, by these, each with the group of all in which it was made."""
+
+
+def register_group(ranks: list[int]) -> Any:
+    """Return the process group of some ranks, or what stands for it on the others; collective among all of the job."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    world, known = _registered.get(tuple(ranks), (None, None))
+    if world is None or world is not dist.group.WORLD:
+        known = dist.new_group(ranks)
+        _registered[tuple(ranks)] = dist.group.WORLD, known
+    return known
+
+
+def _restored(meeting_name: str | None) -> TorchDistributedCommunicator:
+    """Return the communicator of all ranks; or of a group, which no other process knows."""
+    if meeting_name is None:
+        return TorchDistributedCommunicator()
+    known = TorchDistributedCommunicator._own.get(f"{meeting_name}.own")
+    if known is None:
+        raise RuntimeError(
+            "An optimizer over a torch.distributed.ProcessGroup can be unpickled in the process that made the group "
+            "alone: save its state_dict()"
+        )
+    return TorchDistributedCommunicator(known.given)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A group of this package.
+
+    Attributes:
+        given: that of the user, of the same ranks.
+        made: this one.
+        number: how many there were of its name, this one included: torch.distributed may be initialized anew.
+    """
+
+    given: Any
+    made: Any
+    number: int
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backends of a group by the kind of device whose tensors they carry."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    # Gloo has some of its collectives for tensors in host memory alone.
+    return {device: name for device, name in pairs if device == "cpu" or name != "gloo"}
+
+
+def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
+    """Return a group of some ranks, which these make; its name must be new to them.
+
+    ``dist.new_group()`` asks for all ranks of the job, or makes up a name from how many groups a rank is in, which
+    differs between ranks that are in different numbers of them.
+    """
+    rank = ranks.index(dist.get_rank())
+    config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())
+    c10d: Any = distributed_c10d
+    store = c10d._get_default_store()
+    group, _ = c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=_FOR_EVER)
+    c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(ranks)}
+    return group

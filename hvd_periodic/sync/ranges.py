@@ -1,0 +1,32 @@
+"""Ranges that profilers show: what a rank does within an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from hvd_periodic.sync.course import Course
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def range_of(course: Course[Any], name: str) -> AbstractContextManager[object]:
+    """Return a range ``hvd_periodic.NAME``, which lasts as long as a ``with`` block."""
+    return course.setting.exchanged.replica.range(f"hvd_periodic.{name}")
+
+
+def ranged(name: str) -> Callable[[F], F]:
+    """Return what makes a range of a method of a course."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def within(self: Course[Any], *args: Any, **kwargs: Any) -> Any:
+            with range_of(self, name):
+                return method(self, *args, **kwargs)
+
+        return within  # type: ignore[return-value]
+
+    return decorate

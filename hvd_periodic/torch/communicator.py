@@ -1,0 +1,126 @@
+"""Which ranks exchange: those of Horovod, or of torch.distributed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import HorovodCommunicator, register
+from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator, register_group
+
+VARIABLE = "HVD_PERIODIC_COMM"
+"""Environment variable: what ranks exchange by where no process set says so, ``"horovod"`` or ``"torch"``."""
+
+
+def communicator_of(process_set: Any) -> Communicator:
+    """Return the communicator over a set of ranks, or the communicator that was given in its place.
+
+    Args:
+        process_set: a process set of Horovod; a ``torch.distributed.ProcessGroup``; a ``DeviceMesh`` of one dimension;
+            or a communicator. None: all ranks, of what ``HVD_PERIODIC_COMM`` says; else of Horovod where it is
+            initialized, and of torch.distributed where only that is.
+
+    Raises:
+        RuntimeError: what is chosen is not initialized.
+        ValueError: this rank is not in the set; or a mesh of several dimensions.
+    """
+    if isinstance(process_set, Communicator):
+        return process_set
+    communicator = _made(process_set, _chosen())
+    communicator.problem = _unknown() or _disagreement()
+    return communicator
+
+
+def everyone() -> tuple[Communicator, Callable[[list[int]], Any]]:
+    """Return all ranks of the job, and what makes process sets of some; initializes Horovod where nothing is.
+
+    Raises:
+        RuntimeError: what is chosen is not initialized, or not installed.
+    """
+    if _chosen() == "torch":
+        return TorchDistributedCommunicator(), register_group
+    if horovod() is None and find_spec("horovod") is not None:
+        importlib.import_module("horovod.torch").init(process_sets="dynamic")
+    return communicator_of(None), lambda ranks: register(horovod(), ranks)
+
+
+def _chosen() -> str:
+    """Return what ranks exchange by where no process set says so; empty where nothing is initialized."""
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    if asked in ("horovod", "torch"):
+        return asked
+    return "horovod" if horovod() is not None else "torch" if _has_torch() else ""
+
+
+def horovod() -> Any:
+    """Return Horovod's module where it is initialized; None otherwise: it need not be installed."""
+    module = sys.modules.get("horovod.torch")
+    return module if module is not None and module.is_initialized() else None
+
+
+def _made(process_set: Any, chosen: str) -> JobCommunicator:
+    if isinstance(process_set, DeviceMesh):
+        return TorchDistributedCommunicator(_of_mesh(process_set))
+    if isinstance(process_set, dist.ProcessGroup) or process_set == dist.GroupMember.NON_GROUP_MEMBER:
+        return TorchDistributedCommunicator(process_set)
+    if process_set is None and chosen == "torch":
+        return TorchDistributedCommunicator()
+    if process_set is None and not chosen:
+        raise RuntimeError(
+            "Neither Horovod nor torch.distributed is initialized: call hvd.init() or "
+            "torch.distributed.init_process_group() before the optimizer is constructed"
+        )
+    if find_spec("horovod") is None:
+        raise RuntimeError(
+            "Horovod is not installed, and asked for by what the environment or `process_set` says: pass a "
+            "torch.distributed.ProcessGroup, a DeviceMesh of one dimension or a communicator. "
+            f"Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
+        )
+    return HorovodCommunicator("horovod.torch", process_set, torch.from_numpy)
+
+
+def _has_torch() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of this rank in a mesh."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            "`process_set` must be a DeviceMesh of one dimension: pass that over which ranks exchange, as in "
+            f"mesh[{(mesh.mesh_dim_names or ('replicate',))[0]!r}]. Received: {mesh}"
+        )
+    return mesh.get_group()
+
+
+def _unknown() -> ValueError | None:
+    """Return what is wrong with what the environment asks for."""
+    asked = os.environ.get(VARIABLE, "").strip()
+    if asked.lower() in ("", "horovod", "torch"):
+        return None
+    return ValueError(f"The environment variable {VARIABLE} must be 'horovod' or 'torch'. Received: {asked!r}")
+
+
+def _disagreement() -> ValueError | None:
+    """Return how Horovod and torch.distributed number this rank differently, where both are initialized."""
+    hvd = horovod()
+    if hvd is None or not _has_torch():
+        return None
+    of_horovod, of_torch = (hvd.rank(), hvd.size()), (dist.get_rank(), dist.get_world_size())
+    if of_horovod == of_torch:
+        return None
+    return ValueError(
+        "Horovod and torch.distributed must agree about ranks, where both are initialized: this is rank "
+        f"{of_horovod[0]} of {of_horovod[1]} of Horovod, and rank {of_torch[0]} of {of_torch[1]} of torch.distributed. "
+        "Initialize one of them; or the second with rank and size of the first"
+    )

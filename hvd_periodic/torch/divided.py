@@ -1,0 +1,116 @@
+"""Parameters that are divided between the ranks of an island: DTensors, of which each rank has a shard.
+
+Ranks exchange the shards with their peers, which have the same ones in other islands. No tensor is put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def is_divided(value: object) -> bool:
+    """Return whether this is a DTensor; ``torch.distributed.tensor`` need not be imported to be told."""
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "device_mesh")
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of the part of a tensor that is here: all of it, unless it is divided."""
+    if not is_divided(tensor):
+        return tensor
+    with torch.no_grad():
+        shard: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return shard
+
+
+def as_divided(shard: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a shard as a part of a tensor that is divided like another one, wherever the shard lies."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def facts_of(divided: Mapping[str, Any]) -> dict[str, object]:
+    """Return what ranks that exchange must agree on: where they are in their islands, and what they have there.
+
+    Args:
+        divided: tensors by name.
+    """
+    places = sorted({str(list(tensor.device_mesh.get_coordinate())) for tensor in divided.values()})
+    if not places:
+        return {}
+    facts: dict[str, object] = {
+        "their places in islands, which hold different shards (let `process_set` be the ranks of the same place in "
+        "all islands)": " and ".join(places)
+    }
+    for name, tensor in divided.items():
+        placements, mesh = ", ".join(map(repr, tensor.placements)), list(tensor.device_mesh.shape)
+        facts[f"the shards of {name!r}, an uneven sharding across islands"] = (
+            f"{list(shard_of(tensor).shape)} of {list(tensor.shape)} by {placements} over a mesh of {mesh}"
+        )
+    return facts
+
+
+def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
+    """Raise a ValueError for parameters whose shards cannot be exchanged.
+
+    Args:
+        divided: tensors by name.
+        exchanged: all tensors that are, divided or not.
+    """
+    for name, tensor in divided.items():
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")
+        if not shard_of(tensor).is_contiguous():
+            raise ValueError(f"The shard of {name!r} must be contiguous. Received: strides {shard_of(tensor).stride()}")
+
+    if not any(shard_of(tensor).numel() for tensor in exchanged):
+        raise ValueError(
+            "This rank has no element of any parameter: divide the model between fewer ranks. Received: "
+            f"{len(exchanged)} parameters, the largest of {max(tensor.numel() for tensor in exchanged)} elements"
+        )
+
+
+def require_whole(divided: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a model of which a file of one rank would hold a part."""
+    if divided:
+        raise ValueError(
+            "save(), load() and SaveBestCenter are for models that every rank has whole, and this one is divided "
+            "between ranks: use torch.distributed.checkpoint, in every island for itself, for model, "
+            "optimizer.inner and optimizer.synchronizer.state_dict(); or for center_state_dict()"
+        )
+
+
+def check_possible(divided: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
+    """Raise a ValueError for what makes no sense where parameters are divided.
+
+    Args:
+        divided: tensors by name.
+        refused: whether the user has asked for it, by readable name.
+    """
+    asked = [what for what, here in refused.items() if here]
+    if divided and asked:
+        raise ValueError(
+            f"The parameters are divided between ranks (DTensors, such as {next(iter(divided))!r}), which have to "
+            f"exchange at the same steps and alike. That does not go with {asked[0]}"
+        )
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Let modules of ``fully_shard()`` have their shards again, and forget what a forward pass has gathered of them."""
+    for module in modules:
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()
+
+
+def shards_in(state: Any) -> Any:
+    """Return nested values with the shards of divided tensors in their place."""
+    if isinstance(state, Mapping):
+        return {key: shards_in(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
+        return type(state)(shards_in(value) for value in state)
+    return shard_of(state) if is_divided(state) else state

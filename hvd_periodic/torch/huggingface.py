@@ -1,0 +1,162 @@
+"""transformers' Trainer and accelerate: the center where they evaluate and save, and no gradients averaged.
+
+Needs ``transformers``, which is imported here and nowhere else; of accelerate what is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hvd_periodic.torch.checkpoints import load, save
+from hvd_periodic.torch.data_parallel import averaging_among, switch_off
+from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.trainers import Centers, unwrap
+
+_FOLDER = "ranks"
+"""In a checkpoint, what every rank has."""
+
+
+def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> list[Any]:
+    """Prepare model, optimizer and all else by an accelerator, which averages no gradients then.
+
+    In place of ``accelerator.prepare``, which would wrap the model in DistributedDataParallel. Devices, mixed
+    precision, loaders and gradient accumulation are those of the accelerator. :func:`~hvd_periodic.torch.unwrap` leads
+    from the optimizer that is returned to ``center()``.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        model: the model, on the device of the accelerator already.
+        optimizer: of this package.
+        others: loaders and schedulers.
+
+    Returns:
+        model, optimizer and all others, in this order.
+
+    Raises:
+        TypeError: an optimizer of another package.
+        ValueError: the accelerator knows of other ranks than the optimizer; or the model is on another device.
+
+    Example::
+
+        accelerator = Accelerator()
+        optimizer = hvdp.ElasticAverageOptimizer(optimizer, model.to(accelerator.device), communication_period=10)
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    """
+    _check_ranks(
+        unwrap(optimizer).synchronizer, "The Accelerator", accelerator.process_index, accelerator.num_processes
+    )
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {accelerator.device.type}:
+        raise ValueError(
+            f"The model must be on {accelerator.device} before the optimizer is made: model.to(accelerator.device). "
+            f"Received: one on {', '.join(sorted(devices))}"
+        )
+    # To place it again would make new buffers of those that are exchanged.
+    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    prepared = accelerator.prepare(optimizer, *others)
+    return [model, *(prepared if others else [prepared])]
+
+
+Make = Callable[[torch.optim.Optimizer, torch.nn.Module], PeriodicOptimizer]
+
+
+class PeriodicTrainerCallback(TrainerCallback):
+    """Lets a ``Trainer`` train by periodic exchange: evaluate and save the center, and average no gradients.
+
+    The optimizer that the Trainer has made is wrapped when training begins, with the model on its device; its
+    DistributedDataParallel is switched off. Checkpoints hold the center as the model, and at the end of training the
+    model has it. They are written by the root alone, and training goes on from the center::
+
+        def periodic(optimizer, model):
+            return hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
+
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[PeriodicTrainerCallback(periodic)])
+        trainer.train()
+
+    Args:
+        make: what makes an optimizer of this package of one of torch and a model.
+        every_rank: save also what every rank has, by :func:`hvd_periodic.torch.save`, in the folder ``ranks`` of each
+            checkpoint: training goes on exactly, to the bit.
+
+    Raises:
+        TypeError: ``make`` returns something else.
+        ValueError: the Trainer knows of other ranks than the optimizer: as where Horovod alone has started them.
+    """
+
+    def __init__(self, make: Make, every_rank: bool = False) -> None:
+        self._make, self._every_rank = make, every_rank
+        self._centers = Centers([])
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Make the optimizer, and go on from what was saved."""
+        accelerated, model = of["optimizer"], of["model"]
+        optimizer = unwrap(self._make(accelerated.optimizer, model))
+        synchronizer = optimizer.synchronizer
+        _check_ranks(synchronizer, "The Trainer", args.process_index, args.world_size)
+        for wrapper in averaging_among(synchronizer.replica.tensors, synchronizer.membership.communicator.global_ranks):
+            switch_off(wrapper)
+        accelerated.__setstate__({**accelerated.__getstate__(), "optimizer": optimizer})
+        self._centers = Centers([optimizer])
+        folder = _folder(args, state)
+        if self._every_rank and (folder / _FOLDER).is_dir():
+            load(folder / _FOLDER, model, optimizer)
+        elif (folder / "optimizer.pt").is_file():
+            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Go back to the replica."""
+        self._centers.leave()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Show the center, if the Trainer is about to look; at the end, after the last exchange."""
+        self._centers.leave()
+        if control.should_training_stop:
+            self._centers.finalize()
+        if control.should_evaluate or control.should_save:
+            self._centers.enter()
+
+    on_epoch_end = on_step_end
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Save what every rank has, if that was asked for."""
+        self._centers.leave()
+        if self._every_rank:
+            save(_folder(args, state) / _FOLDER, of["model"], unwrap(of["optimizer"]))
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **of: Any
+    ) -> None:
+        """Before the best model is loaded, which comes after the last line of the log: leave training."""
+        if "train_runtime" in (logs or {}):
+            self._leave_training(of["model"])
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Leave training, where nothing has been logged."""
+        self._leave_training(of["model"])
+
+    def _leave_training(self, model: torch.nn.Module) -> None:
+        self._centers.leave()
+        self._centers.finalize()
+        self._centers.settle(model)
+        self._centers = Centers([])
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return where the checkpoint of this step is, or would be."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _check_ranks(synchronizer: Synchronizer, who: str, rank: int, size: int) -> None:
+    ranks = synchronizer.membership.communicator
+    if (rank, size) != (ranks.rank, ranks.size):
+        raise ValueError(
+            f"{who} knows this process as rank {rank} of {size}, and the optimizer as rank {ranks.rank} of "
+            f"{ranks.size}: start them by torchrun; under mpirun or horovodrun, call "
+            "torch.distributed.init_process_group() with rank and size of Horovod first"
+        )

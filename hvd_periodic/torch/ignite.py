@@ -1,0 +1,98 @@
+"""PyTorch Ignite: a handler that evaluates and saves the center, and ends training on all ranks.
+
+Needs ``pytorch-ignite``, which is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events
+
+from hvd_periodic.torch.reporting import Values
+from hvd_periodic.torch.trainers import Centers, gather
+
+
+class PeriodicHandler:
+    """Lets engines of Ignite evaluate the center, and ends training on all ranks.
+
+    While an evaluator runs, the model holds the center. At the end of training all ranks exchange what is left, and
+    from then on the model holds the center. Ranks may have different numbers of batches; where one terminates, as for
+    early stopping, all do at the end of that epoch. Attach it after the handlers that decide::
+
+        optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
+        trainer = create_supervised_trainer(model, optimizer, cross_entropy)
+        evaluator = create_supervised_evaluator(model, {"accuracy": Accuracy()})
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(test_loader))
+        handler = PeriodicHandler(model, optimizer)
+        handler.attach(trainer, evaluator)
+
+    For ``ignite.handlers.Checkpoint`` it has the center under the names of the model: ``{"model": handler,
+    "optimizer": optimizer}`` is what the root has to save. To go on exactly, use :func:`hvd_periodic.torch.save`.
+
+    Args:
+        model: that is trained.
+        optimizer: of this package.
+        others: where there are several.
+
+    Raises:
+        TypeError: an optimizer of another package.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, *others: Any) -> None:
+        self._model, self._centers = model, Centers([optimizer, *others])
+        self._communicator = self._centers.synchronizers[0].membership.communicator
+        self._uneven = False
+
+    def attach(self, trainer: Engine, *evaluators: Engine) -> None:
+        """Follow a trainer, and the evaluators of its model."""
+        trainer.add_event_handler(Events.STARTED, self._begin)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
+        trainer.add_event_handler(Events.COMPLETED, self._end)
+        trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
+        for evaluator in evaluators:
+            evaluator.add_event_handler(Events.STARTED, self._show, trainer)
+            # A run that goes on after an error does not start again.
+            evaluator.add_event_handler(Events.ITERATION_STARTED, self._centers.enter)
+            evaluator.add_event_handler(Events.COMPLETED | Events.TERMINATE, self._centers.leave)
+
+    def report(self, sink: Any, every: int = 1) -> None:
+        """Show every so-manieth exchange by a function of step and numbers, such as one of an Ignite logger."""
+
+        def show(step: int, values: Values) -> None:
+            sink({f"exchange/{name}": value for name, value in values.items()}, step)
+
+        self._centers.report(show, every)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the model with the values of the center."""
+        return self._centers.state_of(self._model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give them to the model."""
+        self._model.load_state_dict(state)
+
+    def _begin(self, trainer: Engine) -> None:
+        """Find out whether all ranks are sure to have as many batches."""
+        batches = set(gather(self._communicator, trainer.state.epoch_length))
+        self._uneven = len(batches) > 1 or batches == {None}
+
+    def _show(self, evaluator: Engine, trainer: Engine) -> None:
+        """Show the center; at the end of an epoch, once all ranks are there: metrics are of all of them."""
+        if trainer.last_event_name == Events.EPOCH_COMPLETED:
+            self._wait_for_all()
+        self._centers.enter()
+
+    def _wait_for_all(self) -> None:
+        if self._uneven:
+            self._centers.finalize()
+
+    def _end_epoch(self, trainer: Engine) -> None:
+        self._wait_for_all()
+        if any(gather(self._communicator, trainer.should_terminate)):
+            trainer.terminate()
+
+    def _end(self) -> None:
+        self._centers.finalize()
+        self._centers.settle(self._model)

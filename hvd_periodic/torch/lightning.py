@@ -1,0 +1,327 @@
+"""PyTorch Lightning 2: ranks as they are, and the center wherever Lightning reads the model.
+
+Needs ``lightning``, which is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.torch.communicator import communicator_of
+from hvd_periodic.torch.reporting import Values
+from hvd_periodic.torch.trainers import Centers, copied, gather
+
+logger = logging.getLogger("hvd_periodic")
+
+_KEY = "hvd_periodic"
+"""Where a checkpoint says of which save it is, and of how many ranks."""
+
+_REDUCTIONS: dict[str, Any] = {
+    "mean": torch.mean,
+    "avg": torch.mean,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+class PeriodicStrategy(ParallelStrategy):
+    """Ranks that train on their own, and exchange by the optimizer: what a ``Trainer`` has to know of them.
+
+    Rank and world size are those of the job: samplers give each rank its share, metrics with ``sync_dist=True`` and
+    those of torchmetrics are of all ranks, early stopping ends all at once, the root alone writes logs and checkpoints.
+    No gradient is averaged. Together with a :class:`PeriodicCallback`::
+
+        class Digits(LightningModule):
+            def configure_optimizers(self):
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+                return hvdp.ElasticAverageOptimizer(optimizer, self, communication_period=10)
+
+        hvd.init()
+        trainer = Trainer(strategy=PeriodicStrategy(), callbacks=[PeriodicCallback()], max_epochs=10)
+        trainer.fit(Digits(), loader, validation_loader)
+
+    Args:
+        process_set: the ranks, as in :class:`~hvd_periodic.options.Options`. Default: all of the job.
+        every_rank: let checkpoints have what every rank has, in a file of its own beside that of the root
+            (``last.ckpt.ranks/1.ckpt``): training then goes on exactly, to the bit. Otherwise, and with another number
+            of ranks, all go on from the center, with the root's local optimizer.
+
+    Raises:
+        RuntimeError: Horovod is not initialized.
+    """
+
+    strategy_name = "periodic"
+
+    def __init__(self, process_set: Any = None, every_rank: bool = False) -> None:
+        self.communicator = communicator_of(process_set)
+        super().__init__(cluster_environment=_Ranks(self.communicator))
+        self._every_rank = every_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self.communicator.size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data is this rank's."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank: the only one, or that of its place on the host."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        place = self.local_rank if len(devices) > 1 else 0
+        if place >= len(devices):
+            raise ValueError(
+                f"`Trainer(devices=...)` must have a device for every rank of a host, or one that all use. Received: "
+                f"{len(devices)} devices, and local rank {place}"
+            )
+        device: torch.device = devices[place]
+        return device
+
+    def set_world_ranks(self) -> None:
+        """Let the root alone log and write."""
+        rank_zero_only.rank = self.global_rank
+
+    def setup(self, trainer: Trainer) -> None:
+        """Put the model on its device and make its optimizers, as on a single device."""
+        if self._layer_sync is not None:
+            raise ValueError(
+                "`Trainer(sync_batchnorm=True)` averages statistics at every step, for which ranks that exchange now "
+                "and then would wait: leave it out, statistics are averaged at exchanges"
+            )
+        if trainer.state.fn == TrainerFn.FITTING and not any(
+            isinstance(c, PeriodicCallback) for c in trainer.callbacks
+        ):
+            raise ValueError(
+                "PeriodicStrategy needs a PeriodicCallback: pass Trainer(callbacks=[PeriodicCallback(), ...]), which "
+                "validates and saves the center"
+            )
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Move the module."""
+        self.model.to(self.root_device)
+
+    def gather(self, value: Any, group: Any = None) -> list[Any]:
+        """Return the values of all ranks, in their order: tensors of any shapes, or what can be pickled."""
+        return gather(self.communicator, value)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked."""
+        if sync_grads:
+            raise ValueError("all_gather(sync_grads=True): gradients of one rank do not flow to others here")
+        return torch.stack(self.gather(tensor))
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean of a tensor over ranks; or ``"sum"``, ``"max"``, ``"min"``."""
+        operation = str(reduce_op or "mean").rpartition(".")[2].lower()
+        if operation not in _REDUCTIONS:
+            raise ValueError(f"`reduce_op` must be one of {', '.join(_REDUCTIONS)}. Received: {reduce_op!r}")
+        values = torch.stack(self.gather(torch.as_tensor(tensor, device=self.root_device)))
+        if operation in ("mean", "avg") and not values.is_floating_point():
+            values = values.float()
+        return _REDUCTIONS[operation](values, dim=0)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.gather(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of one rank."""
+        return self.gather(obj if self.global_rank == src else None)[src]
+
+    def teardown(self) -> None:
+        """Leave the module and its optimizers on their device: they can be saved after training."""
+        for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """After optimizers are made: they give all ranks the values of the root, and then each takes its own."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module with the values of the center."""
+        if not self.optimizers:
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return state
+        return Centers(self.optimizers).state_of(self.lightning_module)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Let the root write the center; before it every rank what is its own, where that was asked for."""
+        if self._every_rank and "optimizer_states" in checkpoint:
+            stamp = {"save": self.broadcast(uuid.uuid4().hex), "ranks": self.world_size}
+            own = {**checkpoint, "state_dict": copied(self.lightning_module), _KEY: stamp}
+            self.checkpoint_io.save_checkpoint(own, self._file_of_rank(filepath))
+            self.barrier("files of ranks")
+            checkpoint[_KEY] = stamp
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what this rank has saved, to go on with training if all have; otherwise what the root has saved."""
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        stamp = found.get(_KEY)
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return found
+        file, own = self._file_of_rank(checkpoint_path), None
+        if stamp is not None and stamp["ranks"] == self.world_size and file.is_file():
+            own = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+        exact = self.gather(own is not None and own.get(_KEY) == stamp)
+        if all(exact) and own is not None:
+            return dict(own)
+        if stamp is not None and self.is_global_zero:
+            logger.warning(
+                "%s was saved by %d ranks, of which not all are here with their files: all go on from its center",
+                checkpoint_path,
+                stamp["ranks"],
+            )
+        return found
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove the files of ranks, too."""
+        super().remove_checkpoint(filepath)
+        own = self._file_of_rank(filepath)
+        if own.is_file():
+            self.checkpoint_io.remove_checkpoint(own)
+
+    def _file_of_rank(self, filepath: Any) -> Path:
+        return Path(f"{filepath}.ranks") / f"{self.global_rank}.ckpt"
+
+
+class PeriodicCallback(Callback):
+    """Lets Lightning validate, test, predict with and save the center; ends training on all ranks; logs exchanges.
+
+    In ``validation_step`` and the like the module holds the center. Checkpoints hold it under ``"state_dict"``, where
+    ``load_from_checkpoint`` looks. At the end of training all ranks exchange what is left, and from then on the module
+    holds the center. Ranks may have different numbers of batches: one that has fewer takes part in the exchanges of the
+    others at the end of each epoch, and then all go on together.
+
+    Args:
+        log_every: exchanges of which one is logged by the trainer's loggers, as ``exchange/...``, see
+            :class:`~hvd_periodic.torch.Reporter`; 0: none.
+
+    Raises:
+        TypeError: an optimizer of another package.
+        ValueError: another strategy of the trainer than :class:`PeriodicStrategy`; on every rank.
+    """
+
+    def __init__(self, log_every: int = 1) -> None:
+        self._log_every = log_every
+        self._centers = Centers([])
+        self._uneven = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse other strategies; let metrics of torchmetrics be those of all ranks."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, PeriodicStrategy):
+            raise ValueError(
+                "PeriodicCallback needs Trainer(strategy=PeriodicStrategy()): others average gradients at every step, "
+                f"or know of one rank only. Received: {type(strategy).__name__}"
+            )
+        # Where torch.distributed is there, Lightning would broadcast a signal at every batch: ranks would wait for each
+        # other at every step, those with more batches for ever. Each rank ends on a signal of its own.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        for metric in pl_module.modules():
+            if getattr(metric, "dist_sync_fn", metric) is None:
+                metric.dist_sync_fn, metric.distributed_available_fn = strategy.gather, lambda: strategy.is_distributed
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the optimizers."""
+        self._centers = Centers(trainer.optimizers)
+
+        def show(step: int, values: Values) -> None:
+            for place in trainer.loggers:
+                place.log_metrics({f"exchange/{name}": value for name, value in values.items()}, step)
+
+        self._centers.report(show, self._log_every)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out whether all ranks are sure to have as many batches."""
+        batches = set(trainer.strategy.gather(trainer.num_training_batches))
+        self._uneven = len(batches) > 1 or batches == {float("inf")}
+
+    def on_train_batch_end(self, trainer: Trainer, *of_batch: Any) -> None:
+        """Where ranks may have other numbers of batches, wait for them at the end of an epoch."""
+        if self._uneven and trainer.is_last_batch:
+            self._centers.finalize()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave training together; the module holds the center from now on."""
+        self._centers.finalize()
+        self._centers.settle(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the center."""
+        self._centers.enter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back to the replica."""
+        self._centers.leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Go back to the replica."""
+        self._centers.leave()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the optimizers."""
+        self._centers = Centers([])
+
+
+class _Ranks(ClusterEnvironment):
+    """The ranks of a communicator, which somebody else has started.
+
+    A rank's place on its host, and the host's among all, follow from what the ranks say of their hosts.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._rank, self._size = communicator.rank, communicator.size
+        hosts = communicator.allgather_object(communicator.host, f"{communicator.meeting_name}.hosts")
+        self._local_rank = hosts[: self._rank].count(communicator.host)
+        self._node_rank = sorted(set(hosts), key=hosts.index).index(communicator.host)
+
+    creates_processes_externally = True
+    main_address = ""
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        """It is never looked for."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        """It is what it is."""
+
+    def global_rank(self) -> int:
+        """Return this rank."""
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """It is what it is."""
+
+    def local_rank(self) -> int:
+        """Return this rank's place on its host."""
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        """Return the place of this rank's host."""
+        return self._node_rank

@@ -1,0 +1,110 @@
+"""Where flat vectors come from and go to: the tensors of the model, and host memory beside a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from hvd_periodic.torch.divided import shard_of
+from hvd_periodic.torch.dtypes import INTEGERS, REALS
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.store import FlatStore, PackedStore
+
+
+class TensorStore(PackedStore[torch.Tensor]):
+    """Tensors of the model, or their shards, read and written outside autograd; those of any strides one by one."""
+
+    def __init__(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], empty: Callable[[Bucket], torch.Tensor]
+    ) -> None:
+        super().__init__(layout, tensors, empty)
+        self._views: dict[tuple[str, int, int], tuple[list[int], list[torch.Tensor]]] = {}
+
+    def view(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the memory of a bucket that is a part of one tensor, in the dtype of the layout; None of others."""
+        views = self._flat_views(bucket) if len(bucket.pieces) == 1 else None
+        if views is None or (REALS | INTEGERS).get(views[0].dtype) != views[0].dtype:
+            return None
+        return views[0]
+
+    def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Pack the tensors of a bucket into ``out``, or into a new vector."""
+        with torch.no_grad():
+            views = self._flat_views(bucket)
+            if views is None or any(view.dtype != views[0].dtype for view in views):
+                return super().read(bucket, out)
+            return torch.cat(views, out=self._empty(bucket) if out is None else out)
+
+    def write(self, bucket: Bucket, value: torch.Tensor) -> None:
+        """Unpack a flat vector into the tensors of a bucket."""
+        with torch.no_grad():
+            views = self._flat_views(bucket)
+            if views is None:
+                super().write(bucket, value)
+            else:
+                torch._foreach_copy_(views, torch.split_with_sizes(value, [view.shape[0] for view in views]))
+
+    def _flat_views(self, bucket: Bucket) -> list[torch.Tensor] | None:
+        """Return the memory of the pieces of a bucket; None where some tensor is not contiguous.
+
+        Views are kept, as long as tensors stay where they are.
+        """
+        tensors = [self._tensor(piece.tensor) for piece in bucket.pieces]
+        if not tensors or not all(map(torch.Tensor.is_contiguous, tensors)):
+            return None
+        places = list(map(torch.Tensor.data_ptr, tensors))
+        key = bucket.kind, bucket.start, bucket.stop
+        if key not in self._views or self._views[key][0] != places:
+            pieces = zip(bucket.pieces, tensors, strict=True)
+            self._views[key] = places, [t.detach().view(-1)[piece.start : piece.stop] for piece, t in pieces]
+        return self._views[key][1]
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        """Return a tensor, or the shard of it that is here; FSDP may move that."""
+        return shard_of(self._tensors[index])
+
+
+class RestingStore(FlatStore[torch.Tensor]):
+    """Zeros in host memory, pinned where that serves, of vectors that are computed with on the device of their kind.
+
+    Args:
+        layout: the tensors, arenas and buckets.
+        kinds: dtype and device of every kind.
+    """
+
+    away = True
+
+    def __init__(self, layout: Layout, kinds: Mapping[str, tuple[torch.dtype, torch.device]]) -> None:
+        self._kinds = kinds
+
+        def zeros(kind: str, size: int) -> torch.Tensor:
+            dtype, device = kinds[kind]
+            return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+        super().__init__(layout, zeros)
+
+    def read(self, bucket: Bucket, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy on the device, in ``out`` if given."""
+        values = super().view(bucket)
+        return values.to(self._kinds[bucket.kind][1], copy=True) if out is None else out.copy_(values)
+
+    def view(self, bucket: Bucket) -> None:  # type: ignore[override]
+        """Return None: there is no such memory on the device."""
+        return
+
+
+def as_center_device(device: torch.device | str | None) -> torch.device | None:
+    """Return where centers rest; None: where the parameters are.
+
+    Raises:
+        ValueError: neither None nor the host.
+    """
+    if device is None:
+        return None
+    if str(device) != "cpu":
+        raise ValueError(
+            "`center_device` must be None, for a center beside the parameters, or 'cpu', for one in host memory. "
+            f"Received: {device!r}"
+        )
+    return torch.device("cpu")

@@ -1,0 +1,122 @@
+"""What all trainers need of the optimizers of this package: to find them, to read their centers, and to end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.meeting import Purpose, Record, meet
+from hvd_periodic.torch.neutral import neutral
+from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.reporting import Reporter, Values
+from hvd_periodic.torch.synchronizer import Synchronizer
+
+
+def unwrap(optimizer: Any) -> PeriodicOptimizer:
+    """Return the optimizer of this package that a trainer has wrapped: ``center()`` and all else are there.
+
+    Args:
+        optimizer: of accelerate, after ``prepare``; of Lightning; or one of this package, which is returned.
+
+    Raises:
+        TypeError: there is none of this package inside.
+
+    Example::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with hvdp.unwrap(optimizer).center():
+            evaluate(model)
+    """
+    found, inside = None, optimizer
+    while inside is not None:
+        found, attributes = inside, getattr(inside, "__dict__", {})
+        # Lightning's wrapper is of the class of what it wraps, and has copies of its attributes.
+        inside = attributes.get("_optimizer", attributes.get("optimizer"))
+        if inside is None and isinstance(found, PeriodicOptimizer):
+            return found
+    raise TypeError(
+        "A trainer of several ranks needs optimizers of hvd_periodic.torch, such as "
+        f"hvdp.ElasticAverageOptimizer(optimizer, model, 10). Received: {type(found).__name__}"
+    )
+
+
+class Centers:
+    """The centers of all optimizers that a trainer drives, as one.
+
+    Args:
+        optimizers: as the trainer has them.
+
+    Attributes:
+        synchronizers: of the optimizers.
+
+    Raises:
+        TypeError: one of them is none of this package.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self._optimizers = [unwrap(optimizer) for optimizer in optimizers]
+        self.synchronizers: list[Synchronizer] = [optimizer.synchronizer for optimizer in self._optimizers]
+        self._block = ExitStack()
+
+    def enter(self) -> None:
+        """Hold the centers in the model, until :meth:`leave`; nothing where it holds them already."""
+        if not all(synchronizer.view.inside for synchronizer in self.synchronizers):
+            self._block.push(self._entered())
+
+    def leave(self) -> None:
+        """Let the model hold the replica again."""
+        self._block.close()
+
+    def state_of(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return a copy of ``model.state_dict()`` with the values of the centers, under the names that it has."""
+        with self._entered():
+            return copied(model)
+
+    def _entered(self) -> ExitStack:
+        """Return a block in which the model holds the centers; entered already, all or none."""
+        with ExitStack() as block:
+            for synchronizer in self.synchronizers:
+                if not synchronizer.view.inside:
+                    block.enter_context(synchronizer.center())
+            return block.pop_all()
+
+    def finalize(self) -> None:
+        """End training on all ranks, with the same center."""
+        for optimizer in self._optimizers:
+            optimizer.finalize()
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """Let the model hold the centers for good."""
+        model.load_state_dict(self.state_of(model))
+
+    def report(self, sink: Callable[[int, Values], object], every: int) -> None:
+        """Show every so-manieth exchange of the first optimizer, as a :class:`Reporter`; 0: none."""
+        if every:
+            Reporter(self.synchronizers[0], sink, every=every)
+
+
+def gather(communicator: Communicator, value: Any) -> list[Any]:
+    """Return what trainers of all ranks have, in the order of ranks: tensors of any shapes, or what can be pickled.
+
+    Raises:
+        RuntimeError: ranks have come for different things; on all of them.
+    """
+    with neutral():
+        meet(communicator, Record(Purpose.TRAINER, 0))
+        at_hand = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        found = communicator.allgather_object(at_hand, f"{communicator.meeting_name}.trainer")
+        return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found
+
+
+def copied(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a copy of ``model.state_dict()``."""
+    state = model.state_dict()
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }

@@ -1,0 +1,56 @@
+"""Ignite on two ranks, of Horovod and of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.beside import trainers, with_trainers  # noqa: F401
+from tests.parallel.launch import run_scenarios
+from tests.parallel.program import column
+
+pytest.importorskip("horovod.torch")
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")]
+
+Reports = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=["mpirun", "torchrun"])
+def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
+    """What each rank reports."""
+    return run_scenarios(request.param, 2, "ignite_scenarios", tmp_path_factory.mktemp("job"), 180)
+
+
+def test_the_center_is_evaluated_and_left_in_the_model(ranks: Reports) -> None:
+    for rank, report in enumerate(column(ranks, "goes_where_the_oracle_goes")):
+        assert report["ranks"] == [rank, 2]
+        assert max(*report["seen"], report["metric"], report["end"]) < 1e-12
+        assert report["logged"] == [4, 8, 12, 13]
+
+
+def test_the_root_alone_writes_the_center(ranks: Reports) -> None:
+    of_root, of_other = column(ranks, "files")
+    assert of_root["files"] == ["model_6.pt"]
+    assert of_root["saved"] < 1e-12
+    assert of_other == {"files": [], "saved": None}
+
+
+def test_uneven_data(ranks: Reports) -> None:
+    for kind in ("iterable", "counted"):
+        (steps, end, looks), other = column(ranks, "uneven_data", kind)
+        assert (steps, looks) == (16, 2)
+        assert other == [steps, end, looks]
+
+
+def test_early_stopping_ends_all_at_the_same_step(ranks: Reports) -> None:
+    assert column(ranks, "stops_early_on_all") == [[3, 9]] * 2
+
+
+def test_an_evaluator_that_fails_leaves_the_replica(ranks: Reports) -> None:
+    assert column(ranks, "an_evaluator_that_fails") == [[True, True, False]] * 2
+
+
+def test_another_optimizer_is_refused(ranks: Reports) -> None:
+    assert all("TypeError: A trainer" in message for message in column(ranks, "what_is_refused"))

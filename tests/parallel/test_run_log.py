@@ -1,0 +1,65 @@
+"""Real ranks keep a run log, of which the command line makes a page: its numbers, beside those of a calculation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_periodic import read_run_log
+from hvd_periodic.cli.main import main
+from hvd_periodic.journal.lines import bytes_of
+from tests.html_page import Page
+from tests.parallel.launch import start
+from tests.parallel.run_log_program import PERIOD, RATE, STEPS
+from tests.parallel.tiers import thorough
+
+
+def distances() -> list[list[float]]:
+    """Return how far each of two ranks is from the center before every exchange, by the equations of the paper."""
+    x, c, found = np.zeros(2), 0.0, []
+    for steps in (PERIOD, PERIOD, PERIOD, STEPS % PERIOD):
+        x -= 0.5 * steps * np.array([1.0, 2.0])
+        d = x - c
+        found.append((2.0 * np.abs(d)).tolist())
+        x, c = x - RATE * d, c + RATE * d.sum()
+    return found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("framework", "launcher"),
+    [("torch", "mpirun"), ("tensorflow", "mpirun"), thorough("torch", "horovodrun --gloo")],
+)
+def test_a_page_of_a_real_run(
+    framework: str, launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(f"horovod.{framework}")
+    start(launcher, 2, ["-m", "tests.parallel.run_log_program", framework, str(tmp_path)], 120, framework)
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    log = read_run_log(tmp_path / "run")
+    for rank in range(2):
+        exchanged = [line for line in log[rank] if line["event"] == "exchanged"]
+        assert [line["step"] for line in exchanged] == [3, 6, 9, 10]
+        assert exchanged[0]["distance"] == pytest.approx(distances()[0][rank])
+        for line, expected in zip(exchanged, distances(), strict=True):
+            assert line.get("distance", expected[rank]) == pytest.approx(expected[rank])
+    assert main(["report", "--json", str(tmp_path / "run")]) == 0
+    [told] = json.loads(capsys.readouterr().out)["trainings"]
+    ranks = told["ranks"]
+    assert [(each["bytes_sent"], each["exchanges"]) for each in ranks] == [(s["bytes"], s["rounds"]) for s in seen]
+    assert [each["exchange_seconds"] for each in ranks] == pytest.approx([s["seconds"] for s in seen])
+    assert told["closed"] == pytest.approx(1 - (1 - 3 * RATE) ** 4)
+    title = {"torch": "PyTorch", "tensorflow": "TensorFlow"}[framework]
+    assert told["facts"]["framework"].startswith(title)
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    # Of the first period rank 0 has noted 16, 15, 14, rank 1 four more; of the last step 7 and 11.
+    assert page.row("Loss, first → last") == ["17 → 9"]
+    assert page.row("Exchanges of a rank") == ["4"]
+    assert page.row("Sent by a rank") == [bytes_of(sum(s["bytes"] for s in seen) / 2)]
+    assert page.row("Ranks") == ["2 (0, 1)"]
+    assert page.row("Versions")[0].startswith(title)

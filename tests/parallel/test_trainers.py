@@ -1,0 +1,66 @@
+"""What trainers have alike: their examples, and the end of all ranks when one fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.beside import MADE_BY, trainers, with_trainers  # noqa: F401
+from tests.parallel.launch import ROOT, run, start
+from tests.parallel.tiers import thorough
+
+pytest.importorskip("horovod.torch")
+pytest.importorskip("sklearn")
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")]
+
+EXAMPLES = [
+    ("lightning", "horovodrun --gloo"),
+    ("ignite", "torchrun"),
+    ("accelerate", "torchrun"),
+    ("huggingface", "torchrun"),
+    thorough("lightning", "torchrun"),
+    thorough("ignite", "mpirun"),
+]
+
+
+@pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
+def test_an_example_learns(name: str, launcher: str, tmp_path: Path) -> None:
+    output = start(launcher, 2, [f"examples/{name}_digits.py", str(tmp_path)], 120)
+    found = re.findall(r"accuracy of the center: (\d\.\d+)", output)
+    assert len(found) == 1
+    assert float(found[0]) > 0.95
+
+
+FAILING = [
+    ("lightning", "mpirun"),
+    ("huggingface", "torchrun"),
+    thorough("lightning", "torchrun"),
+    thorough("huggingface", "mpirun"),
+    thorough("ignite", "mpirun"),
+    thorough("ignite", "torchrun"),
+]
+
+
+@pytest.mark.parametrize(("name", "launcher"), FAILING)
+def test_a_rank_that_fails_ends_all(name: str, launcher: str, tmp_path: Path) -> None:
+    """The others wait in an exchange, and end, too."""
+    code, output = run(launcher, 2, ["-m", "tests.parallel.trainer_failing_program", str(tmp_path), name], 60)
+    assert code != 0
+    assert "ArithmeticError: on purpose, on rank 1" in output
+
+
+def test_none_is_imported_unless_used() -> None:
+    program = (
+        "import sys, hvd_periodic.torch; print({'lightning', 'transformers', 'accelerate', 'ignite'} & {*sys.modules})"
+    )
+    assert start("python", 1, ["-c", program], 60) == "set()\n"
+
+
+def test_the_environment_is_made_by_the_script_that_is_named() -> None:
+    done = subprocess.run(["bash", "-n", ROOT / MADE_BY.split()[1]], env=os.environ, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,341 @@
+"""``hvdp report``, ``plot`` and ``timeline``: the numbers of real runs, read back; broken logs; what stands out."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_periodic import EASGD, SGD, Algorithm, Averaging, Communicator, PeriodicOptimizer, read_run_log
+from hvd_periodic.cli import timeline
+from hvd_periodic.cli.main import main
+from hvd_periodic.journal import base
+from hvd_periodic.journal.runs import read_run
+from tests.helpers import run_ranks
+from tests.html_page import Page
+
+STEPS, PERIOD = 10, 3
+AT = [3, 6, 9, 10]
+
+
+def train(
+    folder: Path,
+    algorithm: Callable[[], Algorithm] = lambda: EASGD(0.1),
+    ranks: int = 2,
+    steps: Callable[[int], int] = lambda rank: STEPS,
+    loss: bool = True,
+    **options: Any,
+) -> list[int]:
+    """Train on threads, rank r with the constant gradient r + 1; return the bytes that ranks have counted."""
+
+    def work(communicator: Communicator) -> int:
+        x = np.zeros(100)
+        optimizer = PeriodicOptimizer(
+            SGD(0.125), {"x": x}, algorithm(), PERIOD, communicator=communicator, run_log=folder, **options
+        )
+        for step in range(steps(communicator.rank)):
+            if loss:
+                optimizer.synchronizer.report(10.0 * (communicator.rank + 1) - step)
+            optimizer.step([np.full(100, communicator.rank + 1.0)])
+        optimizer.synchronizer.finalize()
+        return optimizer.synchronizer.counters.bytes_sent
+
+    return run_ranks(ranks, work)
+
+
+@pytest.fixture(autouse=True)
+def always_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "LITTLE", float("inf"))
+
+
+def told(capsys: pytest.CaptureFixture[str], *folders: Path, more: tuple[str, ...] = ()) -> Any:
+    assert main(["report", "--json", *more, *map(str, folders)]) == 0
+    return json.loads(capsys.readouterr().out)["trainings"]
+
+
+def shown(folder: Path, *folders: Path) -> Page:
+    assert main(["report", "-o", str(folder / "page.html"), *map(str, folders)]) == 0
+    return Page((folder / "page.html").read_text())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    return error
+
+
+def test_numbers_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Elastic averaging of two ranks with constant gradients, simulated here in three lines."""
+    sent = train(tmp_path / "easgd")
+    [found] = told(capsys, tmp_path / "easgd")
+    x, c, apart = np.array([0.0, 0.0]), 0.0, []
+    for steps in (3, 3, 3, 1):
+        x = x - 0.125 * steps * np.array([1.0, 2.0])
+        d = x - c
+        apart.append(10 * np.abs(d))
+        x, c = x - 0.1 * d, c + 0.1 * d.sum()
+    assert found["distance"] == {"first": pytest.approx(apart[0].mean()), "last": pytest.approx(apart[3].mean())}
+    assert found["loss"] == {"first": pytest.approx((9.0 + 19.0) / 2), "last": pytest.approx((1.0 + 11.0) / 2)}
+    assert found["closed"] == pytest.approx(1 - (1 - 0.3) ** 4)
+    assert [rank["bytes_sent"] for rank in found["ranks"]] == sent
+    for rank in found["ranks"]:
+        assert (rank["steps"], rank["exchanges"], rank["left_out"], rank["skipped_updates"]) == (STEPS, 4, 0, 0)
+        assert rank["staleness"] is None
+        assert 0 < rank["waited"] <= rank["exchange_seconds"] <= rank["seconds"]
+    assert sum(rank["last"] for rank in found["ranks"]) == pytest.approx(1)
+    assert (found["facts"]["period"], found["facts"]["size"], found["facts"]["host"] != "") == (PERIOD, 2, True)
+    assert any("The center has gone 76 % of its way to the replicas" in finding for finding in found["findings"])
+
+
+def test_a_page_of_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    train(tmp_path / "easgd")
+    page = shown(tmp_path, tmp_path / "easgd")
+    assert page.row("Local steps of a rank") == ["10"]
+    assert page.row("Exchanges of a rank") == ["4"]
+    assert page.row("Loss, first → last") == ["14 → 6"]
+    assert page.row("Algorithm") == ["EASGD(moving_rate=0.1, beta=None, rho=0.0)"]
+    assert page.row("Ranks") == ["2 (0, 1)"]
+    heads = next(row for row in page.rows if row[0] == "rank")
+    ranks = [row for row in page.rows if row[0] in ("0", "1")]
+    assert [row[heads.index("exchanges")] for row in ranks] == ["4", "4"]
+    by_title = {label.partition(":")[0]: label for label in page.labels}
+    assert "rank 0: from 9 to 1," in by_title["Loss"]
+    assert "rank 1: from 19 to 11," in by_title["Loss"]
+    assert re.search(r"waited: \S+ for rank 0, \S+ for rank 1\.", by_title["Waiting"])
+    assert "Staleness" not in by_title
+    assert any("exchange is synchronous" in words for words in page.words)
+    assert all(address.startswith("#") for address in page.addresses), "the page asks the network for something"
+    assert len(set(page.identities)) == len(page.identities)
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    """Another algorithm; an asynchronous one; one without loss, whose center no rank can read by itself."""
+    pytest.importorskip("matplotlib")
+    train(tmp_path / "easgd")
+    train(tmp_path / "<average>", Averaging, center="root", loss=False)
+    train(tmp_path / "one by one", asynchronous=True)
+    page = shown(tmp_path, *(tmp_path / name for name in ("easgd", "<average>", "one by one")))
+    assert page.rows[0] == ["", "easgd", "<average>", "one by one"]
+    assert page.row("Exchange") == ["synchronous", "synchronous", "asynchronous"]
+    assert page.row("Loss, first → last") == ["14 → 6", "not known", "14 → 6"]
+    assert page.row("Distance to the center, first → last")[1] == "not known"
+    assert page.row("Time waiting for others")[2] == ""
+    by_title = {label.partition(":")[0]: label for label in page.labels}
+    assert "<average>" not in by_title["Loss"]
+    assert "<average>: from 4" not in by_title["Exchanges"]
+    assert "<average>: from 1 to 4" in by_title["Exchanges"]
+    assert by_title["Staleness"].count("from") == 1
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    train(tmp_path / "bare", loss=False, center="root", ranks=1)
+    page = shown(tmp_path, tmp_path / "bare")
+    text = " ".join(page.words)
+    assert "No loss was noted: call optimizer.synchronizer.report(loss) before step()" in text
+    assert "No distance was measured" in text
+    assert "No rank waits for others: there is one" in text
+
+
+def lines(rank: int, waits: list[float], **facts: Any) -> list[dict[str, Any]]:
+    """Return what a rank of four writes, of exchanges that take a second each, ten seconds apart."""
+    of = {"optimizer": 1, "name": "hvd.1"}
+    known = {"version": 1, "time": 0.0, "ranks": [0, 1, 2, 3], "algorithm": "Averaging()", "host": f"h{rank}"}
+    found: list[dict[str, Any]] = [{"event": "began", **of, **known, **facts}]
+    for i, waited in enumerate(waits):
+        time = 10.0 * (i + 1)
+        report = {"step": i + 1, "rounds": i + 1, "steps": 1, "seconds": waited + 0.1, "bytes_sent": 8}
+        found.append(
+            {"event": "exchanged", **of, "time": time, "came": time - waited - 0.1, "waited": waited, **report}
+        )
+    return found
+
+
+def written(folder: Path, waits: list[list[float]], **facts: Any) -> Path:
+    folder.mkdir()
+    for rank, of_rank in enumerate(waits):
+        text = "\n".join(json.dumps(line) for line in lines(rank, of_rank, **facts))
+        (folder / f"rank-{rank}.jsonl").write_text(text + "\n")
+    return folder
+
+
+def test_a_rank_that_all_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers on purpose: rank 2 comes last to nine of ten exchanges, rank 0 to one."""
+    late, other = [4.0, 4.0, 0.5, 3.0], [0.0, 1.0, 1.0, 1.0]
+    waits = np.array([late] * 9 + [other]).T.tolist()
+    [found] = told(capsys, written(tmp_path / "late", waits))
+    by_rank = {rank["rank"]: rank for rank in found["ranks"]}
+    assert [by_rank[rank]["last"] for rank in range(4)] == [0.1, 0.0, 0.9, 0.0]
+    assert by_rank[2]["kept"] == pytest.approx(9 * (3.5 + 3.5 + 2.5))
+    assert by_rank[0]["kept"] == pytest.approx(3.0)
+    assert by_rank[3]["waited"] == pytest.approx(28.0)
+    assert found["waiting_share"] == pytest.approx((36 + 37 + 5.5 + 28) / 400)
+    first = next(finding for finding in found["findings"] if "wait" in finding)
+    assert first.startswith("All wait for rank 2 (h2): it came last to 90 % of the exchanges")
+    assert any("has no end" in finding for finding in found["findings"])
+
+
+def test_ranks_that_wait_for_each_other_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = [[0.0 if i % 4 == rank else 4.0 for i in range(8)] for rank in range(4)]
+    [found] = told(capsys, written(tmp_path / "turns", waits))
+    assert any("now for one and now for another" in finding for finding in found["findings"])
+
+
+def test_a_restarted_job_and_its_cut_off_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    train(folder)
+    with (folder / "rank-1.jsonl").open("a") as file:
+        file.write('{"event": "exch')
+    train(folder, steps=lambda rank: 3)
+    assert len([line for line in read_run_log(folder)[1] if line["event"] == "began"]) == 2
+    [found] = told(capsys, folder)
+    assert [rank["steps"] for rank in found["ranks"]] == [STEPS + 3] * 2
+    assert [rank["exchanges"] for rank in found["ranks"]] == [5, 5]
+    assert found["cut_off"] == {"rank-1.jsonl": 1}
+    assert "rank-1.jsonl without 1 line that could not be read" in found["findings"][0]
+    assert any("Training has begun 2 times, at local steps 0, 0" in finding for finding in found["findings"])
+
+
+def test_several_optimizers_and_sets_of_ranks_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two optimizers of the same ranks; and ranks that train among themselves."""
+
+    def work(communicator: Communicator) -> None:
+        for _ in range(2):
+            x = np.zeros(3)
+            optimizer = PeriodicOptimizer(
+                SGD(0.1), {"x": x}, Averaging(), 2, communicator=communicator, run_log=tmp_path / "two"
+            )
+            for _ in range(4):
+                optimizer.step([np.ones(3)])
+            optimizer.synchronizer.finalize()
+
+    run_ranks(2, work)
+    other = [line for rank in (2, 3) for line in lines(rank, [0.1, 0.2], ranks=[2, 3])]
+    for rank, part in ((2, other[:3]), (3, other[3:])):
+        (tmp_path / "two" / f"rank-{rank}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    found = told(capsys, tmp_path / "two")
+    assert [[rank["rank"] for rank in each["ranks"]] for each in found] == [[2, 3], [0, 1], [0, 1]]
+    assert {each["label"] for each in found[1:]} == {f"two, optimizer {i} of ranks 0, 1" for i in (1, 2)}
+    assert [each["ranks"][0]["exchanges"] for each in found] == [2, 2, 2]
+
+
+def test_logs_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "nowhere"):
+        assert f"There is no run log in {tmp_path / folder}" in refused(capsys, "report", str(tmp_path / folder))
+
+    def with_file(text: str) -> str:
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / "rank-0.jsonl").write_text(text)
+        return refused(capsys, "report", str(tmp_path / "broken"))
+
+    assert "it has no line that could be read" in with_file("")
+    assert "it has no line that could be read" in with_file("hello\n")
+    assert "is no run log: '[1, 2]' says of no event" in with_file("[1, 2]\n")
+    began = {"event": "began", "optimizer": 1, "name": "a", "version": 1, "time": 0.0, "ranks": [0], "algorithm": "A"}
+    newer = json.dumps(began | {"version": 7, "package": "9.1"})
+    assert "version 7, and this is read by version 1: use hvd_periodic 9.1" in with_file(newer)
+    assert "does not say time, ranks and algorithm" in with_file('{"event": "began", "version": 1}\n')
+    assert "tells of no exchange" in with_file(json.dumps(began))
+    exchanged = {"event": "exchanged", "optimizer": 1, "name": "a"}
+    assert "has no beginning" in with_file(json.dumps(exchanged))
+    text = "\n".join(map(json.dumps, (began, exchanged)))
+    assert "a line 'exchanged' does not say time" in with_file(text)
+    assert "Received: the file" in refused(capsys, "report", str(tmp_path / "broken" / "rank-0.jsonl"))
+
+
+def test_ranks_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run")
+    (tmp_path / "run" / "rank-1.jsonl").unlink()
+    assert "has no log of ranks 1: each rank writes where it runs" in refused(capsys, "report", str(tmp_path / "run"))
+    [found] = told(capsys, tmp_path / "run", more=("--partial",))
+    assert [rank["rank"] for rank in found["ranks"]] == [0]
+    assert "There is no log of ranks 1" in found["findings"][0]
+
+
+def test_files_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = str(tmp_path)
+    assert "`-o` must end in .html or .htm" in refused(capsys, "report", run, "-o", "page.txt")
+    assert "`-o`: there is no folder" in refused(capsys, "report", run, "-o", str(tmp_path / "no" / "page.html"))
+    assert "`-o` must end in .json" in refused(capsys, "timeline", run, "-o", "trace.txt")
+    assert "`-o` must end in one of" in refused(capsys, "plot", run, "-o", "plot.txt")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "`-o` needs matplotlib" in refused(capsys, "report", run, "-o", str(tmp_path / "page.html"))
+
+
+@pytest.mark.parametrize("what", ["loss", "distance", "exchanges", "sent", "bytes", "waiting"])
+def test_a_plot(what: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    train(tmp_path / "run")
+    for folders in (["run"], ["run", "run/../run"]):
+        runs = [str(tmp_path / folder) for folder in folders]
+        assert main(["plot", *runs, "--what", what, "-o", str(tmp_path / "plot.svg")]) == 0
+        assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_a_plot_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    train(tmp_path / "run", loss=False)
+    file = str(tmp_path / "plot.png")
+    assert "No loss was noted" in refused(capsys, "plot", str(tmp_path / "run"), "-o", file)
+    assert "exchange is synchronous" in refused(
+        capsys, "plot", str(tmp_path / "run"), "--what", "staleness", "-o", file
+    )
+
+
+def test_long_runs_have_few_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Means over neighbours: of losses 0, 1, ... the mean stays."""
+    from hvd_periodic.cli import told as telling
+
+    x = np.zeros(1)
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 1, run_log=tmp_path / "long")
+    for step in range(1000):
+        optimizer.synchronizer.report(float(step))
+        optimizer.step([np.ones(1)])
+    [found] = telling.told_of([read_run(tmp_path / "long")])
+    steps, losses = telling.curve(found, "loss")
+    assert len(steps) == len(losses) == telling.POINTS
+    assert np.mean(losses) == pytest.approx(499.5)
+    assert steps == sorted(steps)
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    """Exchanges, in them meetings, and an arrow for every rank that has waited for the last one."""
+    train(tmp_path / "run", ranks=3)
+    assert main(["timeline", str(tmp_path / "run"), "-o", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert sorted((e["pid"], e["args"]["step"]) for e in spans if e["name"] != "meeting") == [
+        (rank, step) for rank in range(3) for step in AT
+    ]
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
+    meetings = [event for event in spans if event["name"] == "meeting"]
+    assert len(meetings) == 3 * len(AT)
+    arrows = {kind: [event["id"] for event in events if event["ph"] == kind] for kind in "sf"}
+    assert sorted(arrows["s"]) == sorted(arrows["f"])
+    assert len(set(arrows["s"])) == 2 * len(AT)
+    assert {e["args"]["name"].split(" on ")[0] for e in events if e["name"] == "process_name"} == {
+        f"rank {rank}" for rank in range(3)
+    }
+
+
+def test_clocks_of_hosts_are_set_by_their_meetings(tmp_path: Path) -> None:
+    waits = [[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]
+    folder = written(tmp_path / "run", waits, ranks=[0, 1])
+    ahead = [json.loads(line) for line in (folder / "rank-1.jsonl").read_text().splitlines()]
+    shifted = [line | {name: line[name] + 100 for name in ("time", "came") if name in line} for line in ahead]
+    (folder / "rank-1.jsonl").write_text("\n".join(map(json.dumps, shifted)))
+    [part] = read_run(folder).trainings[0].parts
+    assert timeline.clocks(part) == {0: 0.0, 1: pytest.approx(100.0)}
