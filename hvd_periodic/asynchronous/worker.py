@@ -23,6 +23,7 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.memory import NoSharedMemoryError
 from hvd_periodic.comm.watcher import tell_leaving
 from hvd_periodic.outer.framework import OuterOptimizer
@@ -373,7 +374,6 @@ def _leave_all() -> None:
         leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
         time.sleep(1e-3)
     everyone = [worker.communicator for worker in _opened]
-    communicators = {type(communicator): communicator for communicator in everyone}
     for worker in list(_opened):
         worker.close()
     for communicator in everyone:
@@ -383,8 +383,7 @@ def _leave_all() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # MPI's end, and Horovod's, would wait for those that have died.
-    for communicator in communicators.values():
-        communicator.depart()
+    depart()
 
 
 def _may_share(communicator: Communicator) -> bool:

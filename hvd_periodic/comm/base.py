@@ -257,9 +257,6 @@ class Communicator(ABC):
     def wait_for_job(self) -> None:
         """Wait for all ranks of the job, where it is divided into groups of which all exchange."""
 
-    def depart(self) -> None:
-        """Wait until all processes of the job are about to end, where the end of one ends the others' connections."""
-
     def rank_of(self, global_rank: int | None) -> int:
         """Return the rank within this set of a rank that the job knows as ``global_rank``; of None, the lowest.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -177,18 +178,6 @@ class HorovodCommunicator(JobCommunicator):
         everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
         return everyone
 
-    def depart(self) -> None:
-        """Wait for all ranks of the job.
-
-        The first that leaves Horovod ends MPI on all of them, and none may be inside of MPI then. Horovod's own
-        collectives are safe; this one fails if a rank that exchanges nothing has already left.
-        """
-        from horovod.common.exceptions import HorovodInternalError
-
-        if self.alive():
-            with suppress(HorovodInternalError):
-                self._hvd.allgather(self._tensor(np.zeros(1, np.int64)), name="hvd_periodic.depart")
-
     def refuse_without_mpi(self) -> None:
         """Raise a RuntimeError where Horovod runs on something else."""
         if not self._hvd.mpi_enabled():
@@ -208,6 +197,22 @@ class HorovodCommunicator(JobCommunicator):
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
         return HorovodCommunicator, (self._framework, process_set, self._tensor)
+
+
+def depart() -> None:
+    """Wait, in every Horovod of this process, for all ranks of the job.
+
+    The first that leaves a Horovod that has started MPI ends MPI on all of them, and none may be inside of MPI then,
+    for whatever it uses that. Horovod's own collectives are safe; this one fails if a rank that exchanges nothing has
+    already left.
+    """
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        hvd: Any = sys.modules.get(name)
+        if hvd is not None and hvd.is_initialized():
+            from horovod.common.exceptions import HorovodInternalError
+
+            with suppress(HorovodInternalError):
+                hvd.allgather_object(None, name="hvd_periodic.depart")
 
 
 _registered: dict[tuple[str, tuple[int, ...]], Any] = {}

@@ -22,6 +22,7 @@ import keras
 from hvd_periodic.arguments import require_int
 from hvd_periodic.checkpoints import Saving
 from hvd_periodic.tensorflow.checkpoints import save
+from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 
 
@@ -30,7 +31,7 @@ def _optimizer_of(callback: keras.callbacks.Callback) -> PeriodicOptimizer:
     if not isinstance(optimizer, PeriodicOptimizer):
         raise TypeError(
             f"{type(callback).__name__} needs a model that is compiled with an optimizer of hvd_periodic.tensorflow. "
-            f"Received: {type(optimizer).__name__}"
+            f"Received: {described(optimizer)}"
         )
     return optimizer
 
@@ -43,10 +44,12 @@ class BroadcastAtStart(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast."""
+        """Broadcast; where the first batch is yet to build the model, its first step gives all the root's values."""
         optimizer = _optimizer_of(self)
-        optimizer.start()
-        optimizer.synchronizer.broadcast()
+        if optimizer.built or self.model.built:
+            optimizer.build(self.model.trainable_variables)
+            optimizer.start()
+            optimizer.synchronizer.broadcast()
 
 
 class FinalizeAtEnd(keras.callbacks.Callback):

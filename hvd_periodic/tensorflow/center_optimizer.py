@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.arguments import outer_name
+from hvd_periodic.tensorflow.model import described
 
 _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
     "use_ema": False,
@@ -56,7 +57,7 @@ class CenterOptimizer:
             self._followed = plain
             optimizer = copied(plain, _OF_LOCAL_STEPS_ONLY, learning_rate=0.0, name=f"center_{plain.name}")
         elif not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise TypeError(f"`{outer_name()}` must be a Keras optimizer. Received: {type(optimizer).__name__}")
+            raise TypeError(f"`{outer_name()}` must be a Keras optimizer. Received: {described(optimizer)}")
         elif optimizer is local or optimizer.built:
             raise ValueError(f"`{outer_name()}` must be an optimizer of its own that has not been used yet")
         self.optimizer: Any = optimizer

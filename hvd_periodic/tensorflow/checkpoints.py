@@ -17,6 +17,7 @@ from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.resharding import resharded
 
@@ -160,7 +161,7 @@ class Tensors:
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: {type(model).__name__}")
+        raise TypeError(f"`model` must be a keras.Model. Received: {described(model)}")
     if not isinstance(optimizer, (PeriodicOptimizer, VariableSynchronizer)):
         raise TypeError(
             "`optimizer` must be an optimizer or synchronizer of hvd_periodic.tensorflow. Received: "

@@ -85,6 +85,10 @@ class Connection:
                 )
             self.average = GradientAverage(distributed)
 
+    def follow(self, other: Connection) -> None:
+        """Be of the ranks of another optimizer, of which this one is a copy; before the first step."""
+        self._process_set, self.average, self._saved = other._process_set, other.average, other._saved
+
     def build(self, build: Callable[[], T]) -> T:
         """Return ``build()``, or raise on all ranks that meet at construction if it raises on any."""
         return build() if self.waits else build_on_all(self.communicator, self.name, build)
@@ -103,6 +107,23 @@ class Connection:
     def ranks(self) -> Communicator:
         """Return the ranks that exchange, also before a loaded optimizer is connected; nothing is communicated."""
         return communicator_of(self._process_set)
+
+    def ranks_of_file(self) -> Communicator:
+        """Return :meth:`ranks`, which say what of a loaded optimizer's state is this rank's.
+
+        Raises:
+            RuntimeError: Horovod does not know of them yet.
+        """
+        try:
+            return self.ranks()
+        except RuntimeError as error:
+            if not self.loaded:
+                raise
+            raise RuntimeError(
+                "What a rank holds of the state of this optimizer depends on how many ranks there are, as it was made "
+                "with asynchronous=True, another center than 'replicated', or a compression whose sums are kept: call "
+                f"hvd.init() before the file is loaded, or load it with compile=False ({error})"
+            ) from error
 
     def any_in_group(self, value: bool) -> bool:
         """Return whether something is true on any of the ranks that average their gradients with this one."""

@@ -96,7 +96,7 @@ class Exchanges:
         ranks, root = connection.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, lasting=False)
         if plan.asynchronous or options["center"] != "replicated" or sums:
-            ranks = connection.ranks()  # What this rank holds of the center or sums, has to be known before a load.
+            ranks = connection.ranks_of_file()  # What this rank holds of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
         self._synchronizer = synchronizer = VariableSynchronizer(
             self._new_variable,

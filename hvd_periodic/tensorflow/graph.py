@@ -17,7 +17,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
 from hvd_periodic.tensorflow.communicator import communicator_of
-from hvd_periodic.tensorflow.host import in_session
+from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
 from hvd_periodic.tensorflow.meeting import audit_in_graph
@@ -141,7 +141,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
         if self.begun or in_session():
             return False
-        with tf.init_scope():
+        with outside():
             with self.membership.communicator.attendance.at(f"first step of optimizer {self.membership.number}"):
                 self._refuse_share_of_another()
             self.checkpoint.adopt()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.variables import default_variable_creator_v2
 
 from hvd_periodic.comm.packing import bits, number
 
@@ -46,6 +48,25 @@ def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.T
         result = tf.py_function(call, inputs, tf.int64)
     result.set_shape([None])
     return result
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Leave the functions that are being compiled: what is done inside the block is done now, once.
+
+    Variables may be made there as well, also where TensorFlow compiles a function for the second time, in which it
+    makes none of its own.
+    """
+
+    def make(_: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
+        return default_variable_creator_v2(**options)
+
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            yield
+            return
+        with tf.variable_creator_scope(make):
+            yield
 
 
 def in_session() -> bool:

@@ -31,7 +31,7 @@ ADDED = {"left_out"}
 MEMORY = "memory."
 """Begins the names of variables of what a schedule remembers."""
 
-_SINCE = "since"
+SINCE = "since"
 """Names what has happened since every fragment was exchanged; with an index, each number of it."""
 
 _PER_FRAGMENT = len(Since._fields)
@@ -73,7 +73,7 @@ class VariableLedger(Ledger):
         for name in self._remembers:
             self.note_variables[MEMORY + name] = self._new_variable(f"{MEMORY}{name}", (), tf.float64, np.nan)
         if self._fragments > 1:
-            self.note_variables[_SINCE] = self._new_variable(_SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
+            self.note_variables[SINCE] = self._new_variable(SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
 
     @property
     def counters(self) -> Counters:
@@ -166,7 +166,7 @@ class VariableLedger(Ledger):
     def noted(self, notes: Notes) -> Numbers:
         """Return what is to be kept, by name; None where the schedule has nothing to remember."""
         since = notes.since or [Since()] * self._fragments
-        numbers: Numbers = {f"{_SINCE}.{i}": number for i, number in enumerate(chain(*since))}
+        numbers: Numbers = {f"{SINCE}.{i}": number for i, number in enumerate(chain(*since))}
         numbers |= {MEMORY + name: notes.memory.get(name) for name in self._remembers}
         numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
         return {name: numbers[name] for name in self.kinds_noted}
@@ -180,7 +180,7 @@ class VariableLedger(Ledger):
     def _names(self, variable: str) -> list[str]:
         """Return the names of the numbers in a variable of :attr:`note_variables`."""
         count = self._fragments * _PER_FRAGMENT
-        return [f"{_SINCE}.{i}" for i in range(count)] if variable == _SINCE else [variable]
+        return [f"{SINCE}.{i}" for i in range(count)] if variable == SINCE else [variable]
 
     def _noted_numbers(self) -> dict[str, tf.Tensor]:
         """Return what is kept, each number by its name; also in a graph."""
@@ -248,7 +248,7 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
         if name.startswith(MEMORY) and value is not None and not np.isnan(value)
     }
     losses = values.get("loss_sum", 0.0)
-    since = [values[f"{_SINCE}.{i}"] for i in range(sum(name.startswith(f"{_SINCE}.") for name in values))]
+    since = [values[f"{SINCE}.{i}"] for i in range(sum(name.startswith(f"{SINCE}.") for name in values))]
     kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else ()
     return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)
 

@@ -15,6 +15,11 @@ from hvd_periodic.tensorflow.replica import NamedVariables
 AnyVariable = Any
 """A ``keras.Variable`` or a ``tf.Variable``."""
 
+NO_VALUES = (
+    "The variables have no values yet, because the model is built inside of the compiled step: give it its input shape "
+    "by keras.Input, or call model.build(input_shape), before it is trained"
+)
+
 
 def native(variable: AnyVariable) -> tf.Variable:
     """Return the TensorFlow variable behind a Keras variable."""
@@ -25,6 +30,37 @@ def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: A
     """Make a variable that nothing keeps but who asks for it."""
     value = tf.broadcast_to(tf.cast(initial_value, dtype), tuple(shape))
     return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
+
+
+def described(value: object) -> str:
+    """Return the type of what was given in place of something of Keras 3; of Keras 2, with what to do."""
+    kind = type(value)
+    old = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == "tf_keras"), None)
+    if old is None:
+        return kind.__name__
+    return (
+        f"{kind.__name__} of tf_keras, which is Keras 2. Exchanges are for Keras 3: unset the environment variable "
+        "TF_USE_LEGACY_KERAS, by which tf.keras is tf_keras, or take model and optimizer from `import keras`; a script "
+        "that needs tf_keras exchanges by hvdp.Synchronizer(model.trainable_variables, ...) in a loop of its own"
+    )
+
+
+def have_values(variables: Iterable[AnyVariable]) -> bool:
+    """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
+    with tf.init_scope():
+        return not tf.executing_eagerly() or all(bool(native(variable).is_initialized()) for variable in variables)
+
+
+def only_makes(variables: Iterable[AnyVariable]) -> bool:
+    """Return whether what is being compiled has just made the variables, and so is never to run.
+
+    TensorFlow gives them the values that they begin with, and compiles the function anew, before it takes a step. Where
+    it cannot, since these depend on what the function is given, running this one is an error.
+    """
+    if tf.executing_eagerly() or have_values(variables):
+        return False
+    tf.debugging.Assert(False, [NO_VALUES])
+    return True
 
 
 def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:
@@ -53,7 +89,7 @@ def check_policy(buffers: str | None, model: object, loaded: bool = False) -> No
     if buffers not in (None, "average", "local"):
         raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
     if model is not None and not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: {type(model).__name__}")
+        raise TypeError(f"`model` must be a keras.Model. Received: {described(model)}")
     if buffers == "average" and model is None and not loaded:
         raise ValueError("`buffers='average'` needs the model, which knows its statistics: pass `model`")
 

@@ -18,18 +18,28 @@ from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
 from hvd_periodic.tensorflow.connection import RANKS, Connection, NotYetConnected
+from hvd_periodic.tensorflow.copies import CopiedUnused
 from hvd_periodic.tensorflow.exchanges import Exchanges
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
-from hvd_periodic.tensorflow.model import check_policy, list_variables, named_variables, native
+from hvd_periodic.tensorflow.host import outside
+from hvd_periodic.tensorflow.model import (
+    NO_VALUES,
+    check_policy,
+    have_values,
+    list_variables,
+    named_variables,
+    native,
+    only_makes,
+)
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
 from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
-class PeriodicOptimizer(ForwardedSettings):
+class PeriodicOptimizer(CopiedUnused, ForwardedSettings):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
@@ -175,12 +185,9 @@ class PeriodicOptimizer(ForwardedSettings):
         """
         if self.built:
             return
-        with tf.init_scope():
-            if not all(bool(native(variable).is_initialized()) for variable in variables):
-                raise ValueError(
-                    "The variables have no values yet, because the model is built inside of the compiled step: give it "
-                    "its input shape by keras.Input, or call model.build(input_shape), before it is trained"
-                )
+        with outside():
+            if not have_values(variables):
+                raise ValueError(NO_VALUES)
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(variables))
             self._forwards = False  # Keras would make the variables of these settings again
@@ -228,6 +235,8 @@ class PeriodicOptimizer(ForwardedSettings):
         if len(gradients) != len(variables):
             raise ValueError(f"{len(variables)} variables take as many gradients. Received: {len(gradients)}")
         refuse_xla()
+        if not self.built and only_makes(variables):
+            return
         replaced = self._open(variables)
         self.synchronizer.view.refuse_inside("step")
         self._check_variables_are_known(variables)
@@ -303,7 +312,7 @@ class PeriodicOptimizer(ForwardedSettings):
         if self._exchanges.opened:
             return False
         eager = tf.executing_eagerly()
-        with tf.init_scope():
+        with outside():
             if not tf.executing_eagerly():
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
             before = [native(variable).numpy() for variable in variables] if eager else None

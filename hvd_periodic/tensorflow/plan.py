@@ -19,7 +19,7 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import encode
 from hvd_periodic.tensorflow.connection import RANKS, Connection
 from hvd_periodic.tensorflow.gradient_averaging import split_distributed
-from hvd_periodic.tensorflow.model import check_policy
+from hvd_periodic.tensorflow.model import check_policy, described
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.wires import as_wire
@@ -65,7 +65,7 @@ class Plan:
             TypeError, ValueError: an argument of the wrong type or out of range.
         """
         if not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}")
+            raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {described(optimizer)}")
         inside, connection.average = split_distributed(optimizer)
         check_policy(options["buffers"], model, connection.loaded)
         placement_of(options["center"])

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_periodic.centers.outbox import UNSENT, UNSENT_SUMS
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.ledger import MEMORY
+from hvd_periodic.tensorflow.ledger import MEMORY, SINCE
 
 _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
@@ -24,6 +24,11 @@ SUMS_OF = f"{UNSENT_SUMS}_of"
 def depends_on_wire(name: str) -> bool:
     """Return whether there is such a variable with some ways to compress only: what is left; a total that is apart."""
     return name == SUMS_OF or not {UNSENT, UNSENT_SUMS, "total"}.isdisjoint(name.split("."))
+
+
+def _fragments(variables: Mapping[str, Any]) -> int:
+    """Return in how many fragments parameters are exchanged, of variables by name or their values."""
+    return int(variables[SINCE].shape[0]) if SINCE in variables else 1
 
 
 class SavedVariables:
@@ -75,6 +80,13 @@ class SavedVariables:
             name for name in waiting.keys() - different if waiting[name].shape != tuple(self.variables[name].shape)
         }
         if different:
+            there, here = _fragments(waiting), _fragments(self.variables)
+            if there != here:
+                raise ValueError(
+                    f"The saved state is of parameters that are exchanged in another number of fragments: {there} in "
+                    f"the file, {here} here. Pass fragments={there}; weights alone are loaded before the model is "
+                    "compiled"
+                )
             raise ValueError(
                 f"The saved state is of another optimizer or model; they differ in {min(different)!r}. If the "
                 "optimizer was made with `model`, call optimizer.attach(model) after loading"

@@ -18,7 +18,8 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.model import check_policy, named_variables, untracked
+from hvd_periodic.tensorflow.host import outside
+from hvd_periodic.tensorflow.model import check_policy, described, named_variables, untracked
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.options import TensorFlowOptions
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
@@ -89,6 +90,8 @@ class Synchronizer(VariableSynchronizer):
             owner = model if isinstance(model, keras.Model) else None
             check_policy(options["buffers"], owner)
             placement_of(options["center"])
+            if owner is None and not isinstance(model, Iterable):
+                raise TypeError(f"`model` must be a keras.Model, or variables. Received: {described(model)}")
             if owner is not None and not owner.built:
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
@@ -125,7 +128,7 @@ class Synchronizer(VariableSynchronizer):
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
-        with tf.init_scope():
+        with outside():
             if not self.started:
                 self.started = True
                 communicator = self.membership.communicator

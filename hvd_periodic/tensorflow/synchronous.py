@@ -16,7 +16,7 @@ from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.comm.packing import is_real
 from hvd_periodic.sync.left_out import tell
 from hvd_periodic.sync.synchronous import Synchronous
-from hvd_periodic.tensorflow.host import Numbers, in_session, on_host, to_integers, unpacked
+from hvd_periodic.tensorflow.host import Numbers, in_session, on_host, outside, to_integers, unpacked
 from hvd_periodic.tensorflow.ledger import seconds
 from hvd_periodic.tensorflow.meeting import GraphMeeting, audit_in_graph, ledger_of
 from hvd_periodic.tensorflow.outer import FollowsRate
@@ -224,7 +224,7 @@ def _take_turn() -> list[tf.Operation]:
     """
     if in_session():
         return []
-    with tf.init_scope():
+    with outside():
         if not _turns:
             _turns.append(tf.Variable(0, dtype=tf.int64, trainable=False))
     return [_turns[0].assign_add(1).op]

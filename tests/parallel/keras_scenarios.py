@@ -117,6 +117,34 @@ def constant_gradients_in_fit() -> Any:
     return results
 
 
+@scenario
+def built_by_the_first_batch() -> Any:
+    """A model that knows its input shape, and one that does not: what both are after two epochs, and its center."""
+    results = {}
+    cases: dict[str, Callable[..., Any]] = {
+        "easgd": lambda inner, model: hvdp.ElasticAverageOptimizer(inner, model, 2),
+        "agn sharded": lambda inner, model: hvdp.AGNOptimizer(inner, model, 2, center="sharded"),
+        "averaged": lambda inner, model: hvdp.ModelAverageOptimizer(
+            hvd.DistributedOptimizer(inner), model, hvdp.PostLocal(2, 3)
+        ),
+    }
+    inputs = np.random.default_rng(hvd.rank()).standard_normal((20, 3)).astype("float32")
+    for name, wrap in cases.items():
+        for shape in ([keras.Input((3,))], []):
+            keras.utils.set_random_seed(7 + hvd.rank())
+            model = keras.Sequential([*shape, keras.layers.Dense(2), keras.layers.BatchNormalization()])
+            optimizer = wrap(keras.optimizers.SGD(0.05, momentum=0.5), model)
+            model.compile(optimizer, loss="mse", jit_compile=False, steps_per_execution=2 if name == "easgd" else 1)
+            callbacks = [hvdp.callbacks.BroadcastAtStart(), hvdp.callbacks.EvaluateCenter((inputs, inputs[:, :2]))]
+            model.fit(inputs, inputs[:, :2], batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+            counters = optimizer.synchronizer.counters
+            with optimizer.center():
+                center = bits(model.weights)
+            found = [counters.local_steps, counters.rounds, counters.skipped_updates, center, bits(model.weights)]
+            results[f"{name}, {'known' if shape else 'built'}"] = found
+    return results
+
+
 def quadratic_step(optimizer: Any, w: Any, curvature: Any, zero: Any) -> Callable[[], Any]:
     return lambda: optimizer.apply_gradients([(curvature * tf.convert_to_tensor(w) + zero, w)])
 

@@ -1,11 +1,14 @@
 """The numpy core on mpi4py, without Horovod: the contract of communicators and the losses of the oracle.
 
 mpirun -np 2 python -m tests.parallel.mpi_program FOLDER
+
+With an argument more, asynchronous exchange on mpi4py by this transport, beside a Horovod that has started MPI.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -37,5 +40,29 @@ def main(folder: Path) -> None:
     (folder / f"{communicator.rank}.json").write_text(json.dumps(results))
 
 
+def beside_horovod(folder: Path, transport: str) -> None:
+    """Write the replica's way that is left to the center, and the center, of gradients −1 − 2 rank."""
+    import horovod.torch as hvd
+    import torch
+
+    import hvd_periodic.torch as hvdp
+    from hvd_periodic.asynchronous.worker import VARIABLE
+
+    os.environ[VARIABLE] = transport
+    hvd.init()
+    x = torch.nn.Parameter(torch.zeros(3))
+    local = torch.optim.SGD([x], lr=1.0)
+    options = {"asynchronous": True, "process_set": MPICommunicator()}
+    optimizer = hvdp.ElasticAverageOptimizer(local, [("x", x)], 2, moving_rate=0.25, **options)
+    for _ in range(8):
+        x.grad = torch.full([3], -1.0 - 2 * hvd.rank())
+        optimizer.step()
+    optimizer.finalize()
+    replica = x.tolist()
+    with optimizer.center():
+        (folder / f"{hvd.rank()}.json").write_text(json.dumps([replica, x.tolist()]))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    given = Path(sys.argv[1])
+    main(given) if len(sys.argv) == 2 else beside_horovod(given, sys.argv[2])

@@ -52,6 +52,18 @@ def test_numbers_worked_out_by_hand(loop: str, ranks: list[dict[str, Any]]) -> N
 
 
 @whole
+def test_the_first_batch_builds_a_model_as_if_it_had_known_its_shape(ranks: list[dict[str, Any]]) -> None:
+    """To the bit, on each rank: all begin the first step with the root's values, and nobody leaves an update out."""
+    for report in column(ranks, "built_by_the_first_batch"):
+        for name in ("easgd", "agn sharded", "averaged"):
+            known, built = report[f"{name}, known"], report[f"{name}, built"]
+            assert built == known, name
+            assert built[:3] == [10, 2 if name == "averaged" else 5, 0], name
+    centers = [report["built_by_the_first_batch"]["agn sharded, built"][3] for report in ranks]
+    assert centers == [centers[0]] * len(ranks)
+
+
+@whole
 def test_fit_takes_the_same_steps(ranks: list[dict[str, Any]]) -> None:
     """Also where several steps are one execution: what is seen then is every fourth."""
     for report in ranks:

@@ -8,6 +8,7 @@ import pytest
 
 from tests import oracle
 from tests.parallel.launch import run_scenarios
+from tests.parallel.tiers import thorough
 
 pytest.importorskip("mpi4py")
 
@@ -28,3 +29,16 @@ def test_agreement_with_the_oracle(n: int, tmp_path: Path) -> None:
             assert x == pytest.approx(replicas[rank], rel=1e-12, abs=1e-12)
             assert c == pytest.approx(center, rel=1e-12, abs=1e-12)
             assert c == ranks[0][name][1], "to the bit"
+
+
+@pytest.mark.parametrize("transport", ["service", thorough("window")])
+def test_asynchronous_exchange_beside_horovod(transport: str, tmp_path: Path) -> None:
+    """No process is inside of MPI when the first to leave Horovod ends it: the job's exit code tells.
+
+    Exchanges conserve the sum of the replicas and the center, which gradients move by 8 steps of 1 and 8 of 3.
+    """
+    pytest.importorskip("horovod.torch")
+    ranks = run_scenarios("mpirun", 2, "mpi_program", tmp_path, 60, transport, framework="torch")
+    (one, center), (other, same) = ranks
+    assert center == same
+    assert [sum(found) for found in zip(one, other, center, strict=True)] == pytest.approx([32.0] * 3)

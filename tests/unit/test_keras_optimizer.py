@@ -376,14 +376,6 @@ def test_before_it_is_built() -> None:
         optimizer.apply([tf.ones(2)], [parameter()])
 
 
-def test_a_model_without_input_shape() -> None:
-    model = keras.Sequential([keras.layers.Dense(1)])
-    optimizer = wrap("average", keras.optimizers.SGD(0.1), model, 3)
-    model.compile(optimizer, loss="mse", jit_compile=False)
-    with pytest.raises(ValueError, match=r"give it its input shape by keras.Input, or call model.build"):
-        model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=1, verbose=0)
-
-
 def test_fit_builds_an_optimizer_that_was_not_given_the_model() -> None:
     model = network()
     optimizer = wrap("average", keras.optimizers.SGD(0.1), None, 3)

@@ -1,0 +1,32 @@
+"""Copies of an optimizer in memory."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from hvd_periodic.tensorflow.exchanges import Exchanges
+
+
+class CopiedUnused:
+    """An optimizer whose copies have not been used: of the same arguments, but of no model, and without any state.
+
+    Those of ``copy`` exchange with the same ranks; those of ``pickle`` are told of them, as loaded ones are.
+    """
+
+    _exchanges: Exchanges
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind: Any = type(self)
+        return kind.from_config, (self.get_config(),)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made, arguments = self.__reduce__()
+        copied = memo[id(self)] = made(*arguments)
+        original, copy = self, copied
+        while isinstance(copy, CopiedUnused):
+            copy._exchanges.connection.follow(original._exchanges.connection)
+            original, copy = original.inner_optimizer, copy.inner_optimizer  # type: ignore[attr-defined]
+        return copied
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})

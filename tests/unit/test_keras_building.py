@@ -1,0 +1,59 @@
+"""Models that learn their input shape from the first batch. One process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow")
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from tests.unit.test_keras_optimizer import wrap  # noqa: E402
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_the_first_batch_builds_a_model_without_input_shape(eagerly: bool) -> None:
+    """It is then trained as if it had known its shape; several steps per execution, and callbacks that need it."""
+    found = []
+    for shape in ([keras.Input((3,))], []):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([*shape, keras.layers.Dense(2), keras.layers.BatchNormalization()])
+        optimizer = wrap("easgd", keras.optimizers.SGD(0.1, momentum=0.5), model, 3)
+        model.compile(optimizer, loss="mse", jit_compile=False, run_eagerly=eagerly, steps_per_execution=2)
+        inputs = np.arange(24.0).reshape(8, 3) / 10
+        callbacks = [
+            hvdp.callbacks.BroadcastAtStart(),
+            hvdp.callbacks.EvaluateCenter((inputs, inputs[:, :2])),
+            hvdp.callbacks.FinalizeAtEnd(),
+        ]
+        history = model.fit(inputs, inputs[:, :2], 1, verbose=0, shuffle=False, callbacks=callbacks)
+        counters = optimizer.synchronizer.counters
+        weights = [weight.tolist() for weight in model.get_weights()]
+        found.append([counters.local_steps, counters.rounds, history.history, weights])
+    assert found[0][:2] == [8, 3]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_variables_that_a_function_of_the_user_makes(known: bool) -> None:
+    """Where what they begin with is known before its first step; and where it is not."""
+    optimizer, made = wrap("average", keras.optimizers.SGD(1.0)), []
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> None:
+        if not made:
+            made.append(keras.Variable(lambda shape, dtype: tf.ones(2) if known else x, shape=(2,), dtype="float32"))
+        optimizer.apply([tf.ones(2)], made)
+
+    refused = pytest.raises(tf.errors.InvalidArgumentError, match=r"give it its input shape by keras.Input, or call mo")
+    with nullcontext() if known else refused:
+        step(tf.ones(2))
+        step(tf.ones(2))
+        assert made[0].numpy().tolist() == [-1.0, -1.0]
