@@ -81,21 +81,23 @@ class Subset(Communicator):
         return self.meets_with.changed()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-        """Start to sum parts, a part on each rank; the sums are gathered where the result is waited for."""
-        if op != "sum":
-            raise ValueError(f"Ranks of a group are summed over. Received: {op!r}")
-        part = self.reducescatter(buffer, name)
-        return lambda: self.allgather(part(), f"{name}.sums")
+        """Start to reduce parts, a part on each rank; these are gathered where the result is waited for."""
+        part = self._reduced(buffer, name, {"sum": add, "max": _larger}[op])
+        return lambda: self.allgather(part(), f"{name}.parts")
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to give every rank its part of all."""
+        return self._reduced(buffer, name, add)
+
+    def _reduced(self, buffer: Any, name: str, operation: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+        """Start to reduce a part of all on every rank, in the order of ranks."""
         bounds = [chunk(len(buffer), place, self.size) for place in range(self.size)]
         finish = self._scatter(buffer, [stop - start for start, stop in bounds], name)
         start, stop = bounds[self.rank]
 
         def total() -> Any:
             received, count = finish(), stop - start
-            return reduce(add, (received[place * count : (place + 1) * count] for place in range(self.size)))
+            return reduce(operation, (received[place * count : (place + 1) * count] for place in range(self.size)))
 
         return total
 
@@ -147,6 +149,11 @@ class Subset(Communicator):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Subset, (self.meets_with, self._choose)
+
+
+def _larger(x: Any, y: Any) -> Any:
+    """Return the larger of both, of every element; arrays and tensors have this alike."""
+    return x.clip(y)
 
 
 def require_possible(communicator: Communicator, center: str, nonfinite: str, asynchronous: bool) -> None:

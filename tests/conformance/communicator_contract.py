@@ -18,6 +18,7 @@ from hvd_periodic.vectors.layout import chunk
 LAUNCHERS = {
     "LocalCommunicator": "pytest",
     "ThreadCommunicator": "pytest",
+    "Subset": "pytest",
     "MPICommunicator": "mpirun",
     "HorovodCommunicator": "horovodrun",
     "TorchDistributedCommunicator": "torchrun",

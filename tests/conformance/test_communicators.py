@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic.comm.subset import Subset
 from hvd_periodic.comm.threads import ThreadCommunicator
 from tests.conformance.communicator_contract import LAUNCHERS, check_communicator
 from tests.conformance.discovery import communicators
 from tests.helpers import outcomes, run_ranks
 
-HERE = {"LocalCommunicator", "ThreadCommunicator"}
+HERE = {"LocalCommunicator", "Subset", "ThreadCommunicator"}
 
 
 @pytest.mark.parametrize("name", sorted(communicators()))
@@ -44,6 +45,16 @@ def test_threads(size: int) -> None:
         check_communicator(communicator)
 
     run_ranks(size, work)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1]], [[0, 2], [1, 3]], [[0, 1, 4], [2, 3, 5]]])
+def test_subsets(groups: list[list[int]]) -> None:
+    """Of one size: all do the same at the same time, and the contract has a broadcast from every rank."""
+
+    def work(communicator: Communicator) -> None:
+        check_communicator(Subset(communicator, lambda: next(ranks for ranks in groups if communicator.rank in ranks)))
+
+    run_ranks(sum(map(len, groups)), work)
 
 
 class Faulty(Communicator):

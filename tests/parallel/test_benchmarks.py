@@ -20,7 +20,7 @@ from tests.parallel.launch import ROOT, start
 from tests.parallel.tiers import thorough
 
 
-@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 10), ("tensorflow", 5)])
+@pytest.mark.parametrize(("framework", "exchanges"), [("torch", 13), ("tensorflow", 5)])
 def test_exchange(framework: str, exchanges: int, tmp_path: Path) -> None:
     pytest.importorskip(f"horovod.{framework}")
     options = ["--framework", framework, "--model", "tiny", "--repetitions", "2", "--json", str(tmp_path / "results")]
