@@ -76,8 +76,8 @@ main() {
     ARGUMENTS=("${ARGUMENTS[@]:1}")
   fi
   bash "$SCRIPTS/setup.sh"
-  bash "$SCRIPTS/trainers.sh"
   activate
+  if python3 -c 'import torch' 2>/dev/null; then bash "$SCRIPTS/trainers.sh"; fi
   set_state
   export_job_variables
   export HVD_PERIODIC_TRAINERS="$STATE/trainers"

@@ -69,6 +69,8 @@ def _said(curve: plots.Curve) -> str:
     if curve.style == "bars":
         each = ", ".join(f"{y:.3g} for rank {x:.0f}" for x, y in zip(curve.x, curve.y, strict=True))
         return f"{curve.label}: {each}."
+    if not known:
+        return f"{curve.label}: not a number."
     return f"{curve.label}: from {known[0]:.4g} to {known[-1]:.4g}, between {min(known):.4g} and {max(known):.4g}."
 
 

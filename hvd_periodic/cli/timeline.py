@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     [found] = runs.read(arguments.runs, arguments.partial)
     events = list(_events(found))
     with refusing("-o"):
-        arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
     output.say(f"Wrote {arguments.output}: open it at ui.perfetto.dev, or in chrome://tracing")
     return 0
 
@@ -48,6 +49,8 @@ def _events(run: Run) -> Iterator[Event]:
     reports = [report for _, _, report in _all(run)]
     if not all(report.came for report in reports):
         raise RefusalError("The run log does not say when ranks came: it was written by an earlier version")
+    if not reports:
+        raise RefusalError("The run log tells of no exchange: the run ended before its first")
     start = min(report.came for report in reports)
     named: set[tuple[int, int]] = set()
     for thread, training in enumerate(run.trainings):
@@ -87,7 +90,8 @@ def _exchange(report: Report, rank: int, thread: int, start: float) -> Iterator[
     """Yield an exchange of one rank, and in it where ranks met."""
     told: Event = {"step": report.step, "bytes sent": report.bytes_sent}
     more = {"loss": report.loss, "distance to the center": report.distance, "learning rate": report.learning_rate}
-    told |= {name: value for name, value in more.items() if value is not None}
+    known = {name: value for name, value in more.items() if value is not None}
+    told |= {name: value if math.isfinite(value) else str(value) for name, value in known.items()}  # JSON has no NaN.
     if report.missed:
         told["pushes of others missed"] = report.missed
     yield _span(f"exchange {report.rounds}", report.came, report.time, rank, thread, start, told)

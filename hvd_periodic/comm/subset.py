@@ -156,19 +156,23 @@ def _larger(x: Any, y: Any) -> Any:
     return x.clip(y)
 
 
-def require_possible(communicator: Communicator, center: str, nonfinite: str, asynchronous: bool) -> None:
+def require_possible(
+    communicator: Communicator, center: str, nonfinite: str, overlap: object, asynchronous: bool
+) -> None:
     """Raise a ValueError for what groups do not do that are none of Horovod's: they stay in step with each other.
 
     Args:
         communicator: the ranks that exchange.
         center: where the center is to live.
         nonfinite: what is to become of a rank that is not finite.
+        overlap: local steps that an exchange is under way: where it is waited for, all groups have to be.
         asynchronous: whether ranks exchange without waiting for each other.
     """
     refused = {
         "asynchronous=True": bool(asynchronous),
         f"center={center!r}": center != "replicated",
         f"nonfinite={nonfinite!r}": nonfinite == "skip",
+        f"overlap={overlap!r}": overlap != 0,
     }
     for what, found in refused.items():
         if found and communicator.meets_with is not communicator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from hvd_periodic.comm.attendance import is_aside
 from hvd_periodic.comm.job import JobCommunicator
@@ -20,9 +20,10 @@ from hvd_periodic.comm.objects import pass_object
 from hvd_periodic.comm.presence import number_of
 from hvd_periodic.vectors.layout import chunk
 
-_all_gather: Any = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # Its name before torch 2.13.
+# Some builds of PyTorch have no torch.distributed; there this file is imported and nothing of it is used.
+_c10d: Any = importlib.import_module("torch.distributed.distributed_c10d") if dist.is_available() else None
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""By its name of torch 2.13, or by that of before."""
 
 _FOR_EVER = timedelta(days=365)
 """Who waits too long is found by what watches ranks; the library's own limit would end waits that are right."""
@@ -95,9 +96,7 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     def store(self) -> Any:
         """Return a connection of its own to the store of the job, which a thread may ask while another waits there."""
-        c10d: Any = distributed_c10d
-        store = c10d._get_default_store()
-        return store.clone() if hasattr(store, "clone") else None  # Before torch 2.6 stores cannot be cloned.
+        return None if "mpi" in self._backends.values() else _store_of_the_job()  # MPI's has no store.
 
     def everyone(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""
@@ -326,8 +325,19 @@ def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
     """
     rank = ranks.index(dist.get_rank())
     config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())
-    c10d: Any = distributed_c10d
-    store = c10d._get_default_store()
-    group, _ = c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=_FOR_EVER)
-    c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(ranks)}
+    store = _store_of_the_job() or _c10d._get_default_store()
+    world: Any = dist.group.WORLD
+    # A group that is bound to a device would be split off from all ranks, by all of them.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = _c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=_FOR_EVER)
+    finally:
+        world.bound_device_id = bound
+    _c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(ranks)}
     return group
+
+
+def _store_of_the_job() -> Any:
+    """Return a connection of its own to the store of the job; None before torch 2.6, whose stores cannot be cloned."""
+    store = _c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else None

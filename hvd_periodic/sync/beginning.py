@@ -68,7 +68,8 @@ class Beginning(Generic[V]):
         setting.ledger.begin()
         self.begun = True
         self._tell()
-        return replaces(start, standings, membership.global_rank, membership.global_root, averaging)
+        giver = root if start is Start.FROM_ROOT else membership.global_root
+        return replaces(start, standings, membership.global_rank, giver, averaging)
 
     def broadcast(self) -> None:
         """Give all ranks what the root has."""

@@ -67,7 +67,7 @@ def schedule_around(
             "asynchronous=True with an hvd.DistributedOptimizer inside: ranks that average their gradients "
             "would exchange at different moments, and differ from then on"
         )
-    exchanging = set(getattr(communicator, "ranks", range(communicator.size)))
+    exchanging = set(communicator.global_ranks)
     if communicator.size == 1 or not exchanging <= set(averaged.ranks):
         return schedule
     around = schedule.around_averaging()

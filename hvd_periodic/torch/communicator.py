@@ -79,10 +79,11 @@ def horovod() -> Any:
 
 
 def _made(process_set: Any, chosen: str) -> JobCommunicator:
-    if isinstance(process_set, DeviceMesh):
-        return TorchDistributedCommunicator(_of_mesh(process_set))
-    if isinstance(process_set, dist.ProcessGroup) or process_set == dist.GroupMember.NON_GROUP_MEMBER:
-        return TorchDistributedCommunicator(process_set)
+    if dist.is_available():
+        if isinstance(process_set, DeviceMesh):
+            return TorchDistributedCommunicator(_of_mesh(process_set))
+        if isinstance(process_set, dist.ProcessGroup) or process_set == dist.GroupMember.NON_GROUP_MEMBER:
+            return TorchDistributedCommunicator(process_set)
     if process_set is None and chosen == "torch":
         return TorchDistributedCommunicator()
     if process_set is None and not chosen:

@@ -37,10 +37,10 @@ def island_of(
                 "at different moments, and differ from then on"
             )
         exchanging = set(communicator.global_ranks)
-        if communicator.size > 1 and averaged.size > 1 and len(exchanging & set(averaged.ranks)) > 1:
+        if communicator.size > 1 and exchanging <= set(averaged.ranks):
             raise ValueError(
-                f"The DistributedDataParallel averages the gradients of ranks {averaged.ranks} at every step, and of "
-                f"these several exchange among themselves ({sorted(exchanging)}), so that nothing would be left to "
+                f"The DistributedDataParallel averages the gradients of ranks {averaged.ranks} at every step, and "
+                f"these exchange among themselves ({sorted(exchanging)}), so that nothing would be left to "
                 "exchange. Train the module inside of it, and pass that, model.module; or average inside of groups and "
                 "exchange between them, with groups = hvdp.node_groups(), "
                 "DistributedDataParallel(model, process_group=groups.local) and process_set=groups.cross here"
@@ -62,14 +62,15 @@ register_module_module_registration_hook(_note)
 
 
 def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> list[DistributedDataParallel]:
-    """Return what averages gradients of these parameters between several of these ranks of the job, and is not off."""
+    """Return what averages gradients of these parameters between all of these ranks of the job, and is not off."""
     ours = set(map(id, tensors)) if _wrappers else set()
     return [
         wrapper
         for wrapper in list(_wrappers)
         if any(id(parameter) in ours for parameter in wrapper.module.parameters())
         and wrapper.require_backward_grad_sync
-        and len(set(dist.get_process_group_ranks(wrapper.process_group)) & set(ranks)) > 1
+        and len(ranks) > 1
+        and set(ranks) <= set(dist.get_process_group_ranks(wrapper.process_group))
     ]
 
 

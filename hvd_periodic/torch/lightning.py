@@ -59,7 +59,7 @@ class PeriodicStrategy(ParallelStrategy):
             of ranks, all go on from the center, with the root's local optimizer.
 
     Raises:
-        RuntimeError: Horovod is not initialized.
+        RuntimeError: neither Horovod nor torch.distributed is initialized.
     """
 
     strategy_name = "periodic"

@@ -74,7 +74,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
             one whose argument was refused gets its own error, the others a RuntimeError that cites it.
-        RuntimeError: Horovod is not initialized; or asynchronous exchange was asked for without MPI.
+        RuntimeError: neither Horovod nor torch.distributed is initialized; or asynchronous exchange was asked for
+            without MPI.
     """
 
     replica: TorchReplica
@@ -116,7 +117,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            require_possible(communicator, options["center"], options["nonfinite"], asynchronous)
+            require_possible(communicator, options["center"], options["nonfinite"], options["overlap"], asynchronous)
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(

@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IMAGE = re.compile(r"^!\[([^\]]*)\]\(\S*figures/(\w+\.svg)\)\n\n((?:.+\n)+)", re.MULTILINE)
 MADE = "python -m docs.figures.draw"
 
-NUMBER = re.compile(r"-?\d+\.\d+")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 HASH = re.compile(r"\b[a-z][0-9a-f]{10}\b")
 """Names that matplotlib makes of what it draws."""
 

@@ -80,9 +80,9 @@ def test_functions_that_divide_nothing() -> None:
 def test_what_groups_do_not_do() -> None:
     def ask(communicator: Communicator) -> None:
         group = group_of(communicator)
-        possible = {"center": "replicated", "nonfinite": "raise", "asynchronous": False}
+        possible = {"center": "replicated", "nonfinite": "raise", "overlap": 0, "asynchronous": False}
         require_possible(group, **possible)  # type: ignore[arg-type]
-        for refused in ({"center": "root"}, {"nonfinite": "skip"}, {"asynchronous": True}):
+        for refused in ({"center": "root"}, {"nonfinite": "skip"}, {"overlap": 2}, {"asynchronous": True}):
             require_possible(communicator, **(possible | refused))  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="groups exchange in step"):
                 require_possible(group, **(possible | refused))  # type: ignore[arg-type]
