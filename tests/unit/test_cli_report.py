@@ -331,6 +331,24 @@ def test_a_trace(tmp_path: Path) -> None:
     }
 
 
+def test_a_run_that_has_diverged(tmp_path: Path) -> None:
+    """It has a page and a trace, in which losses are no numbers: JSON has no NaN."""
+    pytest.importorskip("matplotlib")
+    folder = written(tmp_path / "run", [[0.1, 0.2]] * 4)
+    for log in folder.iterdir():
+        began, *exchanged = map(json.loads, log.read_text().splitlines())
+        diverged = [line | {"loss": "nan", "distance": "inf"} for line in exchanged]
+        log.write_text("".join(json.dumps(line) + "\n" for line in (began, *diverged)))
+    assert any(label.endswith("not a number.") for label in shown(tmp_path, folder).labels)
+    assert main(["timeline", str(folder), "-o", str(tmp_path / "trace.json")]) == 0
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    events = json.loads((tmp_path / "trace.json").read_text(), parse_constant=refuse)["traceEvents"]
+    assert {event["args"]["loss"] for event in events if "loss" in event.get("args", {})} == {"nan"}
+
+
 def test_clocks_of_hosts_are_set_by_their_meetings(tmp_path: Path) -> None:
     waits = [[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]
     folder = written(tmp_path / "run", waits, ranks=[0, 1])
