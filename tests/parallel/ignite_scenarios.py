@@ -85,6 +85,44 @@ def uneven_data() -> dict[str, Any]:
 
 
 @scenario
+def further_evaluators() -> dict[str, Any]:
+    """One that is attached later sees the center; one that never is, the replica."""
+    job, replicas = Job(), []
+    other = Engine(lambda *_: replicas.append(job.net.x.tolist()))
+    job.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: other.run([0]))
+    job.handler.attach(job.trainer)
+    job.run(range(6))
+    expected = easgd(SIZE, {4}, 6)
+    return {
+        "attached": distance(job.seen[0], expected[1]),
+        "other": distance(replicas[0], expected[0][RANK]),
+        "logged": job.logged,
+    }
+
+
+@scenario
+def evaluations_that_not_all_come_to() -> dict[str, str]:
+    """The root comes to the end of its data, of its training or of its epoch, before the other rank evaluates."""
+
+    def run(number: int, **options: Any) -> str:
+        return attempt(lambda: Job(**options).run(range(number), at=Events.ITERATION_COMPLETED(every=6)))
+
+    def leaves_by(method: str) -> str:
+        job = Job()
+        if RANK == 0:
+            leave = getattr(job.trainer, method)
+            job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: leave())
+        return attempt(lambda: job.run(range(7), at=Events.ITERATION_COMPLETED(every=6)))
+
+    return {
+        "fewer batches": run(5 + 3 * RANK),
+        "sharded": run(5 + 3 * RANK, center="sharded"),
+        "terminate": leaves_by("terminate"),
+        "terminate_epoch": leaves_by("terminate_epoch"),
+    }
+
+
+@scenario
 def stops_early_on_all() -> list[int]:
     """One rank alone sees nothing improve."""
     job = Job()
