@@ -105,7 +105,13 @@ class PeriodicHandler:
 
     def _wait_for_all(self) -> None:
         if self._uneven:
-            self._centers.finalize()
+            self._finalize("the end of the epoch")
+
+    def _finalize(self, place: str) -> None:
+        """Leave training together: who does so asynchronously waits for the others, but does not meet them."""
+        if not self._centers.synchronizers[0].course.steps_agree:
+            self._gather(place)
+        self._centers.finalize()
 
     def _end_epoch(self, trainer: Engine) -> None:
         self._wait_for_all()
@@ -114,5 +120,5 @@ class PeriodicHandler:
 
     def _end(self) -> None:
         self._training = False
-        self._centers.finalize()
+        self._finalize("the end of training")
         self._centers.settle(self._model)

@@ -18,6 +18,7 @@ from ignite.metrics import Average
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.ignite import PeriodicHandler
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import UNDER_TORCHRUN
 from tests.parallel.trainer_ranks import PERIOD, Batches, Quadratic, begin, distance, easgd
 
 scenario = Scenarios()
@@ -105,7 +106,10 @@ def evaluations_that_not_all_come_to() -> dict[str, str]:
     """The root comes to the end of its data, of its training or of its epoch, before the other rank evaluates."""
 
     def run(number: int, **options: Any) -> str:
-        return attempt(lambda: Job(**options).run(range(number), at=Events.ITERATION_COMPLETED(every=6)))
+        job = Job(**options)
+        said = attempt(lambda: job.run(range(number), at=Events.ITERATION_COMPLETED(every=6)))
+        job.optimizer.finalize()
+        return said
 
     def leaves_by(method: str) -> str:
         job = Job()
@@ -114,7 +118,8 @@ def evaluations_that_not_all_come_to() -> dict[str, str]:
             job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: leave())
         return attempt(lambda: job.run(range(7), at=Events.ITERATION_COMPLETED(every=6)))
 
-    return {
+    alone = {} if UNDER_TORCHRUN else {"asynchronous": run(5 + 3 * RANK, asynchronous=True)}  # That needs MPI.
+    return alone | {
         "fewer batches": run(5 + 3 * RANK),
         "sharded": run(5 + 3 * RANK, center="sharded"),
         "terminate": leaves_by("terminate"),

@@ -51,12 +51,13 @@ def test_evaluators_that_are_attached_later_see_the_center(ranks: Reports) -> No
         assert report["logged"] == [4, 6]
 
 
-@pytest.mark.parametrize("case", ["fewer batches", "sharded", "terminate", "terminate_epoch"])
-def test_an_evaluation_that_not_all_come_to_is_an_error_on_all(ranks: Reports, case: str) -> None:
-    for message in column(ranks, "evaluations_that_not_all_come_to", case):
-        assert message.startswith("RuntimeError: ")
-        assert "Not all ranks have come to the" in message
-        assert "at Events.EPOCH_COMPLETED" in message
+def test_an_evaluation_that_not_all_come_to_is_an_error_on_all(ranks: Reports) -> None:
+    for cases in column(ranks, "evaluations_that_not_all_come_to"):
+        assert cases.keys() >= {"fewer batches", "sharded", "terminate", "terminate_epoch"}
+        for message in cases.values():
+            assert message.startswith("RuntimeError: ")
+            assert "Not all ranks have come to the" in message
+            assert "at Events.EPOCH_COMPLETED" in message
 
 
 def test_early_stopping_ends_all_at_the_same_step(ranks: Reports) -> None:
