@@ -86,7 +86,8 @@ class PeriodicTrainerCallback(TrainerCallback):
 
     Raises:
         TypeError: ``make`` returns something else.
-        ValueError: the Trainer knows of other ranks than the optimizer: as where Horovod alone has started them.
+        ValueError: the Trainer knows of other ranks than the optimizer, as where Horovod alone has started them; or it
+            is to save the state of an optimizer whose center is not on every rank.
     """
 
     def __init__(self, make: Make, every_rank: bool = False) -> None:
@@ -99,6 +100,8 @@ class PeriodicTrainerCallback(TrainerCallback):
         optimizer = unwrap(self._make(accelerated.optimizer, model))
         synchronizer = optimizer.synchronizer
         _check_ranks(synchronizer, "The Trainer", args.process_index, args.world_size)
+        if args.save_strategy != "no":
+            _check_saving(args, optimizer)
         for wrapper in averaging_among(synchronizer.replica.tensors, synchronizer.membership.communicator.global_ranks):
             switch_off(wrapper)
         accelerated.__setstate__({**accelerated.__getstate__(), "optimizer": optimizer})
@@ -116,6 +119,8 @@ class PeriodicTrainerCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Show the center, if the Trainer is about to look; at the end, after the last exchange."""
         self._centers.leave()
+        if control.should_save:
+            _check_saving(args, unwrap(of["optimizer"]))  # Other callbacks may ask for it.
         if control.should_training_stop:
             self._centers.finalize()
         if control.should_evaluate or control.should_save:
@@ -150,6 +155,20 @@ class PeriodicTrainerCallback(TrainerCallback):
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     """Return where the checkpoint of this step is, or would be."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
+    """Refuse what would let the root wait for others, who never read the state of the optimizer."""
+    level: torch.optim.Optimizer = optimizer
+    while not args.save_only_model and isinstance(level, PeriodicOptimizer):
+        course = level.synchronizer.course
+        if course.reads_together:
+            raise ValueError(
+                "A Trainer saves the state of an optimizer on the root alone, for which its center has to be on every "
+                'rank: pass center="replicated" to the optimizer; or TrainingArguments(save_only_model=True), which '
+                f'saves the center as the model, or save_strategy="no". Received: center={course.placement.name!r}'
+            )
+        level = level.inner
 
 
 def _check_ranks(synchronizer: Synchronizer, who: str, rank: int, size: int) -> None:

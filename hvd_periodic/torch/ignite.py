@@ -19,7 +19,8 @@ class PeriodicHandler:
 
     While an evaluator runs, the model holds the center. At the end of training all ranks exchange what is left, and
     from then on the model holds the center. Ranks may have different numbers of batches; where one terminates, as for
-    early stopping, all do at the end of that epoch. Attach it after the handlers that decide::
+    early stopping, all do at the end of that epoch. During training all ranks run attached evaluators together; those
+    that have different numbers of batches, at the end of an epoch. Attach it after the handlers that decide::
 
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
         trainer = create_supervised_trainer(model, optimizer, cross_entropy)
@@ -38,19 +39,21 @@ class PeriodicHandler:
 
     Raises:
         TypeError: an optimizer of another package.
+        RuntimeError: when it runs, on all ranks: some have come to an evaluation, and others have not.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *others: Any) -> None:
         self._model, self._centers = model, Centers([optimizer, *others])
         self._communicator = self._centers.synchronizers[0].membership.communicator
-        self._uneven = False
+        self._uneven = self._training = False
 
     def attach(self, trainer: Engine, *evaluators: Engine) -> None:
-        """Follow a trainer, and the evaluators of its model."""
-        trainer.add_event_handler(Events.STARTED, self._begin)
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
-        trainer.add_event_handler(Events.COMPLETED, self._end)
-        trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
+        """Follow a trainer, and evaluators of its model, which see the replica otherwise; again for further ones."""
+        if not trainer.has_event_handler(self._begin, Events.STARTED):
+            trainer.add_event_handler(Events.STARTED, self._begin)
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
+            trainer.add_event_handler(Events.COMPLETED, self._end)
+            trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
         for evaluator in evaluators:
             evaluator.add_event_handler(Events.STARTED, self._show, trainer)
             # A run that goes on after an error does not start again.
@@ -76,23 +79,46 @@ class PeriodicHandler:
     def _begin(self, trainer: Engine) -> None:
         """Find out whether all ranks are sure to have as many batches."""
         batches = set(gather(self._communicator, trainer.state.epoch_length))
-        self._uneven = len(batches) > 1 or batches == {None}
+        self._uneven, self._training = len(batches) > 1 or batches == {None}, True
 
     def _show(self, evaluator: Engine, trainer: Engine) -> None:
-        """Show the center; at the end of an epoch, once all ranks are there: metrics are of all of them."""
-        if trainer.last_event_name == Events.EPOCH_COMPLETED:
+        """Show the center, once all ranks are there: metrics are of all of them."""
+        event = trainer.last_event_name
+        if event == Events.EPOCH_COMPLETED:
             self._wait_for_all()
+        if self._training:
+            self._gather(f"the evaluation at {getattr(event, 'name', event)}")
         self._centers.enter()
+
+    def _gather(self, place: str, value: Any = None) -> list[Any]:
+        """Return what all ranks have, if all have come to the same place of training."""
+        failure = RuntimeError(
+            f"Not all ranks have come to {place}: one has no more batches, has terminated, or evaluates at other "
+            "events. All ranks run attached evaluators, and where they have different numbers of batches, at "
+            "Events.EPOCH_COMPLETED, where they wait for each other. Where one rank evaluates alone, leave its "
+            "evaluator out of attach(), and run it inside of `with optimizer.center():`"
+        )
+        found = gather(self._communicator, (place, value), failure)
+        if any(other != place for other, _ in found):
+            raise failure
+        return [value for _, value in found]
 
     def _wait_for_all(self) -> None:
         if self._uneven:
-            self._centers.finalize()
+            self._finalize("the end of the epoch")
+
+    def _finalize(self, place: str) -> None:
+        """Leave training together: who does so asynchronously waits for the others, but does not meet them."""
+        if not self._centers.synchronizers[0].course.steps_agree:
+            self._gather(place)
+        self._centers.finalize()
 
     def _end_epoch(self, trainer: Engine) -> None:
         self._wait_for_all()
-        if any(gather(self._communicator, trainer.should_terminate)):
+        if any(self._gather("the end of the epoch", trainer.should_terminate)):
             trainer.terminate()
 
     def _end(self) -> None:
-        self._centers.finalize()
+        self._training = False
+        self._finalize("the end of training")
         self._centers.settle(self._model)

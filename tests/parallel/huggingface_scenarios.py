@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ FOLDER = Path(sys.argv[1])
 RANK, SIZE = begin(FOLDER)
 
 
-def elastic(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Any:
-    return hvdp.ElasticAverageOptimizer(optimizer, model, PERIOD)
+def elastic(optimizer: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> Any:
+    return hvdp.ElasticAverageOptimizer(optimizer, model, PERIOD, **options)
 
 
 def accelerator_with(**options: Any) -> Accelerator:
@@ -126,7 +127,9 @@ def arguments(name: str, **options: Any) -> TrainingArguments:
     )
 
 
-def trainer(name: str, *callbacks: Any, steps: int = 13, every_rank: bool = False, **options: Any) -> Trainer:
+def trainer(
+    name: str, *callbacks: Any, steps: int = 13, every_rank: bool = False, make: Any = elastic, **options: Any
+) -> Trainer:
     net = Net()
     return Trainer(
         net,
@@ -134,7 +137,7 @@ def trainer(name: str, *callbacks: Any, steps: int = 13, every_rank: bool = Fals
         train_dataset=Examples(steps * SIZE),
         eval_dataset=Examples(SIZE),
         optimizers=(net.sgd(), None),
-        callbacks=[PeriodicTrainerCallback(elastic, every_rank), *callbacks],
+        callbacks=[PeriodicTrainerCallback(make, every_rank), *callbacks],
     )
 
 
@@ -215,6 +218,54 @@ def stops_early_on_all() -> list[int]:
     made.train()
     best = load_file(f"{made.state.best_model_checkpoint}/model.safetensors")["x"].tolist()
     return [made.state.global_step, int(made.model.x.tolist() == best)]
+
+
+PLACES = ("root", "sharded")
+
+
+class Asks(TrainerCallback):
+    """Asks for a checkpoint at the sixth step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        self.due = state.global_step == 5
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        control.should_save = control.should_save or self.due
+
+
+@scenario
+def centers_that_are_elsewhere() -> dict[str, list[str]]:
+    """What a Trainer that saves the optimizer says of them."""
+
+    def nested(optimizer: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> Any:
+        return hvdp.ModelAverageOptimizer(elastic(optimizer, model, **options), model, 2 * PERIOD)
+
+    def refused(place: str, make: Any = elastic, *first: Any, **options: Any) -> str:
+        made = trainer(f"{place} is refused", make=partial(make, center=place), **options)
+        for callback in first:
+            made.callback_handler.callbacks.insert(0, callback)
+        return attempt(made.train)
+
+    saving = {"save_strategy": "steps", "save_steps": 6}
+    return {
+        "saves": [refused(place, **saving) for place in PLACES],
+        "saves every rank": [refused(place, every_rank=True, **saving) for place in PLACES],
+        "nested": [refused(place, nested, **saving) for place in PLACES],
+        "asked": [refused(place, elastic, Asks()) for place in PLACES],
+    }
+
+
+@scenario
+def models_of_centers_that_are_elsewhere() -> dict[str, float]:
+    """What a Trainer saves of them that saves the model only, with what every rank has beside it."""
+    found = {}
+    for place in PLACES:
+        options = {"save_strategy": "steps", "save_steps": 6, "save_only_model": True, "every_rank": True}
+        trainer(place, make=partial(elastic, center=place), **options).train()
+        torch.distributed.barrier()
+        saved = load_file(FOLDER / place / "checkpoint-6" / "model.safetensors")["x"].tolist()
+        found[place] = distance(saved, easgd(SIZE, {4}, 6)[1])
+    return found
 
 
 def misfits() -> dict[str, Callable[[], object]]:

@@ -18,6 +18,7 @@ from ignite.metrics import Average
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.ignite import PeriodicHandler
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import UNDER_TORCHRUN
 from tests.parallel.trainer_ranks import PERIOD, Batches, Quadratic, begin, distance, easgd
 
 scenario = Scenarios()
@@ -82,6 +83,48 @@ def uneven_data() -> dict[str, Any]:
         job = Job().run(Batches(number) if kind == "iterable" else range(number), epochs=2)
         found[kind] = [job.optimizer.synchronizer.local_steps, job.net.x.tolist(), len(job.seen)]
     return found
+
+
+@scenario
+def further_evaluators() -> dict[str, Any]:
+    """One that is attached later sees the center; one that never is, the replica."""
+    job, replicas = Job(), []
+    other = Engine(lambda *_: replicas.append(job.net.x.tolist()))
+    job.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: other.run([0]))
+    job.handler.attach(job.trainer)
+    job.run(range(6))
+    expected = easgd(SIZE, {4}, 6)
+    return {
+        "attached": distance(job.seen[0], expected[1]),
+        "other": distance(replicas[0], expected[0][RANK]),
+        "logged": job.logged,
+    }
+
+
+@scenario
+def evaluations_that_not_all_come_to() -> dict[str, str]:
+    """The root comes to the end of its data, of its training or of its epoch, before the other rank evaluates."""
+
+    def run(number: int, **options: Any) -> str:
+        job = Job(**options)
+        said = attempt(lambda: job.run(range(number), at=Events.ITERATION_COMPLETED(every=6)))
+        job.optimizer.finalize()
+        return said
+
+    def leaves_by(method: str) -> str:
+        job = Job()
+        if RANK == 0:
+            leave = getattr(job.trainer, method)
+            job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: leave())
+        return attempt(lambda: job.run(range(7), at=Events.ITERATION_COMPLETED(every=6)))
+
+    alone = {} if UNDER_TORCHRUN else {"asynchronous": run(5 + 3 * RANK, asynchronous=True)}  # That needs MPI.
+    return alone | {
+        "fewer batches": run(5 + 3 * RANK),
+        "sharded": run(5 + 3 * RANK, center="sharded"),
+        "terminate": leaves_by("terminate"),
+        "terminate_epoch": leaves_by("terminate_epoch"),
+    }
 
 
 @scenario

@@ -65,6 +65,19 @@ def test_early_stopping_ends_all_and_the_best_center_is_left(ranks: Reports) -> 
     assert column(ranks, "stops_early_on_all") == [[6, 1]] * 2
 
 
+@pytest.mark.parametrize("case", ["saves", "saves every rank", "nested", "asked"])
+def test_a_center_that_is_elsewhere_is_not_saved_with_the_optimizer(ranks: Reports, case: str) -> None:
+    """Every rank says so, for both places, whoever asks for the checkpoint."""
+    for messages in column(ranks, "centers_that_are_elsewhere", case):
+        for message, place in zip(messages, ("root", "sharded"), strict=True):
+            assert re.match(f"ValueError: A Trainer saves the state .* Received: center='{place}'", message), message
+
+
+def test_a_center_that_is_elsewhere_is_saved_as_the_model(ranks: Reports) -> None:
+    for report in column(ranks, "models_of_centers_that_are_elsewhere"):
+        assert max(report["root"], report["sharded"]) < 1e-12
+
+
 REFUSED = {
     "plain": "TypeError: A trainer .* Received: SGD",
     "plain trainer": "TypeError: A trainer .* Received: AdamW",

@@ -45,6 +45,21 @@ def test_uneven_data(ranks: Reports) -> None:
         assert other == [steps, end, looks]
 
 
+def test_evaluators_that_are_attached_later_see_the_center(ranks: Reports) -> None:
+    for report in column(ranks, "further_evaluators"):
+        assert max(report["attached"], report["other"]) < 1e-12
+        assert report["logged"] == [4, 6]
+
+
+def test_an_evaluation_that_not_all_come_to_is_an_error_on_all(ranks: Reports) -> None:
+    for cases in column(ranks, "evaluations_that_not_all_come_to"):
+        assert cases.keys() >= {"fewer batches", "sharded", "terminate", "terminate_epoch"}
+        for message in cases.values():
+            assert message.startswith("RuntimeError: ")
+            assert "Not all ranks have come to the" in message
+            assert "at Events.EPOCH_COMPLETED" in message
+
+
 def test_early_stopping_ends_all_at_the_same_step(ranks: Reports) -> None:
     assert column(ranks, "stops_early_on_all") == [[3, 9]] * 2
 
