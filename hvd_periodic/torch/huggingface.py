@@ -5,6 +5,7 @@ Needs ``transformers``, which is imported here and nowhere else; of accelerate w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from hvd_periodic.torch.data_parallel import averaging_among, switch_off
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.trainers import Centers, unwrap
+
+logger = logging.getLogger("hvd_periodic")
 
 _FOLDER = "ranks"
 """In a checkpoint, what every rank has."""
@@ -97,7 +100,10 @@ class PeriodicTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Make the optimizer, and go on from what was saved."""
         accelerated, model = of["optimizer"], of["model"]
-        optimizer = unwrap(self._make(accelerated.optimizer, model))
+        local = accelerated.optimizer
+        while isinstance(local, PeriodicOptimizer):  # Of train() before: a Trainer keeps its optimizer.
+            local = local.inner
+        optimizer = unwrap(self._make(local, model))
         synchronizer = optimizer.synchronizer
         _check_ranks(synchronizer, "The Trainer", args.process_index, args.world_size)
         if args.save_strategy != "no":
@@ -111,6 +117,8 @@ class PeriodicTrainerCallback(TrainerCallback):
             load(folder / _FOLDER, model, optimizer)
         elif (folder / "optimizer.pt").is_file():
             optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+        elif state.global_step:
+            logger.warning("%s has nothing of the exchanges of this training: they begin anew, from the model", folder)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Go back to the replica."""

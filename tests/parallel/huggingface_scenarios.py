@@ -176,6 +176,17 @@ def accumulates() -> list[int]:
     return [made.state.global_step, hvdp.unwrap(made.optimizer).synchronizer.local_steps]
 
 
+@scenario
+def trains_twice() -> list[Any]:
+    """A Trainer keeps its optimizer, of which one level is ours."""
+    made = trainer("twice", steps=5)
+    made.train()
+    first = hvdp.unwrap(made.optimizer)
+    made.train()
+    second = hvdp.unwrap(made.optimizer)
+    return [first is second, isinstance(second.inner, type(first)), second.synchronizer.local_steps]
+
+
 class Ends(TrainerCallback):
     """Notes what a rank has when it starts, and after each epoch."""
 

@@ -55,6 +55,10 @@ def test_accumulated_gradients_are_one_step(ranks: Reports) -> None:
     assert column(ranks, "accumulates") == [[3, 3]] * 2
 
 
+def test_a_second_training_has_one_level_of_its_own(ranks: Reports) -> None:
+    assert column(ranks, "trains_twice") == [[False, False, 5]] * 2
+
+
 def test_training_goes_on_to_the_bit_or_from_the_center(ranks: Reports) -> None:
     for exact, of_root in column(ranks, "resumes"):
         assert (exact[0], exact[2]) == (True, 15)
