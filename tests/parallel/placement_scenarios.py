@@ -296,8 +296,8 @@ def torch_program() -> Program:
     class SmallBuckets(module.TorchReplica):
         """A replica with small buckets where nothing is said."""
 
-        def __init__(self, *arguments: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
-            super().__init__(*arguments[:2], bucket_bytes)
+        def __init__(self, *arguments: Any, bucket_bytes: int = BUCKET_BYTES, **options: Any) -> None:
+            super().__init__(*arguments[:2], bucket_bytes, **options)
 
     def wrap(case: str, place: str, parameters: list[Any], model: Any) -> Any:
         kind, _, moved = case.partition("_")
