@@ -82,7 +82,13 @@ class NumpyReplica(Replica[Array]):
         return
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Array]]) -> int:
-        """Run the local rule on one array at a time; it replaces gradients and updates the state in place."""
+        """Run the local rule on one array at a time; it replaces gradients and updates the state in place.
+
+        Raises:
+            RuntimeError: an array changed its shape or dtype.
+        """
+        if (problem := self.changes()) is not None:
+            raise RuntimeError(problem)
         views = {key: store.tensors() for key, store in worker.items()}
         present = 0
         for i, (x, g) in enumerate(zip(self.arrays, self.gradients, strict=True)):

@@ -95,8 +95,11 @@ def test_a_file_of_another_number_of_fragments(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"compression": hvdp.Compression.int8}, {"center": "root"}])
-def test_a_file_that_needs_to_know_the_ranks(options: dict[str, Any], tmp_path: Any) -> None:
-    """Horovod is not initialized here."""
+def test_a_file_that_needs_to_know_the_ranks(
+    options: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod is not initialized, whatever other tests of this process have done."""
+    monkeypatch.setattr("horovod.tensorflow.is_initialized", lambda: False)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile(wrap("easgd", keras.optimizers.SGD(0.1), model, **options), loss="mse")
     model.save(tmp_path / "model.keras")
