@@ -157,6 +157,10 @@ class Communicator(ABC):
         """Return a buffer several times, one after another; local."""
         return np.tile(buffer, times)
 
+    def larger(self, x: Any, y: Any) -> Any:
+        """Return the larger of both, of every element; local."""
+        return x.clip(y)
+
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to give every rank its part of ``buffer``; what is returned waits for this rank's part of all.
 

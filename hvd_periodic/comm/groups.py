@@ -147,7 +147,7 @@ def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
     if elastic:
         logger.warning(
             "Horovod ends all processes of an elastic job in which there are process sets, with the first that is "
-            "lost: pass process_set=hvdp.node_ranks, which needs none, to an optimizer of hvd_periodic.torch"
+            "lost: pass process_set=hvdp.node_ranks, which needs none, to an optimizer"
         )
     if len(lists) == 1:
         logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")

@@ -215,6 +215,21 @@ def depart() -> None:
                 hvd.allgather_object(None, name="hvd_periodic.depart")
 
 
+def ranks_of_host(hvd: Any) -> range:
+    """Return the ranks of this host, as there are now; local.
+
+    Args:
+        hvd: Horovod's module of a framework; None where it is not initialized.
+
+    Raises:
+        RuntimeError: Horovod is not initialized.
+    """
+    if hvd is None or not hvd.is_initialized():
+        raise RuntimeError("node_ranks() asks Horovod, which is not initialized: call hvd.init() before")
+    first = hvd.rank() - hvd.local_rank()
+    return range(first, first + hvd.local_size())
+
+
 _registered: dict[tuple[str, tuple[int, ...]], Any] = {}
 """Process sets of this process by framework and ranks: Horovod refuses to register one twice."""
 

@@ -82,7 +82,7 @@ class Subset(Communicator):
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start to reduce parts, a part on each rank; these are gathered where the result is waited for."""
-        part = self._reduced(buffer, name, {"sum": add, "max": _larger}[op])
+        part = self._reduced(buffer, name, {"sum": add, "max": self.meets_with.larger}[op])
         return lambda: self.allgather(part(), f"{name}.parts")
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
@@ -149,11 +149,6 @@ class Subset(Communicator):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Subset, (self.meets_with, self._choose)
-
-
-def _larger(x: Any, y: Any) -> Any:
-    """Return the larger of both, of every element; arrays and tensors have this alike."""
-    return x.clip(y)
 
 
 def require_possible(

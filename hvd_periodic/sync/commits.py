@@ -364,23 +364,21 @@ class CommittedState(ABC):
         """Return the ranks that there are now."""
 
 
-def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool, nested: bool = False) -> None:
+def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool) -> None:
     """Raise a ValueError where the ranks of an optimizer cannot change.
 
     Args:
         name: of the optimizer, as an argument.
         synchronizer: its exchanges.
         averages: it is around an ``hvd.DistributedOptimizer``.
-        nested: it is around another optimizer of this package, where the front end cannot keep that.
     """
     communicator = synchronizer.membership.communicator.meets_with
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,
-        "is around an optimizer of this package": nested,
         "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
         f"exchanges within process set {within}, and where there is one, Horovod ends all with the first that is lost; "
-        "in PyTorch, process_set=hvdp.node_ranks does without": within != 0,
+        "process_set=hvdp.node_ranks does without": within != 0,
     }
     for why, found in refused.items():
         if found:

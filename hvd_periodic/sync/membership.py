@@ -63,6 +63,11 @@ class Membership:
         return self.communicator.meets_with is not self.communicator
 
     @property
+    def alike(self) -> Communicator | Together:
+        """The ranks that have one center."""
+        return self.communicator if self.in_step else self.together
+
+    @property
     def first(self) -> int:
         """That which all start from, among all that meet: :attr:`root`, unless these are one of several groups."""
         return 0 if self.in_step else self.root

@@ -112,9 +112,8 @@ class TensorGroups(Generic[V]):
         Raises:
             RuntimeError: they do not; names the ranks, and the first tensor.
         """
-        membership = self._membership
         audit(
-            membership.communicator if membership.in_step else membership.together,
+            self._membership.alike,
             "center",
             lambda: (
                 part

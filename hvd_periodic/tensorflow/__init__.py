@@ -28,7 +28,7 @@ from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewi
 from hvd_periodic.tensorflow import callbacks
 from hvd_periodic.tensorflow.checkpoints import load, save
 from hvd_periodic.tensorflow.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
-from hvd_periodic.tensorflow.groups import node_groups, rank_groups
+from hvd_periodic.tensorflow.groups import node_groups, node_ranks, rank_groups
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 from hvd_periodic.wires import Compression
@@ -58,6 +58,7 @@ __all__ = [
     "callbacks",
     "load",
     "node_groups",
+    "node_ranks",
     "rank_groups",
     "save",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,10 @@ import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.subset import Subset
+
+_HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
+"""Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""
 
 
 class TensorFlowCommunicator(HorovodCommunicator):
@@ -20,13 +25,16 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     Args:
         process_set: the ranks that exchange. Default: all.
+        hosted: Python runs exchanges, also those of compiled steps: what it runs meanwhile is not compiled, as where a
+            graph waits for Python a function may find no thread to run on. So it always is under elastic Horovod.
 
     Raises:
         RuntimeError, ValueError: as :class:`HorovodCommunicator`.
     """
 
-    def __init__(self, process_set: Any = None) -> None:
+    def __init__(self, process_set: Any = None, hosted: bool = False) -> None:
         super().__init__("horovod.tensorflow", process_set, tf.convert_to_tensor)
+        self._hosted = hosted or self.elastic
         self._compiled: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
@@ -56,7 +64,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
         """Give every rank its part, eagerly."""
-        options = {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
+        options = {"name": _label(name, "Alltoall"), "ignore_name_scope": True, "process_set": self.process_set}
         with tf.device("CPU:0"):
             splits = tf.convert_to_tensor(counts)
             received, given = self.attendance.during(lambda: self._hvd.alltoall(buffer, splits=splits, **options))
@@ -65,6 +73,10 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def repeated(self, buffer: Any, times: int) -> Any:
         """Return a tensor several times."""
         return tf.tile(buffer, [times])
+
+    def larger(self, x: Any, y: Any) -> Any:
+        """Return the larger of both, of every element."""
+        return tf.maximum(x, y)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather at once, under the name that the same has in a graph."""
@@ -86,14 +98,12 @@ class TensorFlowCommunicator(HorovodCommunicator):
         others wait for ever. A function that is not inlined keeps them apart, and keeps their names, by which a rank
         that runs one eagerly meets others that compiled it.
         """
-        # By the label hvd.elastic.run recognizes that a collective has failed, because a rank has gone.
-        label = f"{name}.Horovod{operation.__name__.capitalize()}"
+        label = _label(name, operation.__name__.capitalize())
 
         def run(value: Any) -> Any:
             return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
 
-        if self.elastic and tf.executing_eagerly():
-            # Nobody has compiled it, and where a graph waits for Python a function may find no thread to run on.
+        if self._hosted and tf.executing_eagerly():  # Nobody has compiled it.
             return run(buffer)
         if not tf.executing_eagerly():
             # Constants would be moved into the function, and the collective be computed when the graph is optimized.
@@ -126,9 +136,28 @@ class TensorFlowCommunicator(HorovodCommunicator):
             return np.asarray(session.run(gathered))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorFlowCommunicator, (None if self.process_set.process_set_id == 0 else self.process_set,)
+        process_set = None if self.process_set.process_set_id == 0 else self.process_set
+        return TensorFlowCommunicator, (process_set, self._hosted)
 
 
 def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a Horovod process set, or the communicator that was given in its place."""
-    return process_set if isinstance(process_set, Communicator) else TensorFlowCommunicator(process_set)
+    """Return the communicator over a set of ranks, or the communicator that was given in its place.
+
+    Args:
+        process_set: a process set of Horovod, or a function that returns the ranks of this one's group. None: all
+            ranks.
+
+    Raises:
+        RuntimeError, ValueError: as :class:`TensorFlowCommunicator` and :class:`~hvd_periodic.comm.subset.Subset`.
+    """
+    if isinstance(process_set, Communicator):
+        return process_set
+    if isfunction(process_set):
+        return Subset(TensorFlowCommunicator(hosted=True), process_set)
+    return TensorFlowCommunicator(process_set)
+
+
+def _label(name: str, operation: str) -> str:
+    """Return the name of a collective, by which hvd.elastic.run recognizes that it has failed."""
+    label = f"{name}.Horovod{operation}"
+    return label if label.endswith(_HEEDED) else f"{label}.{_HEEDED[0]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from typing import Any, TypeVar
 
 from hvd_periodic.comm.agreement import build_on_all
@@ -62,7 +63,8 @@ class Connection:
         """Return which ranks these are, by number, as :meth:`remember` takes it."""
         given: Any = self._process_set
         numbered = given is not None and not isinstance(given, Communicator)
-        process_set = list(given.ranks) if numbered else self._saved["process_set"]
+        found = given() if numbered and isfunction(given) else getattr(given, "ranks", [])
+        process_set = sorted(found) if numbered else self._saved["process_set"]
         averaged = self._saved["averaged"] if self.gradient_group is None else self.gradient_group.ranks
         return {"process_set": process_set, "averaged": averaged}
 

@@ -17,11 +17,13 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.sync.shares import Whole
+from hvd_periodic.tensorflow.center_optimizer import is_scheduled
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.resharding import require_divisible, resharded
+from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
@@ -49,8 +51,8 @@ class State(CommittedState, ObjectState):
 
     Args:
         model: a built model.
-        optimizer: of this package, over all ranks; or any other, as in Horovod. Default: the one that the model is
-            compiled with.
+        optimizer: of this package, over all ranks, perhaps around another one of groups of ranks that a function
+            returns; or any other, as in Horovod. Default: the one that the model is compiled with.
         commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
             every exchange of the first optimizer of this package as well, until the first rank is at its end.
         more: what else is kept: models, optimizers, variables, synchronizers of this package, all that has
@@ -59,8 +61,8 @@ class State(CommittedState, ObjectState):
 
     Raises:
         ValueError: a model that is not built; or an optimizer whose ranks cannot change: asynchronous, around an
-            ``hvd.DistributedOptimizer`` or another of this package, or with a process set; or with
-            ``center="sharded"``, if its center's optimizer keeps anything of variables in another shape than theirs.
+            ``hvd.DistributedOptimizer``, or with a process set; or with ``center="sharded"``, if its center's optimizer
+            keeps anything of variables in another shape than theirs.
 
     References:
         Horovod's documentation, "Elastic Horovod".
@@ -79,14 +81,16 @@ class State(CommittedState, ObjectState):
         if model is not None:
             optimizer = _built(model, optimizer)
         given = {"model": model, "optimizer": optimizer} | more
-        self._tracked = {name: value for name, value in given.items() if _kept(value) is not None}
+        self._tracked = {name: value for name, value in given.items() if _kept(value)}
         objects = {name: value for name, value in given.items() if name not in self._tracked}
-        for value in self._tracked.values():
-            _connect(value)
-        for name, each in self._exchanging().items():
-            inner = getattr(self._tracked[name], "inner_optimizer", None)
-            averages = getattr(self._tracked[name], "gradient_group", None) is not None
-            refuse_fixed(name, each.synchronizer, averages, nested=isinstance(inner, PeriodicOptimizer))
+        for name, value in self._tracked.items():
+            for level in _levels(value):
+                _connect(level)
+            averages = getattr(value, "gradient_group", None) is not None
+            for kept in _kept(value):
+                if isinstance(kept, KeptExchanges):
+                    refuse_fixed(name, kept.synchronizer, averages)
+        for each in self._exchanging().values():
             require_divisible(each.synchronizer)
         for name, value in self._tracked.items():
             setattr(self, name, value)
@@ -120,11 +124,14 @@ class State(CommittedState, ObjectState):
 
         synchronizer.after_exchange = commit
         variables = [kept for kept in self._all_kept().values() if isinstance(kept, _KeptVariables)]
+        others = [kept.synchronizer for kept in self._exchanging().values() if kept.synchronizer is not synchronizer]
         synchronizer.watched = [variable for kept in variables for variable in kept.variables()]
+        synchronizer.watched += [variable for other in others for variable in other.seen()]
 
     def _all_kept(self) -> dict[str, Kept]:
-        found = {name: _kept(value) for name, value in self._tracked.items()}
-        return {name: kept for name, kept in found.items() if kept is not None}
+        """Return how everything is kept; of optimizers in one another, the outermost first."""
+        kept = {name: _kept(value) for name, value in self._tracked.items()}
+        return {name + depth * ".inner": each for name, found in kept.items() for depth, each in enumerate(found)}
 
     def _exchanging(self) -> dict[str, KeptExchanges]:
         return {name: kept for name, kept in self._all_kept().items() if isinstance(kept, KeptExchanges)}
@@ -188,10 +195,22 @@ class _KeptState(Kept):
 
 
 class _KeptSynchronizer(KeptExchanges):
-    """Exchanges, with the variables of the local optimizer where they are part of one of this package."""
+    """Exchanges, with variables of optimizers where these are part of one of this package.
 
-    def __init__(self, synchronizer: VariableSynchronizer, local: Kept) -> None:
-        self._synchronizer, self._local = synchronizer, local
+    Args:
+        synchronizer: runs the exchanges.
+        rates: the learning rates on which ranks have to agree before they exchange.
+        local: returns the other variables.
+    """
+
+    def __init__(
+        self,
+        synchronizer: VariableSynchronizer,
+        rates: Callable[[], Sequence[Any]],
+        local: Callable[[], Sequence[Any]] = list,
+    ) -> None:
+        self._synchronizer, self._rates = synchronizer, _KeptVariables(rates)
+        self._local = _KeptVariables(lambda: [*local(), *rates()])
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
@@ -223,11 +242,14 @@ class _KeptSynchronizer(KeptExchanges):
         self.synchronizer.load_state_dict(exchanges)
 
     def begin(self, loaded: bool) -> None:
-        """Start, or find out who has loaded what."""
+        """Start, or find out who has loaded what: of the root alone, all take the learning rates before."""
+        if loaded:
+            self._rates.take_from(0)
         self.synchronizer.start()
 
     def take_from(self, giver: int) -> None:
         """Take replica, center, counters and local optimizer of one rank."""
+        self._rates.take_from(giver)
         self._local.take_from(giver)
         self.synchronizer.check_agreement()
         self.synchronizer.take_from(giver)
@@ -246,23 +268,42 @@ def _of_rank(value: Any, rank: int = 0) -> Any:
     return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
-def _kept(value: Any) -> Kept | None:
-    """Return how something is kept; None for plain objects."""
-    if isinstance(value, PeriodicOptimizer):
-        exchanges = value.synchronizer
-        kept = _KeptVariables(lambda: [*value.inner_optimizer.variables, *_given_rates(exchanges)])
-        return _KeptSynchronizer(exchanges, kept)
+def _kept(value: Any) -> list[Kept]:
+    """Return how something is kept: of optimizers in one another each, the outermost first; of plain objects nothing.
+
+    What is read when a copy is made may have been replaced since.
+    """
+    levels = _levels(value)
+    if levels:
+        return [_kept_level(level) for level in levels]
     if isinstance(value, Synchronizer):
-        return _KeptSynchronizer(value, _KeptVariables(lambda: _given_rates(value)))
+        return [_KeptSynchronizer(value, lambda: _given_rates(value))]
     if isinstance(value, keras.Model):
-        return _KeptVariables(lambda: value.weights, model=True)
+        return [_KeptVariables(lambda: value.weights, model=True)]
     if isinstance(value, keras.optimizers.Optimizer):
-        return _KeptVariables(lambda: value.variables)
+        return [_KeptVariables(lambda: value.variables)]
     if isinstance(value, (keras.Variable, tf.Variable)):
-        return _KeptVariables(lambda: [value])
+        return [_KeptVariables(lambda: [value])]
     if all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
-        return _KeptState(value)
-    return None
+        return [_KeptState(value)]
+    return []
+
+
+def _kept_level(level: PeriodicOptimizer) -> Kept:
+    """Return how an optimizer of this package is kept; the local one is that of the innermost."""
+    synchronizer, inner = level.synchronizer, level.inner_optimizer
+
+    def rates() -> list[Any]:
+        local = innermost(inner)
+        return [*([] if is_scheduled(local) else [local.learning_rate]), *_given_rates(synchronizer)]
+
+    local: Callable[[], Sequence[Any]] = list if _levels(inner) else lambda: inner.variables
+    return _KeptSynchronizer(synchronizer, rates, local)
+
+
+def _levels(value: Any) -> list[PeriodicOptimizer]:
+    """Return an optimizer of this package, and those inside of it."""
+    return [value, *_levels(value.inner_optimizer)] if isinstance(value, PeriodicOptimizer) else []
 
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
@@ -272,16 +313,17 @@ def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
     return [] if rate is None else [rate]
 
 
-def _connect(value: Any) -> None:
+def _connect(optimizer: PeriodicOptimizer) -> None:
     """Let an optimizer that was loaded know of the ranks; communicates nothing.
 
     Raises:
         ValueError: it had other ranks when it was saved, or too many for its rates.
     """
-    if isinstance(value, PeriodicOptimizer) and not value._exchanges.started:
-        connection = value._exchanges.connection
-        value._exchanges.plan.check(connection, value.gradient_group)
-        value.synchronizer.join(connection.ranks(), value.synchronizer.membership.asked_root, connection.name)
+    if not optimizer._exchanges.started:
+        connection, synchronizer = optimizer._exchanges.connection, optimizer.synchronizer
+        connection.communicator = connection.ranks()
+        optimizer._exchanges.plan.check(connection, optimizer.gradient_group)
+        synchronizer.join(connection.communicator, synchronizer.membership.asked_root, connection.name)
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:

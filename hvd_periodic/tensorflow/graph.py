@@ -25,7 +25,7 @@ from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, VariableView
 from hvd_periodic.tensorflow.resharding import resharded
-from hvd_periodic.tensorflow.synchronous import GraphSynchronous
+from hvd_periodic.tensorflow.synchronous import GraphSynchronous, take_turn
 
 
 class VariableSynchronizer(ReplicaSynchronizer[Any]):
@@ -119,7 +119,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Raises:
             ValueError: hyper-parameters that make no sense for so many ranks.
         """
-        communicator = communicator_of(None)
+        communicator = self.membership.communicator.anew(communicator_of(None))
         self.algorithm.check(communicator.size)
         loaded, checkpoint = self.checkpoint.state, self.checkpoint
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
@@ -232,8 +232,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
         run: Callable[[], Any] = self.course.exchange
-        if self.membership.communicator.elastic:
-            run = hosted(self._exchange_eagerly, self._seen())
+        if self.membership.communicator.elastic or self.membership.in_step:
+            run = self._hosted()
         exchange = run if in_session() else apart(run)
         return tf.cond(due, exchange, lambda: tf.constant(False))
 
@@ -258,6 +258,16 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             "average those of all variables?",
         )
 
+    def _hosted(self) -> Callable[[], Any]:
+        """Return what lets a graph wait for an exchange that Python runs; others of the graph come before or after."""
+        run = hosted(self._exchange_eagerly, self.seen())
+
+        def in_turn() -> Any:
+            with tf.control_dependencies(take_turn()):
+                return run()
+
+        return in_turn
+
     def _exchange_eagerly(self) -> None:
         """Exchange with the ranks that there are now."""
         self.membership.refuse_others()
@@ -269,7 +279,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if exchanged and self.after_exchange is not None:
             self.after_exchange()
 
-    def _seen(self) -> list[tf.Variable]:
+    def seen(self) -> list[tf.Variable]:
         """Return the variables that an exchange, or what comes after it, reads or changes, of those that steps use.
 
         Nothing but exchanges knows the center, whose variables are others where ranks have changed.

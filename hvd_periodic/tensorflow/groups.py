@@ -8,7 +8,7 @@ from functools import partial
 import horovod.tensorflow as hvd
 
 from hvd_periodic.comm.groups import Groups, make_groups
-from hvd_periodic.comm.horovod import register
+from hvd_periodic.comm.horovod import ranks_of_host, register
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 
 
@@ -47,6 +47,23 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
         groups = hvdp.rank_groups([[0, 1, 2], [3, 4]])
     """
     return _made(groups=groups)
+
+
+def node_ranks() -> range:
+    """Return the ranks of this host, as there are now; local. Passed itself, as ``process_set``.
+
+    It says who is in the group of this rank, and is asked anew where ranks change: under elastic Horovod, where there
+    can be no process sets. So may any function that divides all ranks into groups.
+
+    Raises:
+        RuntimeError: Horovod is not initialized.
+
+    Example::
+
+        inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
+    """
+    return ranks_of_host(hvd)
 
 
 def _made(size: int | None = None, groups: Iterable[Iterable[int]] | None = None) -> Groups:

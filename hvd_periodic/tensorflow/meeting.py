@@ -168,14 +168,14 @@ def audit_in_graph(groups: TensorGroups[Any], setting: Setting[Any], advice: str
     alike = [group for group in groups.held_alike if group.placement.everywhere]
     places = [(group.values.layout, bucket) for group in alike for bucket in group.values.layout.buckets]
     centers = [group.center.read(bucket) for group in alike for bucket in group.values.layout.buckets]
-    together, to_bytes = setting.membership.together, setting.exchanged.replica.to_bytes
+    alike_ranks, to_bytes = setting.membership.alike, setting.exchanged.replica.to_bytes
 
     def compare(*vectors: tf.Tensor) -> tf.Tensor:
         def parts() -> Iterator[tuple[str, Any]]:
             for place, vector in zip(places, vectors, strict=True):
                 yield from named_parts(*place, to_bytes(vector))
 
-        audit(together, "center", parts, advice)
+        audit(alike_ranks, "center", parts, advice)
         return tf.constant(True)
 
     with tf.device("CPU:0"):

@@ -11,6 +11,8 @@ import keras
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers.placement import placement_of
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.local_state import LocalState
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.phase import schedule_around
@@ -73,7 +75,7 @@ class Plan:
         made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
         if not connection.loaded:
             connection.communicator.rank_of(options["root_rank"])
-            _check_size(made, asynchronous, connection.communicator.size)
+            _check_ranks(connection.communicator, made, asynchronous, options)
         local = innermost(inside)
         moving = made.outer_optimizer(local, outer_optimizer)
         center = None if moving is None else CenterOptimizer(local, outer_optimizer)
@@ -89,7 +91,7 @@ class Plan:
         Raises:
             ValueError: too many ranks for the rate; others than when it was saved; gradients averaged over all of them.
         """
-        _check_size(self.algorithm, self.asynchronous, connection.communicator.size)
+        _check_ranks(connection.communicator, self.algorithm, self.asynchronous, self.options)
         connection.refuse_other_ranks(gradient_group)
         schedule_around(gradient_group, connection.communicator, self.schedule, self.asynchronous)
 
@@ -117,5 +119,7 @@ def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
     return group
 
 
-def _check_size(algorithm: Algorithm, asynchronous: bool, size: int) -> None:
-    (algorithm.one_by_one if asynchronous else algorithm.check)(size)
+def _check_ranks(ranks: Communicator, algorithm: Algorithm, asynchronous: bool, options: KerasOptions) -> None:
+    """Raise a ValueError where so many ranks, or groups of them that exchange in step, do not do what was asked for."""
+    (algorithm.one_by_one if asynchronous else algorithm.check)(ranks.size)
+    require_possible(ranks, options["center"], options["nonfinite"], options["overlap"], asynchronous)

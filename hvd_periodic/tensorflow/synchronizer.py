@@ -12,6 +12,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed
 from hvd_periodic.centers.placement import placement_of
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.startup import Moment
@@ -96,6 +97,7 @@ class Synchronizer(VariableSynchronizer):
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
+            require_possible(communicator, options["center"], options["nonfinite"], options["overlap"], asynchronous)
             moving = made.outer_optimizer(None, outer_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
             named = named_variables(trained, owner, options["buffers"])

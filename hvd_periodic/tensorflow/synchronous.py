@@ -74,7 +74,7 @@ class GraphSynchronous(Synchronous[Any]):
             return super().exchange(leaving)
         setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
         hyperparameters = setting.exchanged.hyperparameters
-        with tf.control_dependencies(_take_turn()):
+        with tf.control_dependencies(take_turn()):
             wanted = setting.journal.wants_distance and not self.reads_together and setting.phase.until is None
             meeting = GraphMeeting(setting, self.finite, self.tensor_groups.distance() if wanted else None)
             concluded, decided = self._decided(meeting)
@@ -217,7 +217,7 @@ def _names_of(fragment: Fragment) -> tuple[str, str]:
 _turns: list[tf.Variable] = []
 
 
-def _take_turn() -> list[tf.Operation]:
+def take_turn() -> list[tf.Operation]:
     """Return what lets exchanges of one compiled function happen one after another, in the order of the program.
 
     All optimizers meet under one name, of which no process can have two collectives under way.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvd_periodic.comm.groups import Groups, make_groups
+from hvd_periodic.comm.horovod import ranks_of_host
 from hvd_periodic.torch.communicator import everyone, horovod
 from hvd_periodic.torch.neutral import neutrally
 
@@ -63,8 +64,4 @@ def node_ranks() -> range:
         inner = hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=hvdp.node_ranks)
         optimizer = hvdp.ElasticAverageOptimizer(inner, model, 16)
     """
-    hvd = horovod()
-    if hvd is None:
-        raise RuntimeError("node_ranks() asks Horovod, which is not initialized: call hvd.init() before")
-    first = hvd.rank() - hvd.local_rank()
-    return range(first, first + hvd.local_size())
+    return ranks_of_host(horovod())

@@ -35,7 +35,7 @@ def once(name: str) -> bool:
 def at_collective(communicator: Any, number: int, moment: str) -> None:
     """Die before, in or after a collective of a class of communicators, counted from now on."""
     begin: dict[str, Callable[..., Any]] = {
-        name: getattr(communicator, name) for name in ("gather_integers", "allreduce", "reducescatter")
+        name: getattr(communicator, name) for name in ("gather_integers", "allreduce", "reducescatter", "scatter")
     }
     count = 0
 

@@ -54,6 +54,9 @@ def main(scenario: scenarios.Scenario) -> None:
     local = keras.optimizers.SGD(scenarios.RATE, momentum=scenarios.MOMENTUM)
     algorithms = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     algorithm, note = algorithms[scenario.algorithm](), tf.Variable(0)
+    if scenario.inner:
+        of_host = algorithms[scenario.inner]()
+        local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=hvdp.node_ranks)
     if scenario.loop == "synchronizer":
         synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD, center=scenario.center)
         optimizer: Any = local

@@ -121,6 +121,22 @@ SCENARIOS = {
 }
 
 KERAS = {
+    "a host of two": Scenario(
+        "diloco", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], slots=2, inner="easgd", loop="fit"
+    ),
+    "a host of two, in a collective of a host": Scenario(
+        "averaging",
+        4,
+        [Event("in", 5, 4, rank=3, number=2)],
+        [(4, 0), (2, 4)],
+        slots=2,
+        inner="easgd",
+        loop="eager",
+        collectives=True,
+    ),
+    "a host joins a host of two": Scenario(
+        "easgd", 2, [Event("wait", 5, 2, rank=0)], [(2, 0), (3, 8)], slots=2, inner="diloco", loop="compiled"
+    ),
     "one of two": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], loop="fit"),
     "the root, before a collective": Scenario(
         "diloco", 2, [Event("before", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True, loop="compiled"
@@ -235,9 +251,9 @@ def expected(
                 worker.x = worker.x - RATE * worker.velocity
                 worker.mean = (worker.mean + target(rank, step)) / 2
             for host in hosts if inner and (step + 1) % INNER_PERIOD == 0 else ():
-                moved = exchanged(inner, *host[0].inner, host)
+                moved, mean = exchanged(inner, *host[0].inner, host), sum(worker.mean for worker in host) / len(host)
                 for worker in host:
-                    worker.inner = moved
+                    worker.inner, worker.mean = moved, mean
             if (step + 1) % PERIOD == 0:
                 center, momentum = exchanged(algorithm, center, momentum, list(workers.values()))
                 mean = sum(worker.mean for worker in workers.values()) / len(workers)

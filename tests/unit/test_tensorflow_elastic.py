@@ -37,14 +37,9 @@ class Changing(LocalCommunicator):
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("nested", "message"),
-    [
-        (False, "within process set LocalCommunicator, and where there is one, Horovod ends all"),
-        (True, "is around an optimizer of this package"),
-    ],
-)
-def test_optimizers_whose_ranks_cannot_change(nested: bool, message: str) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_optimizers_whose_ranks_cannot_change(nested: bool) -> None:
+    message = "within process set LocalCommunicator, and where there is one, Horovod ends all"
     model = network()
     made = optimizer(model)
     made = optimizer(model, made) if nested else made
