@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,39 +20,12 @@ import hvd_periodic.torch.synchronizer as synchronizer_module  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
-from tests.helpers import outcomes  # noqa: E402
+from tests import losing  # noqa: E402
 
 PERIOD = 2
 
 HERE = threading.local()
 """The communicator of each thread, as Horovod knows one of each process."""
-
-
-class LostError(Exception):
-    """What collectives raise when a rank is lost."""
-
-
-class Losing:
-    """A group of threads in which a rank is lost. What comes to others are copies, as between processes.
-
-    Args:
-        group: the threads.
-        at: the last collective that takes place, counted from 0.
-        ahead: those that hear of the loss in the next one; all others in this one.
-    """
-
-    def __init__(self, group: Any, at: float, ahead: Collection[int]) -> None:
-        self._group, self._at, self._ahead, self._calls, self.size = group, at, ahead, 0, group.size
-
-    def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
-        """Return what all ranks brought to the same call."""
-        number, self._calls = self._calls, self._calls + 1
-        if number > self._at:
-            raise LostError
-        found: list[Any] = self._group.exchange(rank, call, pickle.dumps(value))
-        if number == self._at and rank not in self._ahead:
-            raise LostError
-        return [pickle.loads(each) for each in found]
 
 
 class Tensors(ThreadCommunicator):
@@ -158,18 +130,13 @@ def new(
     return Worker(model, optimizer, outer or local, hvdp.elastic.State(model, optimizer, batch=batch))
 
 
-def together(
-    workers: Sequence[Worker | Callable[[], Worker]],
-    work: Callable[[Worker], Any],
-    at: float = float("inf"),
-    ahead: Collection[int] = (),
-) -> list[Any]:
-    """Return what as many ranks find, or that a rank was lost; raise what else they raise.
+def together(workers: Sequence[Worker | Callable[[], Worker]], work: Callable[[Worker], Any], **lost: Any) -> list[Any]:
+    """Return what as many ranks find, or that a rank was lost, as :func:`tests.losing.together`.
 
     Args:
         workers: in the order of ranks; functions make new ones.
         work: what they do together.
-        at, ahead: which of their collectives is the last one that takes place, as in :class:`Losing`.
+        lost: when a rank is.
     """
 
     def rank(communicator: ThreadCommunicator) -> Any:
@@ -177,31 +144,17 @@ def together(
         communicator.elastic = True
         communicator.process_set = SimpleNamespace(process_set_id=0)  # type: ignore[attr-defined]
         worker = workers[communicator.rank]
-        communicator._group = Losing(communicator._group, at, ahead)  # type: ignore[assignment]
         HERE.communicator = communicator
         return work(worker if isinstance(worker, Worker) else worker())
 
-    found = outcomes(len(workers), rank)
-    for each in found:
-        if isinstance(each, Exception) and not isinstance(each, LostError):
-            raise each
-    return found
+    return losing.together(len(workers), rank, **lost)
 
 
 def lost_anywhere(
     prepare: Callable[[], Sequence[Worker]], work: Callable[[Worker], Any], ahead: int
 ) -> list[Sequence[Worker]]:
-    """Let the last of some workers be lost in every collective of what they do; return those that are left, for each.
-
-    One of these, ``ahead``, has heard what came of the collective, and the others have not.
-    """
-    found: list[Sequence[Worker]] = []
-    while True:
-        workers = prepare()
-        outcome = together(workers, work, at=len(found), ahead=[ahead])
-        if not any(isinstance(each, LostError) for each in outcome):
-            return found
-        found.append(workers[:-1])
+    """Return what is left of workers, one of which is lost in any collective, as :func:`tests.losing.lost_anywhere`."""
+    return losing.lost_anywhere(prepare, lambda workers, **lost: together(workers, work, **lost), ahead)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -303,10 +256,14 @@ def test_groups_that_are_loaded_before_the_first_sync(everywhere: bool, inside: 
     assert together([resumed] * 4, again) == [expected[rank if everywhere else 0] for rank in range(4)]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
-def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool) -> None:
-    """What was loaded before it is loaded still, on the root alone or on every rank."""
+def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool, ahead: int) -> None:
+    """What was loaded before it is loaded still, on the root alone or on every rank.
+
+    Also where only one rank has heard that all were there, one that is left or the one that is lost.
+    """
     saved: dict[int, Any] = {}
 
     def first(worker: Worker) -> Any:
@@ -327,15 +284,19 @@ def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool) -> None
 
     def again(worker: Worker) -> Any:
         worker.begin_again()
-        return worker.found()
+        found = worker.found()
+        worker.train(2 * PERIOD)
+        worker.optimizer.finalize()
+        return found, worker.center()
 
     def prepare() -> list[Worker]:
         return together([lambda: prepared(HERE.communicator.rank)] * 3, lambda worker: worker)
 
-    left = lost_anywhere(prepare, lambda worker: worker.state.sync(), ahead=0)
+    left = lost_anywhere(prepare, lambda worker: worker.state.sync(), ahead)
     assert len(left) > 5
-    for workers in left[:-1]:  # After the last one, the rank that has heard of it is done, and the others join it.
-        assert together(workers, again) == [expected[0], expected[everywhere]]
+    for workers in left:
+        (zero, end), (one, other_end) = together(workers, again)
+        assert ([zero, one], end) == ([expected[0], expected[everywhere]], other_end)
 
 
 @pytest.mark.parametrize("committed", [False, True])
