@@ -6,7 +6,7 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,6 @@ logger = logging.getLogger("hvd_periodic")
 
 _KEPT = 2
 """Commits: a rank may be lost between those of two others, which are never further apart."""
-
-_FIRST = 0
-"""The number of the commit with which training begins."""
 
 Objects = dict[str, Any]
 """Plain objects by name."""
@@ -144,14 +141,14 @@ class _Told:
         generation: how often it has done so.
         numbers: of the commits that it holds.
         loaded: states of exchanges were loaded.
-        prepared: it has made the first commit, and not heard that all have.
+        prepared: of the commit that it has made together with others, and not heard that all have.
         introduction: what the others have to know to ask it where it is.
     """
 
     generation: int
     numbers: set[int]
     loaded: bool
-    prepared: bool
+    prepared: set[int]
     introduction: np.ndarray | None
 
 
@@ -161,9 +158,9 @@ class Commits:
     Every rank that goes on puts back its own copy of the newest commit that all of these hold. Those that have none
     have joined: one of the others gives them all that it has, and they start from the center.
 
-    The first commit is made by :meth:`sync`, and it counts once a rank has heard that all have theirs. A rank that was
-    lost meanwhile may keep that from some: when they come together again, those that have heard say so, and the others,
-    all of which have it prepared, go on from it as well; where nobody has heard, all begin with what they had loaded.
+    A commit of :meth:`sync` counts once a rank has heard that all have prepared theirs. One that is lost meanwhile may
+    keep that from some: when they come together again, those that have heard say so, and the others, all of which have
+    it prepared, go on from it as well. Where nobody has heard, all go on from what was before.
 
     Args:
         kept: returns what is kept now, by name, in the same order on all ranks.
@@ -175,7 +172,7 @@ class Commits:
     def __init__(self, kept: Callable[[], Mapping[str, Kept]]) -> None:
         self._kept = kept
         self._generation = 0
-        self._prepared: Commit | None = None
+        self._prepared: dict[int, Commit] = {}
         self.held: dict[int, Commit] = {}
 
     def refuse_inside(self) -> None:
@@ -212,52 +209,40 @@ class Commits:
         told = self._met(communicator)
         self._rejoin(1 + max(each.generation for each in told))
         holders = {rank: each.numbers for rank, each in enumerate(told) if each.numbers}
-        if not holders:
-            return self._begin(communicator, objects, any(each.loaded for each in told), change)
-        common = set.intersection(*holders.values())
+        common = set.intersection(*holders.values()) if holders else {-1}
         if not common:
             raise RuntimeError(
                 f"Ranks {join(sorted(holders))} hold no commit in common: commit() was not called equally often on all "
                 "ranks. Start the job anew from a checkpoint"
             )
-        objects = self._go_on(communicator, objects, self.held.get(max(common)), list(holders), change)
-        self._get_ready()
-        self.held = {max(common): self._commit(objects)}
+        with nullcontext() if holders else self._loaded_still():
+            if holders:
+                objects = self._go_on(communicator, objects, self.held.get(max(common)), list(holders), change)
+            else:
+                change()
+                for kept in self._kept().values():
+                    kept.begin(loaded=any(each.loaded for each in told))
+                objects = communicator.broadcast_object(objects, "hvd_periodic.objects", 0)
+            for each in self._exchanges().values():
+                each.ready()
+            self._prepared = {1 + max(set.union(common, *holders.values())): self._commit(objects)}
+            communicator.allgather_object(None, "hvd_periodic.prepared")  # Who returns knows that all have come.
+        self.held, self._prepared = self._prepared, {}
         return objects
 
     def _met(self, communicator: Communicator) -> list[_Told]:
-        """Return what all ranks have; of the first commit, those that have it prepared as well, where one has heard."""
+        """Return what all ranks have; and hold what this one has prepared, if another one has heard that all had."""
         loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
         introduction, _ = communicator.introduction()
-        mine = _Told(self._generation, set(self.held), loaded, self._prepared is not None, introduction)
+        mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), introduction)
         with communicator.attendance.at("State.sync()"):
             told: list[_Told] = communicator.allgather_object(mine, "hvd_periodic.commits")
         communicator.attendance.met([() if each.introduction is None else each.introduction for each in told])
-        prepared, self._prepared = self._prepared, None
-        if not any(each.numbers for each in told):
-            return told
-        if prepared is not None:
-            self.held = {_FIRST: prepared}
-        return [replace(each, numbers={_FIRST}) if each.prepared else each for each in told]
-
-    def _begin(self, communicator: Communicator, objects: Objects, loaded: bool, change: Callable[[], None]) -> Objects:
-        """Begin with what was loaded, if anything was, or with what the first rank has; return its objects."""
-        with self._loaded_still():
-            change()
-            for kept in self._kept().values():
-                kept.begin(loaded)
-            objects = communicator.broadcast_object(objects, "hvd_periodic.objects", 0)
-            self._get_ready()
-            self._prepared = self._commit(objects)
-            communicator.allgather_object(
-                None, "hvd_periodic.prepared"
-            )  # Who returns from it knows that all have come.
-        self.held, self._prepared = {_FIRST: self._prepared}, None
-        return objects
-
-    def _get_ready(self) -> None:
-        for each in self._exchanges().values():
-            each.ready()
+        heard = set().union(*(each.numbers for each in told))
+        if heard & self._prepared.keys():
+            self.held = self._prepared
+        self._prepared = {}
+        return [replace(each, numbers=each.prepared) if heard & each.prepared else each for each in told]
 
     def _go_on(
         self,

@@ -239,6 +239,7 @@ class _KeptSynchronizer(KeptExchanges):
         """Load both."""
         local, exchanges = copied
         self._local.put_back(local)
+        self.synchronizer.beginning.begun = False  # Who has what comes out in ready(): loading is local then.
         self.synchronizer.load_state_dict(exchanges)
 
     def begin(self, loaded: bool) -> None:
