@@ -112,18 +112,33 @@ def post_local() -> Any:
 @scenario
 def levels() -> Any:
     """Averages inside of groups after every second step, and of all ranks after every sixth."""
+    return {"function": averages_of_averages(GROUPS[0].local, "function")}
+
+
+@scenario
+def levels_in_step() -> Any:
+    """The same, where a function says who is in a group."""
+
+    def within() -> list[int]:
+        return next(group for group in GROUPS[0].ranks if hvd.rank() in group)
+
+    return {loop: averages_of_averages(within, loop) for loop in ("function", "eager")}
+
+
+def averages_of_averages(within: Any, loop: str) -> list[Any]:
+    """Return what this rank has after each step, the rounds of both levels, and what a file says of the group."""
     w = keras.Variable(oracle.START, dtype="float64", name="w")
     inner = hvdp.ModelAverageOptimizer(
-        keras.optimizers.SGD(oracle.RATE, momentum=oracle.MOMENTUM), None, 2, process_set=GROUPS[0].local
+        keras.optimizers.SGD(oracle.RATE, momentum=oracle.MOMENTUM), None, 2, process_set=within
     )
     optimizer = hvdp.ModelAverageOptimizer(inner, None, 6)
     optimizer.build([w])
-    step, seen = step_of(optimizer, w), []
+    step, seen = step_of(optimizer, w, loop), []
     for _ in range(12):
         step()
         seen.append(w.numpy().tolist())
     optimizer.finalize()
-    return [seen, inner.synchronizer.rounds, optimizer.synchronizer.rounds]
+    return [seen, inner.synchronizer.rounds, optimizer.synchronizer.rounds, inner.get_config()["process_set"]]
 
 
 def network() -> Any:

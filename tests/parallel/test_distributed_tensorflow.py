@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 JOBS = [
     ("horovodrun --gloo", [[0, 1], [2]]),
-    thorough(("mpirun", [[0, 3], [1, 2]], "hierarchical", "levels", "refused")),
+    thorough(("mpirun", [[0, 3], [1, 2]], "hierarchical", "levels", "levels_in_step", "refused")),
 ]
 """Launcher, groups, and what the job runs; default: everything."""
 
@@ -71,11 +71,15 @@ def test_post_local(job: tuple[list[list[int]], Reports]) -> None:
             assert x != oracle.START
 
 
-def test_averages_of_averages(job: tuple[list[list[int]], Reports]) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "loop"), [("levels", "function"), ("levels_in_step", "function"), ("levels_in_step", "eager")]
+)
+def test_averages_of_averages(scenario: str, loop: str, job: tuple[list[list[int]], Reports]) -> None:
     """One optimizer of this package in another, each with a period and ranks of its own."""
     groups, reports = job
     seen = oracle.averages_of_averages(groups)
-    for rank, (values, inner_rounds, rounds) in enumerate(column(reports, "levels")):
+    for rank, (values, inner_rounds, rounds, said) in enumerate(column(reports, scenario, loop)):
+        assert said == next(group for group in groups if rank in group)
         for step, expected in enumerate(seen):
             assert values[step] == close(expected[rank]), (step, rank)
         assert (inner_rounds, rounds) == (6, 2)
