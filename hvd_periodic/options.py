@@ -85,9 +85,10 @@ class Options(ExchangeOptions, total=False):
     Attributes:
         root_rank: the rank, as the job numbers them, whose values all start from. Default: the first.
         process_set: the Horovod process set that exchanges, default all ranks; any
-            :class:`~hvd_periodic.Communicator`; for PyTorch also a ``torch.distributed.ProcessGroup``, a ``DeviceMesh``
-            of one dimension, or a function that returns the ranks of this one's group, such as
-            :func:`hvd_periodic.torch.node_ranks`: it is asked anew where elastic Horovod changes ranks.
+            :class:`~hvd_periodic.Communicator`; in PyTorch and Keras also a function that returns the ranks of this
+            one's group, such as :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`:
+            it is asked anew where elastic Horovod changes ranks. In PyTorch also a
+            ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension.
     """
 
     root_rank: Annotated[int | None, None]

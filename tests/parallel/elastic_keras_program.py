@@ -55,8 +55,8 @@ def main(scenario: scenarios.Scenario) -> None:
     algorithms = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     algorithm, note = algorithms[scenario.algorithm](), tf.Variable(0)
     if scenario.inner:
-        of_host = algorithms[scenario.inner]()
-        local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=hvdp.node_ranks)
+        of_host, ranks = algorithms[scenario.inner](), hvdp.node_ranks if scenario.grouped else None
+        local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=ranks)
     if scenario.loop == "synchronizer":
         synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD, center=scenario.center)
         optimizer: Any = local

@@ -51,6 +51,7 @@ class Scenario:
         slots: ranks of each host, of which Horovod gives up all when one is lost.
         timeout: seconds for which ranks wait for each other.
         inner: algorithm of the exchanges inside of each host.
+        grouped: those exchanges are inside of each host; otherwise of all ranks, more often than the others.
         loop: in Keras: ``fit``; ``compiled`` or ``eager`` steps; or ``synchronizer``, around one's own.
     """
 
@@ -64,6 +65,7 @@ class Scenario:
     slots: int = 1
     timeout: float | None = None
     inner: str = ""
+    grouped: bool = True
     loop: str = ""
 
 
@@ -76,6 +78,23 @@ SCENARIOS = {
     "a host of two": Scenario("diloco", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], slots=2, inner="easgd"),
     "a host joins a host of two": Scenario(
         "easgd", 2, [Event("wait", 5, 2, rank=0)], [(2, 0), (3, 8)], slots=2, inner="diloco"
+    ),
+    "two levels": Scenario(
+        "diloco",
+        2,
+        [Event("kill", 9, 2, rank=0), Event("wait", 13, 1)],
+        [(2, 0), (1, 8), (2, 16)],
+        inner="easgd",
+        grouped=False,
+    ),
+    "two levels, in a collective": Scenario(
+        "easgd",
+        3,
+        [Event("in", 5, 3, rank=1, number=2)],
+        [(3, 0), (2, 4)],
+        collectives=True,
+        inner="diloco",
+        grouped=False,
     ),
     "before a collective": Scenario(
         "averaging", 3, [Event("before", 7, 3, rank=1, number=2)], [(3, 0), (2, 4)], collectives=True
@@ -121,6 +140,15 @@ SCENARIOS = {
 }
 
 KERAS = {
+    "two levels": Scenario(
+        "diloco",
+        2,
+        [Event("kill", 9, 2, rank=0), Event("wait", 13, 1)],
+        [(2, 0), (1, 8), (2, 16)],
+        inner="easgd",
+        grouped=False,
+        loop="fit",
+    ),
     "a host of two": Scenario(
         "diloco", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], slots=2, inner="easgd", loop="fit"
     ),
@@ -181,6 +209,15 @@ KERAS = {
         center="sharded",
         loop="synchronizer",
     ),
+    "a share, in a collective of an eager loop": Scenario(
+        "easgd",
+        3,
+        [Event("in", 7, 3, rank=2, number=2)],
+        [(3, 0), (2, 4)],
+        collectives=True,
+        center="sharded",
+        loop="eager",
+    ),
     "shares, all replaced": Scenario(
         "diloco",
         2,
@@ -216,17 +253,17 @@ def expected(
     stretches: Sequence[tuple[int, Sequence[int]]],
     gives_velocity: bool = False,
     inner: str = "",
-    slots: int = 1,
+    slots: int | None = 1,
 ) -> tuple[np.ndarray, dict[int, Worker]]:
     """Return center and workers, by the equations and one after the other.
 
     Args:
         algorithm: of exchanges.
         stretches: the step at which each begins, and the processes in the order of ranks. Who was not there before
-            starts from the center.
+            starts from the center, of two levels of all ranks that of the inner one.
         gives_velocity: those start with the momentum of the first that was there.
         inner: algorithm of exchanges inside of hosts. The center of a host is that of the first worker that was there.
-        slots: ranks of each host.
+        slots: ranks of each host; None: those exchanges are of all ranks.
     """
     center, momentum = np.zeros(SIZE), np.zeros(SIZE)
     workers: dict[int, Worker] = {}
@@ -238,11 +275,14 @@ def expected(
             workers[process].mean = giver.mean
             if gives_velocity:
                 workers[process].velocity = giver.velocity
-        hosts = [list(workers.values())[first : first + slots] for first in range(0, len(workers), slots)]
+        size = slots or len(workers)
+        hosts = [list(workers.values())[first : first + size] for first in range(0, len(workers), size)]
         for host in hosts:
             known = next((worker.inner for worker in host if worker.inner), (center, np.zeros(SIZE)))
             for worker in host:
                 worker.inner = known
+        for process in workers.keys() - before.keys() if before and slots is None else ():
+            workers[process].x = workers[process].inner[0].copy()
         for step in range(begin, end):
             for rank, worker in enumerate(workers.values()):
                 g = worker.x - target(rank, step)

@@ -31,8 +31,8 @@ def main(scenario: scenarios.Scenario) -> None:
     local = torch.optim.SGD(model.parameters(), lr=scenarios.RATE, momentum=scenarios.MOMENTUM)
     algorithm = {"easgd": hvdp.EASGD, "averaging": hvdp.Averaging, "agn": hvdp.AGN, "diloco": hvdp.DiLoCo}
     if scenario.inner:
-        of_host = algorithm[scenario.inner]()
-        local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=hvdp.node_ranks)
+        of_host, ranks = algorithm[scenario.inner](), hvdp.node_ranks if scenario.grouped else None
+        local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=ranks)
     options = {"overlap": scenario.overlap, "center": scenario.center, "timeout_seconds": scenario.timeout}
     optimizer = hvdp.PeriodicOptimizer(local, model, algorithm[scenario.algorithm](), scenarios.PERIOD, **options)
     state = elastic.State(model, optimizer, commit="exchange", batch=0)

@@ -59,7 +59,7 @@ def check(name: str, scenario: Scenario, program: str, tmp_path: Path) -> None:
     assert code == 0, output
     stretches = _stretches(tmp_path / "begun")
     assert [(len(processes), step) for step, processes in stretches] == list(scenario.begun), output
-    levels = {"inner": scenario.inner, "slots": scenario.slots}
+    levels = {"inner": scenario.inner, "slots": scenario.slots if scenario.grouped else None}
     center, workers = expected(scenario.algorithm, stretches, gives_velocity=bool(scenario.loop), **levels)
     assert len(workers) == scenario.begun[-1][0]
     for rank, (process, worker) in enumerate(workers.items()):

@@ -21,6 +21,7 @@ from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
 from tests import losing  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 
 PERIOD = 2
 
@@ -113,11 +114,16 @@ def pair() -> range:
 
 
 def new(
-    algorithm: Any = hvdp.DiLoCo, moving: bool = False, batch: int = 0, inside: Any = None, **options: Any
+    algorithm: Any = hvdp.DiLoCo,
+    moving: bool = False,
+    batch: int = 0,
+    inside: Any = None,
+    paired: bool = True,
+    **options: Any,
 ) -> Worker:
     """Return a worker; ``moving`` its center by another optimizer than a copy of the local one.
 
-    Pairs of ranks exchange by an algorithm ``inside`` at every step.
+    Pairs of ranks, or all of them if they are not ``paired``, exchange by an algorithm ``inside`` at every step.
     """
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
@@ -125,7 +131,8 @@ def new(
     outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) if moving else None
     inner = local
     if inside is not None:
-        inner = hvdp.PeriodicOptimizer(local, model, inside, 1, process_set=Subset(HERE.communicator, pair))
+        ranks = {"process_set": Subset(HERE.communicator, pair)} if paired else options
+        inner = hvdp.PeriodicOptimizer(local, model, inside, 1, **ranks)
     optimizer = hvdp.PeriodicOptimizer(inner, model, algorithm, PERIOD, outer_optimizer=outer, **options)
     return Worker(model, optimizer, outer or local, hvdp.elastic.State(model, optimizer, batch=batch))
 
@@ -223,6 +230,47 @@ def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:
         assert [each for each, *_ in found] == [committed[0][0], committed[1][0], joined, joined]
         assert [each for _, each, _ in found] == [committed[0][1]] * 2 + [[at_center]] * 2
         assert len({str(end) for *_, end in found}) == 1
+
+
+@pytest.mark.parametrize("center", [thorough("replicated"), thorough("root"), "sharded"])
+def test_a_rank_is_lost_in_sync_on_two_levels(center: str) -> None:
+    """Of all ranks: both centers are what was committed; who joins starts from that of the inner one."""
+    committed = {}
+
+    def found(worker: Worker) -> Any:
+        with worker.optimizer.inner.center():
+            inside = worker.model.x.tolist()
+        return *worker.found(), inside
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(3)
+        worker.state.commit()
+        committed[HERE.communicator.rank] = found(worker)
+        worker.train(1)
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.begin_again()
+        at_once = found(worker)
+        worker.train(2 * PERIOD)
+        worker.optimizer.finalize()
+        return at_once, worker.center()
+
+    def make() -> Worker:
+        return new(inside=hvdp.EASGD, paired=False, center=center)
+
+    def prepare() -> list[Worker]:
+        zero, one, two, _ = together([make] * 4, first)
+        return [zero, two, one]  # Rank 2 has the copy of the share of rank 1.
+
+    left = lost_anywhere(prepare, Worker.begin_again, ahead=0)
+    assert len(left) > 15
+    *_, at_center, inside = committed[0]
+    for zero, two in left:
+        ends = together([zero, make, two], again)
+        assert [each for each, _ in ends] == [committed[0], (3, 3, inside, at_center, inside), committed[2]]
+        assert len({str(end) for _, end in ends}) == 1
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
