@@ -209,15 +209,6 @@ KERAS = {
         center="sharded",
         loop="synchronizer",
     ),
-    "a share, in a collective of an eager loop": Scenario(
-        "easgd",
-        3,
-        [Event("in", 7, 3, rank=2, number=2)],
-        [(3, 0), (2, 4)],
-        collectives=True,
-        center="sharded",
-        loop="eager",
-    ),
     "shares, all replaced": Scenario(
         "diloco",
         2,
