@@ -285,6 +285,34 @@ def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:
         assert len({str(end) for *_, end in found}) == 1
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("inside", [hvdp.EASGD, None])
+def test_groups_that_are_loaded_before_the_first_sync(everywhere: bool, inside: Any) -> None:
+    """On the root alone, all go on from what that has; on every rank, each from its own."""
+    saved: dict[int, Any] = {}
+
+    def first(worker: Worker) -> Any:
+        worker.state.sync()
+        worker.train(3)
+        saved[HERE.communicator.rank] = worker.saved()
+        return worker.found()
+
+    def resumed() -> Worker:
+        worker = new(inside=inside, batch=3)
+        if everywhere or HERE.communicator.rank == 0:
+            worker.load(saved[HERE.communicator.rank])
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.state.sync()
+        found = worker.found()
+        worker.train(PERIOD)
+        return found
+
+    expected = together([lambda: new(inside=inside)] * 4, first)
+    assert together([resumed] * 4, again) == [expected[rank if everywhere else 0] for rank in range(4)]
+
+
 @pytest.mark.parametrize("moving", [False, True])
 @pytest.mark.parametrize("inside", [None, hvdp.EASGD])
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
