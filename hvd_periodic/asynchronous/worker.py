@@ -215,6 +215,11 @@ class Worker:
                 part.pull(bucket, self._replica.from_host(pulled, bucket), exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
 
+    def centers(self) -> list[np.ndarray]:
+        """Return copies of all buckets of the center as it is now, also where it was final."""
+        self.go_on()
+        return [self.transport.read(index) for index in range(self._count)]
+
     def read(self, index: int, bucket: Bucket) -> Any:
         """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
         if self._final is not None:
@@ -309,7 +314,7 @@ class Worker:
         with self.communicator.attendance.at("finalize() of asynchronous exchange"):
             self.communicator.assemble(self._number)
             self._tell_lost()
-            self._final = [self.transport.read(index) for index in range(self._count)]
+            self._final = self.centers()
             self.communicator.assemble(self._number)
         if self._file is not None:
             self._file.release()

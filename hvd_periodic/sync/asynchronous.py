@@ -114,6 +114,7 @@ class Asynchronous(Course[V]):
         sent = missed = 0
         with failing(setting.meeting, counters.local_steps):
             if left_out:
+                self.worker.go_on()
                 start_again(self.tensor_groups, setting, not_finite)
             else:
                 sent = self.worker.exchange(list(self.tensor_groups), exchange)
