@@ -61,7 +61,8 @@ class ExchangeOptions(TypedDict, total=False):
             be read while training goes on. A file that had this name takes the name ``PATH.previous`` at the first
             exchange. The state of the center's optimizer is not in it. None: in memory alone.
         run_log: a folder, in which every rank appends what its exchanges were to a file ``rank-K.jsonl``: a line of
-            JSON for each. None: that of the environment variable ``HVD_PERIODIC_RUN_LOG``, if there is one.
+            JSON for each. None: that of the environment variable ``HVD_PERIODIC_RUN_LOG``, if there is one; False: none.
+            Copies of the optimizer write none.
     """
 
     center: Annotated[str, "replicated"]
@@ -74,7 +75,7 @@ class ExchangeOptions(TypedDict, total=False):
     audit_every: Annotated[int, 0]
     timeout_seconds: Annotated[float | None, None]
     center_file: Annotated[PathLike | None, None]
-    run_log: Annotated[PathLike | None, None]
+    run_log: Annotated[PathLike | bool | None, None]
 
 
 class Options(ExchangeOptions, total=False):

@@ -304,7 +304,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     for kind, text in errors(2, lambda communicator: of_numpy(communicator, False, run_log=tmp_path / "file")):
         assert kind is FileExistsError or "File exists" in text
-    with pytest.raises(TypeError, match=r"`run_log` must be the path of a folder, or None\. Received: 3"):
+    with pytest.raises(
+        TypeError, match=r"`run_log` must be the path of a folder, None, or False for none\. Received: 3"
+    ):
         of_numpy(LocalCommunicator(), False, run_log=3)
 
 
