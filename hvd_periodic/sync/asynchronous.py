@@ -70,7 +70,8 @@ class Asynchronous(Course[V]):
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
+        coding = exchanged.replica.space.coding
+        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, coding)
 
     @property
     def shows_loaded(self) -> bool:

@@ -68,7 +68,8 @@ class Synchronous(Course[V]):
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
-        self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
+        coding = exchanged.replica.space.coding
+        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, coding)
         self._bind()
 
     def _bind(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture(params=["given", "environment"])
-def asked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def asked(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Ask for a run log, in either way."""
     if request.param == "environment":
         monkeypatch.setenv("HVD_PERIODIC_RUN_LOG", str(tmp_path / "run"))
-    yield {"run_log": str(tmp_path / "run")} if request.param == "given" else {}
+    return {"run_log": str(tmp_path / "run")} if request.param == "given" else {}
 
 
 def written(tmp_path: Path) -> list[tuple[str, str]]:
