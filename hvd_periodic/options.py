@@ -42,10 +42,11 @@ class ExchangeOptions(TypedDict, total=False):
             Statistics and optimizer state go with the last one; ``sync()`` and ``finalize()`` exchange all. F is at
             most τ. Synchronously.
         nonfinite: what becomes of a rank that comes to an exchange with NaN or infinity in its parameters, what the
-            algorithm keeps of them, or its averaged statistics. ``"raise"``: an error on all ranks that names rank and
-            tensor. ``"skip"``: that rank is left out, and starts again from the center, with a new state of its local
-            optimizer; the others exchange. ``"ignore"``: nothing is looked at, and all ranks and the center take it.
-            Infinities of statistics that the center has as well, such as those of a mask, are right.
+            algorithm keeps of them, its averaged statistics, or on the root in buffers that all take from it.
+            ``"raise"``: an error on all ranks that names rank and tensor. ``"skip"``: that rank is left out, and starts
+            again from the center, with a new state of its local optimizer; the others exchange. ``"ignore"``: nothing
+            is looked at, and all ranks and the center take it. Infinities of statistics that the center has as well,
+            such as those of a mask, are right.
         weight: how much this rank counts in the mean over ranks, such as the number of its examples: a number of at
             least 0; or a function that is called once at every exchange and returns one; None: all ranks count alike.
             Σ_i w_i x_i / Σ_i w_i takes the place of the mean, also of statistics and of optimizer state; the steps of a
@@ -61,7 +62,8 @@ class ExchangeOptions(TypedDict, total=False):
             be read while training goes on. A file that had this name takes the name ``PATH.previous`` at the first
             exchange. The state of the center's optimizer is not in it. None: in memory alone.
         run_log: a folder, in which every rank appends what its exchanges were to a file ``rank-K.jsonl``: a line of
-            JSON for each. None: that of the environment variable ``HVD_PERIODIC_RUN_LOG``, if there is one.
+            JSON for each. None: that of the environment variable ``HVD_PERIODIC_RUN_LOG``, if there is one. False:
+            none. Copies of the optimizer write none.
     """
 
     center: Annotated[str, "replicated"]
@@ -74,7 +76,7 @@ class ExchangeOptions(TypedDict, total=False):
     audit_every: Annotated[int, 0]
     timeout_seconds: Annotated[float | None, None]
     center_file: Annotated[PathLike | None, None]
-    run_log: Annotated[PathLike | None, None]
+    run_log: Annotated[PathLike | bool | None, None]
 
 
 class Options(ExchangeOptions, total=False):

@@ -26,6 +26,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.memory import NoSharedMemoryError
 from hvd_periodic.comm.watcher import tell_leaving
+from hvd_periodic.journal.lines import Log, log_of
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, chunk
@@ -133,6 +134,10 @@ class Worker:
             raise RuntimeError("The synchronizer has not been started: call start() on all ranks")
         return self._transport
 
+    @property
+    def _log(self) -> Log:
+        return log_of(self._number if self.communicator.constructed > 1 else None)
+
     def open(self, number: int) -> None:
         """Make the center, and the way to it; collective.
 
@@ -150,7 +155,8 @@ class Worker:
         self._divided = self._sharded and memory is None
         self._transport = memory or self._by_messages()
         if communicator.rank == self._root:
-            logger.info("Asynchronous exchange of %d ranks through %s", communicator.size, self.transport.description)
+            description = self.transport.description
+            self._log.info("Asynchronous exchange of %d ranks through %s", communicator.size, description)
         if communicator.processes and communicator.size > 1:
             if not _opened:
                 atexit.register(_leave_all)
@@ -168,7 +174,7 @@ class Worker:
                     "through a service thread, or give more memory (docker: --shm-size)"
                 ) from error
             if self.communicator.rank == self._root:
-                logger.warning("No shared memory for the asynchronous center, a service takes over: %s", error)
+                self._log.warning("No shared memory for the asynchronous center, a service takes over: %s", error)
             return None
 
     def _by_messages(self) -> Transport:
@@ -214,6 +220,11 @@ class Worker:
             for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
                 part.pull(bucket, self._replica.from_host(pulled, bucket), exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
+
+    def centers(self) -> list[np.ndarray]:
+        """Return copies of all buckets of the center as it is now, also where it was final."""
+        self.go_on()
+        return [self.transport.read(index) for index in range(self._count)]
 
     def read(self, index: int, bucket: Bucket) -> Any:
         """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
@@ -265,7 +276,7 @@ class Worker:
     def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
         """Set the center to what the root has loaded, or where nothing was to its replica; collective."""
         if self.communicator.rank == self._root and state is None:
-            logger.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
+            self._log.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
         has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{self._number}.center")
         if not has_center[self._root]:
             self.start(parts)
@@ -309,7 +320,7 @@ class Worker:
         with self.communicator.attendance.at("finalize() of asynchronous exchange"):
             self.communicator.assemble(self._number)
             self._tell_lost()
-            self._final = [self.transport.read(index) for index in range(self._count)]
+            self._final = self.centers()
             self.communicator.assemble(self._number)
         if self._file is not None:
             self._file.release()

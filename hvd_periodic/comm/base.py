@@ -55,13 +55,14 @@ class Communicator(ABC):
     attendance: Attendance = Unattended()
     """Which collectives this rank has come to; one that nobody looks at, where ranks are no processes."""
 
-    def unique_name(self, timeout_seconds: object = None) -> str:
+    def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
 
         The ranks agree on it: some may have constructed more optimizers than others.
 
         Args:
             timeout_seconds: for which they wait here for each other, if it makes sense; the optimizer checks it.
+            provisional: for what is over before the next is asked for, which is the same.
 
         Raises:
             RuntimeError: some ranks have come for something else than to construct an optimizer; on all of them.
@@ -73,8 +74,9 @@ class Communicator(ABC):
         record = Record(Purpose.CONSTRUCT, self.constructed, problem=int(failure is not None))
         records, introductions = meet(self, record, failure, introduction)
         self.attendance.met(introductions)
-        self.constructed = 1 + max(record.optimizer for record in records)
-        return f"{self.meeting_name.removesuffix('meeting')}{self.constructed}"
+        number = 1 + max(record.optimizer for record in records)
+        self.constructed = number - provisional
+        return f"{self.meeting_name.removesuffix('meeting')}{number}"
 
     def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return what the others have to know to ask this rank where it is; or why this rank cannot go on."""

@@ -67,9 +67,9 @@ class Subset(Communicator):
                     f"{places} on rank {rank}, and {told[other]} on rank {other}"
                 )
 
-    def unique_name(self, timeout_seconds: object = None) -> str:
+    def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix on which all ranks agree."""
-        return self.meets_with.unique_name(timeout_seconds)
+        return self.meets_with.unique_name(timeout_seconds, provisional)
 
     @property
     def global_ranks(self) -> list[int]:

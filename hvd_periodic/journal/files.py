@@ -99,14 +99,16 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def folder_asked(given: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder of the run log, if one is asked for here or by the environment.
+def folder_asked(given: str | os.PathLike[str] | bool | None) -> Path | None:
+    """Return the folder of the run log, if one is asked for here or by the environment; of False, None.
 
     Raises:
         TypeError: no path.
     """
+    if given is False:
+        return None
     if given is not None and not isinstance(given, (str, os.PathLike)):
-        raise TypeError(f"`run_log` must be the path of a folder, or None. Received: {given!r}")
+        raise TypeError(f"`run_log` must be the path of a folder, None, or False for none. Received: {given!r}")
     asked = os.environ.get(VARIABLE) if given is None else given
     return Path(asked).absolute() if asked else None
 

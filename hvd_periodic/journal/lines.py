@@ -40,6 +40,18 @@ def set_up(level: str | None = None) -> None:
         logger.propagate = False
 
 
+Log = logging.LoggerAdapter[logging.Logger]
+
+
+def log_of(number: int | None) -> Log:
+    """Return the log for what one of several optimizers has to say: lines begin with its number.
+
+    Args:
+        number: of the optimizer; None where there is one.
+    """
+    return _Named(logger, {"number": number})
+
+
 class Lines(Listener):
     """Writes to the log of the package, on one rank.
 
@@ -52,9 +64,8 @@ class Lines(Listener):
         self._speaks, self._number = speaks, number
 
     @property
-    def _log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """The log, whose lines name one of several optimizers."""
-        return _Named(logger, {"number": self._number()})
+    def _log(self) -> Log:
+        return log_of(self._number())
 
     def began(self, facts: Facts) -> None:
         """Say what training is."""

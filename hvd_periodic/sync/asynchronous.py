@@ -70,7 +70,8 @@ class Asynchronous(Course[V]):
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
+        coding = exchanged.replica.space.coding
+        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, coding)
 
     @property
     def shows_loaded(self) -> bool:
@@ -114,6 +115,7 @@ class Asynchronous(Course[V]):
         sent = missed = 0
         with failing(setting.meeting, counters.local_steps):
             if left_out:
+                self.worker.go_on()
                 start_again(self.tensor_groups, setting, not_finite)
             else:
                 sent = self.worker.exchange(list(self.tensor_groups), exchange)

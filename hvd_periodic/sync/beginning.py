@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +16,6 @@ from hvd_periodic.sync.startup import Moment, Standing, Start, decide, replaces
 from hvd_periodic.sync.telling import tell_beginning
 
 V = TypeVar("V")
-
-logger = logging.getLogger("hvd_periodic")
 
 
 class Beginning(Generic[V]):
@@ -163,7 +160,8 @@ class Beginning(Generic[V]):
         """Start from the root's parameters, which may have been loaded since construction."""
         if different:
             if self._setting.membership.is_root:
-                logger.warning("The parameters of the ranks differ at the first step: all take over the root's")
+                log = self._setting.membership.log
+                log.warning("The parameters of the ranks differ at the first step: all take over the root's")
             self._course.tensor_groups.give_values()
         self._course.restart()
         self._course.tensor_groups.give_statistics()

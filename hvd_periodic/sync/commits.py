@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,8 +17,6 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, unite, whole_of
-
-logger = logging.getLogger("hvd_periodic")
 
 _KEPT = 2
 """Commits: a rank may be lost between those of two others, which are never further apart."""
@@ -275,7 +272,7 @@ class Commits:
             elif own is None:
                 start_from_center(each.synchronizer, wholes.get(name))
                 text = "Rank %d has joined at local step %d, and starts from the center"
-                logger.warning(text, communicator.rank, steps)
+                each.synchronizer.membership.log.warning(text, communicator.rank, steps)
             if steps == 0:  # Nobody has trained: what is loaded into models before the first step counts, as ever.
                 each.synchronizer.checkpoint.forget()
         return objects

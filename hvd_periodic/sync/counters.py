@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 class Counters:
     """What a synchronizer has done so far, and where it stands in its schedule.
 
+    An exchange that fails is not counted: local steps aside, the counters are those of the last one that took place.
+
     Attributes:
         local_steps: iterations, whether or not the update ran.
         rounds: exchanges.

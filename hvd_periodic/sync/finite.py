@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.base import Wire
@@ -40,20 +42,25 @@ class Checked(NamedTuple):
 
 
 class Finite(Generic[V]):
-    """What has to be finite before an exchange: parameters, what the worker keeps of them, and averaged statistics.
+    """What has to be finite before an exchange: parameters, what the worker keeps of them, averaged statistics; and
+    on the root the buffers that all take from it.
 
-    Of statistics, elements that are infinite like their center are right: all ranks have started from them. Where the
-    center is not here, all that are infinite.
+    Of statistics and buffers, elements that are infinite like their center are right: all ranks have started from
+    them. Where the center is not here, all that are infinite.
 
     Args:
         groups: what is exchanged.
+        membership: knows whether this rank is the root.
         policy: ``"raise"``, ``"skip"`` or ``"ignore"``.
         wire: by which parameters travel; a lossy one cannot carry what is not finite, whatever the policy.
         coding: the verbs of the front end.
     """
 
-    def __init__(self, groups: TensorGroups[V], policy: str, wire: Wire, coding: Coding[V]) -> None:
-        self._groups, self._policy, self._wire, self._coding = groups, policy, wire, coding
+    def __init__(
+        self, groups: TensorGroups[V], membership: Membership, policy: str, wire: Wire, coding: Coding[V]
+    ) -> None:
+        self._groups, self._membership = groups, membership
+        self._policy, self._wire, self._coding = policy, wire, coding
         self.skips = policy == SKIP
         """Ranks that are not finite are left out."""
 
@@ -71,12 +78,13 @@ class Finite(Generic[V]):
         if self._policy == IGNORE:
             return found
         for group in self._groups.statistics:
-            if group.algorithm.reduction != "sum":
+            name = self._name_in(group)
+            if name is None:
                 continue
             tensors = group.values.tensors()
             centers = group.center.tensors() if group.placement.everywhere else tensors
             pairs = zip(group.values.layout.specs, tensors, centers, strict=True)
-            found += [Checked(f"statistic {spec.name!r}", tensor, center) for spec, tensor, center in pairs]
+            found += [Checked(name.format(spec.name), tensor, center) for spec, tensor, center in pairs]
         return found
 
     def problem(self, steps: int) -> str | None:
@@ -99,6 +107,12 @@ class Finite(Generic[V]):
             f"{found}, and would spoil the center. Look at the learning rate, the loss and the data of this rank; "
             "nonfinite='skip' leaves such a rank out, and gives it the center back"
         )
+
+    def _name_in(self, group: TensorGroup[V]) -> str | None:
+        """Return what a tensor of a group is called, given its name; None where this rank's can spoil nothing."""
+        if group.algorithm.reduction == "root":
+            return "buffer {!r} of the root" if self._membership.is_root else None
+        return "statistic {!r}" if group.algorithm.reduction == "sum" else None
 
     def _is_right(self, checked: Checked) -> bool:
         if self._coding.are_finite([checked.tensor]):

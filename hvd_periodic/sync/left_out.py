@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TypeVar
 
 from hvd_periodic.sync.course import Setting
@@ -10,8 +9,6 @@ from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 
 V = TypeVar("V")
-
-logger = logging.getLogger("hvd_periodic")
 
 
 def start_again(groups: TensorGroups[V], setting: Setting[V], problem: str | None) -> None:
@@ -40,4 +37,4 @@ def start_again(groups: TensorGroups[V], setting: Setting[V], problem: str | Non
 def tell(membership: Membership, problem: str) -> None:
     """Say in the log that this rank is left out."""
     rank = membership.communicator.rank
-    logger.warning("Rank %d is left out of an exchange, and starts again from the center: %s", rank, problem)
+    membership.log.warning("Rank %d is left out of an exchange, and starts again from the center: %s", rank, problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,6 @@ from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
 from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.planning import agreed_clock
 from hvd_periodic.sync.weights import Weight, relative_weights
-
-logger = logging.getLogger("hvd_periodic")
 
 _EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
 
@@ -219,7 +216,7 @@ class Meeting:
         others = [r for r, record in enumerate(records) if record in deciding and record.rate != first.rate]
         if any(records[rank].updates == most for rank in others) and not self._warned:
             self._warned = True
-            logger.warning(
+            self._membership.log.warning(
                 "The learning rates of the ranks differ at local step %d: the optimizer of the center takes that of "
                 "rank %d, and not those of rank %s. A scheduler has to decide alike on all ranks",
                 first.local_steps,

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.together import Together
+from hvd_periodic.journal.lines import Log, log_of
 
 
 class Membership:
@@ -51,6 +52,16 @@ class Membership:
         """Which optimizer of its ranks this is, as the name says: 1 for the first."""
         last = self.name.rpartition(".")[2]
         return int(last) if last.isdigit() else 0
+
+    @property
+    def log(self) -> Log:
+        """The log, whose lines say of which optimizer they are, where this process has constructed several."""
+        return log_of(self.number_among_several)
+
+    @property
+    def number_among_several(self) -> int | None:
+        """Which optimizer this is, where these ranks have constructed several."""
+        return self.number if self.communicator.constructed > 1 else None
 
     @property
     def is_root(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,6 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.shares import Share, Whole, put_together
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
-
-logger = logging.getLogger("hvd_periodic")
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def recovered(
     mine = {} if mirror is None else {h: mirror.shares[h] for h, giver in givers.items() if giver == communicator.rank}
     for holder in mine:
         if mirror is not None and holder != mirror.rank:
-            logger.warning(
+            synchronizer.membership.log.warning(
                 "Rank %d has gone: its share of the center comes from the copy that rank %d has kept, now rank %d",
                 *(holder, mirror.rank, communicator.rank),
             )

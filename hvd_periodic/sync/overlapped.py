@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.saved_vectors import check_names
 from hvd_periodic.centers.under_way import UnderWay
+from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting, failing
 from hvd_periodic.sync.ranges import range_of, ranged
 from hvd_periodic.sync.synchronous import Synchronous
@@ -72,6 +73,7 @@ class Overlapped(Synchronous[V]):
             )
         self._under_way: list[UnderWay[V]] = []
         self._begun = 0
+        self._counted_before: Counters | None = None
         self._due: int | None = None
 
     def facts(self) -> dict[str, object]:
@@ -82,7 +84,10 @@ class Overlapped(Synchronous[V]):
         """Take what is under way, then exchange."""
         if self.setting.meeting.failure is None:  # Otherwise the others hear of it where they meet.
             self.land()
-        return super().exchange(leaving)
+        before = self.setting.ledger.counters
+        training = super().exchange(leaving)
+        self._counted_before = before
+        return training
 
     def has_to_land(self) -> bool:
         """Return whether so many local steps have been counted since the exchange began."""
@@ -101,10 +106,21 @@ class Overlapped(Synchronous[V]):
             raise RuntimeError(setting.meeting.failure)
         if not any(part.pending for part in self._under_way):
             return
-        with failing(setting.meeting, self._begun), range_of(self, "arrive"):
-            for part in self._under_way:
-                part.arrive()
+        try:
+            with failing(setting.meeting, self._begun), range_of(self, "arrive"):
+                for part in self._under_way:
+                    part.arrive()
+        except Exception:
+            self._uncount()
+            raise
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
+
+    def _uncount(self) -> None:
+        """Let what is under way, which was counted when it began, not be counted: it has failed."""
+        ledger, before = self.setting.ledger, self._counted_before
+        if before is not None:  # Not that of a state that was loaded.
+            kept = {name: getattr(before, name) for name in _OF_EXCHANGES}
+            ledger.counters = replace(ledger.counters, **kept)
 
     def land(self) -> None:
         """Let the replica take what is under way; where that fails, tell the others, who would wait."""
@@ -171,7 +187,7 @@ class Overlapped(Synchronous[V]):
     def load_under_way(self, saved: Any) -> None:
         """Go on with what was under way when a state was saved."""
         membership, group = self.setting.membership, self.tensor_groups.parameters
-        self._under_way, self._due = [], None
+        self._under_way, self._due, self._counted_before = [], None, None
         if saved is not None and group.snapshot is not None:
             self._begun, self._due = saved["begun"], saved["due"]
             self.setting.exchanged.replica.load(group.snapshot, saved["snapshot"])
@@ -201,6 +217,8 @@ class Overlapped(Synchronous[V]):
         self._begun, self._due = step, None if overlap is None else step + overlap
         return part.sent
 
+
+_OF_EXCHANGES = ("rounds", "bytes_sent", "last_exchange", "next_exchange", "left_out")
 
 _SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()
 """Who has used the names of collectives last: of an optimizer and its copies, one can have an exchange under way."""

@@ -68,7 +68,7 @@ class Parts(Generic[V]):
         audit_every: exchanges after which ranks compare their centers; 0: never.
         timeout_seconds: for which a rank waits for others in one place; None: for ever.
         center_file: in which an asynchronous center lies, which outlives the job.
-        run_log: folder of the run log; None: that of the environment, if there is one.
+        run_log: folder of the run log; None: that of the environment, if there is one; False: none.
         journal: hears of exchanges. Default: a new one.
         forms: makes the parts of which a front end has a form of its own.
 
@@ -106,7 +106,7 @@ class Parts(Generic[V]):
         audit_every: int = 0,
         timeout_seconds: float | None = None,
         center_file: PathLike | None = None,
-        run_log: PathLike | None = None,
+        run_log: PathLike | bool | None = None,
         journal: Journal | None = None,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:

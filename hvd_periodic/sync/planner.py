@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,8 +11,6 @@ from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.planning import Plan, ask, foresee, united_clock
-
-logger = logging.getLogger("hvd_periodic")
 
 
 class Planner:
@@ -66,7 +63,7 @@ class Planner:
             if meeting.pending:
                 return ask(self.schedule, meeting.clock)
         except RuntimeError as error:
-            logger.debug("Where training has ended, the period stays as it was: %s", error)
+            self._membership.log.debug("Where training has ended, the period stays as it was: %s", error)
         return Plan(meeting.step + max(meeting.period, 1), meeting.clock.memory)
 
     def following_alone(self, own: Standpoint) -> Plan:

@@ -68,7 +68,8 @@ class Synchronous(Course[V]):
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
-        self.finite = Finite(self.tensor_groups, setting.nonfinite, setting.wire, exchanged.replica.space.coding)
+        coding = exchanged.replica.space.coding
+        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, coding)
         self._bind()
 
     def _bind(self) -> None:
@@ -135,27 +136,26 @@ class Synchronous(Course[V]):
             records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out)
         agreed = setting.meeting.agree(records, own)
         plan = setting.planner.following(agreed)
-        ledger.add(bytes_sent=_BYTES_OF_RECORD)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         due = self._whose_turn(agreed, own)
         if foreseen is not None and agreed.weights is None:
             self.enclosed.deliver(foreseen, messages, records, enclosures)
-        if agreed.left_out:
-            with failing(setting.meeting, own.counters.local_steps):
+        takes_place, sent = bool(due.turns) and not agreed.nobody, _BYTES_OF_RECORD
+        with failing(setting.meeting, own.counters.local_steps):
+            if agreed.left_out:
                 start_again(self.tensor_groups, setting, not_finite if left_out else None)
-            ledger.add(left_out=left_out)
-        if due.turns and not agreed.nobody:
-            with failing(setting.meeting, own.counters.local_steps):
-                sent = self._run(agreed, due)
-            ledger.add(bytes_sent=sent, rounds=1)
-            setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
-            if setting.audit_every and ledger.rounds % setting.audit_every == 0:
-                with failing(setting.meeting, own.counters.local_steps):
+            if takes_place:
+                sent += self._run(agreed, due)
+                setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
+                if setting.audit_every and (ledger.rounds + 1) % setting.audit_every == 0:
                     self.tensor_groups.audit()
         counters = ledger.counters
         ledger.counters = replace(
             counters,
             local_steps=agreed.step,
+            rounds=counters.rounds + takes_place,
+            left_out=counters.left_out + left_out,
+            bytes_sent=counters.bytes_sent + sent,
             skipped_updates=counters.skipped_updates + agreed.step - counters.local_steps,
             last_exchange=agreed.step,
             next_exchange=agreed.step + plan.next_exchange - agreed.clock.step,

@@ -41,11 +41,8 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
     """
     listeners: list[Listener] = []
 
-    def number() -> int | None:
-        return membership().number if membership().communicator.constructed > 1 else None
-
     if logger.isEnabledFor(logging.INFO):
-        listeners.append(Lines(lambda: membership().is_root, number))
+        listeners.append(Lines(lambda: membership().is_root, lambda: membership().number_among_several))
     if folder is not None:
         listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number, membership().name)))
     return Journal(listeners)

@@ -101,10 +101,13 @@ class View(Generic[V]):
                 any more. On all ranks, where all have to read it.
         """
         if self._course.reads_together:
-            setting = self._course.setting
-            setting.meeting.come_for(Purpose.READ, setting.exchanged.replica.misfit())
+            self._course.setting.meeting.come_for(Purpose.READ, self.misfit())
         else:
             self._require_fit()
+
+    def misfit(self) -> str | None:
+        """Return why this rank cannot read the center, or None."""
+        return self._course.setting.exchanged.replica.misfit()
 
     def _require_fit(self) -> None:
         misfit = self._course.setting.exchanged.replica.misfit()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
-from hvd_periodic.centers import Placement
 from hvd_periodic.centers.tensor_group import all_buckets
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.counters import Notes
-from hvd_periodic.sync.course import Setting
-from hvd_periodic.sync.finite import SKIP
+from hvd_periodic.sync.left_out import tell
 from hvd_periodic.tensorflow.host import to_integers, unpacked
 from hvd_periodic.tensorflow.ledger import seconds
 from hvd_periodic.tensorflow.meeting import GraphMeeting, ledger_of
@@ -33,11 +33,13 @@ class _Pushed:
         missed: pushes of other workers since this one's last.
         staleness_max: the most of them at one exchange.
         next_exchange: local steps at which the next exchange is due.
+        left_out: whether this worker has pushed nothing, as its replica was not finite, and has read the center.
     """
 
     missed: Any
     staleness_max: Any
     next_exchange: Any
+    left_out: Any
 
 
 class GraphAsynchronous(Asynchronous[Any]):
@@ -50,13 +52,6 @@ class GraphAsynchronous(Asynchronous[Any]):
 
     as_read: VariableStore | None = None
     as_left: VariableStore | None = None
-
-    def __init__(self, setting: Setting[Any], place: type[Placement], use_locking: bool) -> None:
-        if setting.nonfinite == SKIP:
-            raise ValueError(
-                "`nonfinite='skip'` is for synchronous exchange in TensorFlow: choose 'raise' with asynchronous=True"
-            )
-        super().__init__(setting, place, use_locking)
 
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with the center; in a graph, return a boolean scalar."""
@@ -71,17 +66,35 @@ class GraphAsynchronous(Asynchronous[Any]):
         meeting = GraphMeeting(setting, self.finite)
         decided, pulled = self._pushed(meeting, exchange)
         pushed = _Pushed(**{field.name: decided.pop(field.name) for field in fields(_Pushed)})
-        buckets = list(all_buckets(self.tensor_groups))
-        for (group, bucket), vector in zip(buckets, pulled, strict=True):
+        if self.finite.skips:
+            left_out = pushed.left_out > 0
+            tf.cond(left_out, partial(self._start_again, pulled), partial(self._pull, pulled, exchange))
+            took_place = tf.cast(tf.logical_not(left_out), tf.int64)
+        else:
+            took_place = self._pull(pulled, exchange)
+        sent = sum(bucket.nbytes for _, bucket in all_buckets(self.tensor_groups))
+        counted = {"next_exchange": pushed.next_exchange, "staleness_max": pushed.staleness_max}
+        added = {"rounds": took_place, "bytes_sent": sent * took_place, "pushes_missed": pushed.missed}
+        ledger.exchanged(added | ({"left_out": pushed.left_out} if self.finite.skips else {}), counted, decided)
+        ledger.timed(started, tell=meeting.told_by(self))
+        return tf.constant(True)
+
+    def _pull(self, pulled: Sequence[tf.Tensor], exchange: Any) -> tf.Tensor:
+        """Let the replica pull; return that it has."""
+        for (group, bucket), vector in zip(all_buckets(self.tensor_groups), pulled, strict=True):
             center = tf.ensure_shape(vector, [bucket.size])
             if group is self.tensor_groups.parameters:
                 self._mirror(bucket, center, exchange)
             group.pull(bucket, center, exchange)
-        ledger.add(pushes_missed=pushed.missed)
-        counted = {"next_exchange": pushed.next_exchange, "staleness_max": pushed.staleness_max}
-        ledger.exchanged(sum(bucket.nbytes for _, bucket in buckets), counted, decided)
-        ledger.timed(started, tell=meeting.told_by(self))
-        return tf.constant(True)
+        return tf.constant(1, tf.int64)
+
+    def _start_again(self, centers: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Let this rank start from the centers, with a new local optimizer's state; return that it has not pulled."""
+        for (group, bucket), center in zip(all_buckets(self.tensor_groups), centers, strict=True):
+            group.start_from(bucket, tf.ensure_shape(center, [bucket.size]))
+        if self.setting.local_optimizer is not None:
+            self.setting.local_optimizer.reset()
+        return tf.constant(0, tf.int64)
 
     def _pushed(self, meeting: GraphMeeting, exchange: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         """Push what this rank has; return what Python knows after it by name, and what is to be pulled."""
@@ -97,10 +110,16 @@ class GraphAsynchronous(Asynchronous[Any]):
                 raise ValueError(problem)
             plan = setting.planner.following_alone(own)
             alone = Exchange(setting.membership.communicator.size, own.clock.period, max(own.counters.gradients, 1))
-            with worker.transaction():
-                pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
-            missed = worker.transport.missed
-            pushed = _Pushed(missed, max(missed, own.counters.staleness_max), plan.next_exchange)
+            left_out, missed = meeting.left_out(mine), 0
+            if left_out is not None:
+                tell(setting.membership, left_out)
+                pulled = worker.centers()
+            else:
+                with worker.transaction():
+                    pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
+                missed = worker.transport.missed
+            staleness_max = max(missed, own.counters.staleness_max)
+            pushed = _Pushed(missed, staleness_max, plan.next_exchange, left_out is not None)
             return [np.array(to_integers(asdict(pushed) | ledger.noted(Notes(memory=plan.memory)), kinds)), *pulled]
 
         # What Python reads by itself, a local step in the same graph must have written.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.comm.agreement import build_on_all, raise_on_all
+from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import of_exchange
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
@@ -172,7 +172,8 @@ class Exchanges:
             Whether this rank, or one that averages gradients with it, has other values than before.
 
         Raises:
-            ValueError: a step that is being compiled holds what layers derived from other weights; on all ranks.
+            ValueError: a step that is being compiled holds what layers derived from other weights; on the others their
+                next exchange says so.
         """
         connection, synchronizer = self.connection, self.synchronizer
         derived = synchronizer.replica.derived_from()
@@ -180,12 +181,13 @@ class Exchanges:
         changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before or [], strict=False))
         replaced |= connection.any_in_group(changed)
         stale = before is None and derived != synchronizer.replica.derived_from()
-        failure = ValueError(
-            "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken over, "
-            "and the step that is being compiled has the old values: call "
-            "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
-        )
-        raise_on_all(connection.communicator, connection.name, failure if stale else None)
+        if stale:  # The others hear of it where they meet next.
+            synchronizer.meeting.failure = (
+                "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken over, "
+                "and the step that is being compiled has the old values: call "
+                "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
+            )
+            raise ValueError(synchronizer.meeting.failure)
         self._forget_sums_of_others()
         synchronizer.opened = True
         return replaced

@@ -191,23 +191,25 @@ class VariableLedger(Ledger):
         return numbers
 
     def exchanged(
-        self, sent: Any, decided: Mapping[str, tf.Tensor], noted: Mapping[str, tf.Tensor], rounds: Any = 1
+        self, added: Mapping[str, Any], decided: Mapping[str, tf.Tensor], noted: Mapping[str, tf.Tensor]
     ) -> None:
-        """Note in a graph that an exchange has taken place.
+        """Note in a graph that an exchange has taken place, after all that the graph has done for it.
+
+        Operations on other variables have no order: of an exchange that fails, some would be counted all the same.
 
         Args:
-            sent: bytes that this rank has pushed, or handed to collectives.
+            added: what counters go up by.
             decided: counters that take these values.
             noted: what is kept, by name.
-            rounds: 0 where no rank has sent anything.
         """
-        self.add(rounds=rounds, bytes_sent=sent)
-        self.variables["last_exchange"].assign(self.variables["local_steps"])
-        for name, value in decided.items():
-            self.variables[name].assign(value)
-        self.variables["gradients"].assign(0)
-        for owner, variable in self.note_variables.items():
-            variable.assign(tf.reshape(tf.stack([noted[name] for name in self._names(owner)]), variable.shape))
+        with tf.control_dependencies(_so_far()):
+            self.add(**added)
+            self.variables["last_exchange"].assign(self.variables["local_steps"])
+            for name, value in decided.items():
+                self.variables[name].assign(value)
+            self.variables["gradients"].assign(0)
+            for owner, variable in self.note_variables.items():
+                variable.assign(tf.reshape(tf.stack([noted[name] for name in self._names(owner)]), variable.shape))
 
     def timed(
         self,
@@ -222,7 +224,7 @@ class VariableLedger(Ledger):
             then: called at the end.
             tell: called with the counters as they are after it.
         """
-        with tf.control_dependencies(list(tf.compat.v1.get_default_graph().get_operations())):
+        with tf.control_dependencies(_so_far()):
             self.add(exchange_seconds=seconds() - started)
             told = self.variables if tell is not None else {"local_steps": self.variables["local_steps"]}
             kinds = {name: variable.dtype for name, variable in told.items()}
@@ -238,6 +240,11 @@ class VariableLedger(Ledger):
 
             with tf.device("CPU:0"):
                 tf.py_function(begin, [packed({name: v.read_value() for name, v in told.items()})], tf.int64)
+
+
+def _so_far() -> list[tf.Operation]:
+    """Return all operations of the graph that is being made."""
+    return list(tf.compat.v1.get_default_graph().get_operations())
 
 
 def _notes_of(values: Mapping[str, Any]) -> Notes:

@@ -20,7 +20,13 @@ from hvd_periodic.tensorflow.space import in_form_of
 
 
 class VariableView(View[Any]):
-    """Reading the center, which steps that were compiled before notice as well."""
+    """Reading the center, which steps that were compiled before notice as well.
+
+    Attributes:
+        share_problem: returns what is wrong with this rank's share of the center, where it has one, or None.
+    """
+
+    share_problem: Callable[[], str | None] | None = None
 
     def __init__(self, course: Course[Any], checkpoint: Checkpoint[Any], beginning: Beginning[Any]) -> None:
         super().__init__(course, checkpoint, beginning)
@@ -45,6 +51,10 @@ class VariableView(View[Any]):
             self.meet_to_read()
             self.follow_equal_replicas()
             return float(self._course.tensor_groups.distance())
+
+    def misfit(self) -> str | None:
+        """Return why this rank cannot read the center, or None."""
+        return super().misfit() or (None if self.share_problem is None else self.share_problem())
 
     def checks(self) -> list[tf.Operation]:
         """Return what fails in a compiled step inside the block."""

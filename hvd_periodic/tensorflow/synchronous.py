@@ -86,11 +86,12 @@ class GraphSynchronous(Synchronous[Any]):
         with tf.control_dependencies(checks):
             if self.finite.skips:
                 self._when(plan.some_left_out > 0, partial(self._start_again, plan.left_out > 0))
-                ledger.add(left_out=plan.left_out)
             sent = self._when(not self._may_differ or plan.somebody > 0, partial(self._sent, plan, decided))
             setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
         self._audit()
-        ledger.exchanged(sent + 8 * plan.sent, {"next_exchange": plan.next_exchange}, decided, plan.somebody)
+        added = {"rounds": plan.somebody, "bytes_sent": sent + 8 * plan.sent}
+        added |= {"left_out": plan.left_out} if self.finite.skips else {}
+        ledger.exchanged(added, {"next_exchange": plan.next_exchange}, decided)
         ledger.timed(started, meeting.leave, meeting.told_by(self))
         return tf.constant(True)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_periodic.torch.dtypes import REALS
 from hvd_periodic.vectors.coding import BLOCK, Coding
 
 _TYPES = {
@@ -42,15 +43,16 @@ class TensorCoding(Coding[torch.Tensor]):
         return x.clamp(-limit, limit)
 
     def are_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether no element is NaN or infinite; waits once for each device.
+        """Return whether no element is NaN or infinite, of those types that may be; waits once for each device.
 
         Norms tell, which are one pass and one call; where one overflows, the least and the largest element do: both are
         NaN where any is.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in tensors:
-            if tensor.numel():
-                by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            if real.numel() and real.dtype in REALS:
+                by_kind.setdefault((real.device, real.dtype), []).append(real.detach())
         for alike in by_kind.values():
             if not bool(torch.stack(torch._foreach_norm(alike)).isfinite().all()):
                 extremes = torch.stack([extreme for tensor in alike for extreme in torch.aminmax(tensor)])

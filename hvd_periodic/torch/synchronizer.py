@@ -238,7 +238,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, self._constructed(), self.state_dict()
+        of_rank, moving, arguments = self._constructed()
+        return _restore, (of_rank, moving, arguments | {"run_log": False}), self.state_dict()
 
     def _constructed(self) -> tuple[Any, ...]:
         """Return the arguments of ``_restore``."""
@@ -265,7 +266,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "weight": self.meeting.weight.given,
             "audit_every": self.course.setting.audit_every,
             "timeout_seconds": membership.communicator.attendance.timeout,
-            "run_log": self.run_log,
+            "run_log": self.run_log or False,
         }
         return of_rank, self._moving(), arguments
 

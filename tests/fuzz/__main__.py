@@ -10,7 +10,11 @@ import sys
 
 from tests.fuzz.machine import play
 
-MODULES = {"TorchPlayer": "tests.fuzz.torch_player", "NumpyPlayer": "tests.fuzz.numpy_player"}
+MODULES = {
+    "TorchPlayer": "tests.fuzz.torch_player",
+    "KerasPlayer": "tests.fuzz.keras_player",
+    "NumpyPlayer": "tests.fuzz.numpy_player",
+}
 
 if __name__ == "__main__":
     player = getattr(importlib.import_module(MODULES[sys.argv[1]]), sys.argv[1])

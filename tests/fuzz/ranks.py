@@ -19,7 +19,9 @@ from hvd_periodic.comm.threads import ThreadCommunicator
 PACKAGE = str(Path(hvd_periodic.__file__).parent)
 DOCUMENTED = (ValueError, TypeError, RuntimeError)
 UNDOCUMENTED = ("KeyError", "AttributeError", "IndexError", "AssertionError", "UnboundLocalError", "ZeroDivisionError")
-SECONDS = 60.0
+OPTIMIZERS = ("/torch/optim/", "/keras/src/optimizers/", "/numpy/sgd.py")
+"""Where local optimizers are, in paths of files."""
+SECONDS = 120.0
 """After so many, in which ranks compute or wait for something else than each other, all threads say where they are."""
 
 
@@ -55,7 +57,7 @@ class Outcome:
         if not isinstance(error, DOCUMENTED) or any(name in str(error) for name in UNDOCUMENTED):
             return f"no documented error: {text}"
         places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        local = any("/torch/optim/" in place or place.endswith("/numpy/sgd.py") for place in places)
+        local = any(any(own in place for own in OPTIMIZERS) for place in places)
         if local and not any("/outer" in place for place in places):
             return None  # Of the user's own local optimizer.
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -168,7 +170,8 @@ class Ranks:
         self._threads = []
         for rank in range(size):
             self._calls.append(queue.SimpleQueue())
-            communicator = TableCommunicator(rank, self._table, encloses)
+            table = getattr(player, "table", TableCommunicator)
+            communicator = table(rank, self._table, encloses)
             thread = threading.Thread(target=self._work, args=(rank, communicator, player), daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -29,6 +29,7 @@ from hvd_periodic.torch import synchronizer as module
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.layout import chunk
 from tests.helpers import random_arrays
+from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.program import Scenarios, attempt
 
 MODES: dict[str, tuple[str, str]] = {
@@ -316,6 +317,39 @@ def elastic_in_turn(mode: str) -> Any:
     counters = optimizer.synchronizer.counters
     staleness = [counters.pushes_missed, counters.staleness_max, counters.staleness_mean]
     return {"order": order, "seen": seen, "staleness": staleness, "rounds": counters.rounds}
+
+
+@on_all(transports)
+def left_out_in_turn(mode: str) -> Any:
+    """The last rank's third gradient is NaN: it starts again from the center."""
+    results: dict[str, Any] = {}
+    for name in in_turn_of.ALGORITHMS:
+        tensors = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]
+        options = {"asynchronous": True, "center": MODES[mode][1], "nonfinite": "skip"}
+        with transport(mode):
+            inner = torch.optim.SGD(tensors, in_turn_of.RATE, in_turn_of.MOMENTUM)
+            if name == "agn":
+                optimizer: Any = hvdp.AGNOptimizer(inner, named(tensors), in_turn_of.PERIOD, **options)
+            else:
+                options["rho"] = in_turn_of.RHO if name == "easgd_rho" else 0.0
+                rates = in_turn_of.PERIOD, in_turn_of.MOVING_RATE
+                optimizer = hvdp.ElasticAverageOptimizer(inner, named(tensors), *rates, **options)
+
+        def step(gradient: float, tensors: Any = tensors, optimizer: Any = optimizer) -> None:
+            show(tensors, torch.full((3,), gradient).double())
+            optimizer.step()
+
+        seen = in_turn_of.taken(
+            step,
+            lambda t=tensors, o=optimizer: (flat(t).tolist(), center_of(t, o).tolist()),
+            (hvd.rank(), hvd.size()),
+            hvd.barrier,
+        )
+        counters = optimizer.synchronizer.counters
+        hvd.barrier()
+        optimizer.synchronizer.finalize()
+        results[name] = [seen, counters.rounds, counters.left_out, counters.bytes_sent]
+    return results
 
 
 @on_all(transports, hosts)

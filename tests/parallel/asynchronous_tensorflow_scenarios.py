@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.tensorflow import contrib_opt
+from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.keras_scenarios import (
     LOOPS,
     OPTIMIZERS,
@@ -229,6 +230,43 @@ def in_turn(center: str) -> Any:
             "final": read_center(optimizer, w),
         }
     return results
+
+
+@on_all("window", "service", "sharded")
+def left_out_in_turn(center: str) -> Any:
+    """The last rank's third gradient is NaN: it starts again from the center; compiled and not."""
+    results: dict[str, Any] = {}
+    for name in in_turn_of.ALGORITHMS:
+        for loop in ("eager", "function"):
+            w = keras.Variable([0.0, 0.0, 0.0], dtype="float64", name="w")
+            inner = keras.optimizers.SGD(in_turn_of.RATE, momentum=in_turn_of.MOMENTUM)
+            optimizer = LEFT_OUT[name](inner, asynchronous=True, center=center, nonfinite="skip")
+            optimizer.build([w])
+            step = LOOPS[loop](given_step(optimizer, w))
+            seen = in_turn_of.taken(
+                lambda g, step=step: step(tf.constant(g, tf.float64)),
+                lambda w=w, optimizer=optimizer: (w.numpy().tolist(), read_center(optimizer, w)),
+                (hvd.rank(), hvd.size()),
+                barrier,
+            )
+            counters = optimizer.synchronizer.counters
+            barrier()
+            optimizer.synchronizer.finalize()
+            results[f"{name} {loop}"] = [seen, counters.rounds, counters.left_out, counters.bytes_sent]
+    return results
+
+
+LEFT_OUT: dict[str, Callable[..., Any]] = {
+    "easgd": lambda o, **k: hvdp.ElasticAverageOptimizer(o, None, in_turn_of.PERIOD, in_turn_of.MOVING_RATE, **k),
+    "easgd_rho": lambda o, **k: hvdp.ElasticAverageOptimizer(
+        o, None, in_turn_of.PERIOD, in_turn_of.MOVING_RATE, rho=in_turn_of.RHO, **k
+    ),
+    "agn": lambda o, **k: hvdp.AGNOptimizer(o, None, in_turn_of.PERIOD, **k),
+}
+
+
+def given_step(optimizer: Any, w: Any) -> Callable[[Any], None]:
+    return lambda gradient: optimizer.apply_gradients([(tf.fill([3], gradient), w)])
 
 
 def vector_step(optimizer: Any, w: Any) -> Callable[[], None]:

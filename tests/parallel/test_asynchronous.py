@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers import random_arrays
 from tests.parallel.launch import LAUNCHERS, run_scenarios, start
+from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
 from tests.parallel.program import column
 from tests.parallel.tiers import thorough
 from tests.parallel.two_hosts import mpirun_on_two_hosts
@@ -183,6 +184,22 @@ def test_staleness(ranks: Reports) -> None:
 
 def test_accumulated_gradient_normalization_in_turn(ranks: Reports) -> None:
     check_normalized_in_turn(ranks, MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_is_not_finite_starts_again_from_the_center(ranks: Reports, mode: str) -> None:
+    """Its momentum too begins anew; nothing is pushed. The Keras optimizers do the same."""
+    size, reports = len(ranks), column(ranks, "left_out_in_turn", mode)
+    assert set(reports[0]) == set(ALGORITHMS)
+    for name in ALGORITHMS:
+        slow = Slow(name, size)
+        expected = slow.run(order_of(size))
+        for rank, (seen, rounds, left_out, sent) in enumerate(column(reports, name)):
+            for turn, (x, c) in enumerate(seen):
+                assert x == pytest.approx([expected[turn][0][rank]] * 3, rel=1e-12), (name, turn)
+                assert c == pytest.approx([expected[turn][1]] * 3, rel=1e-12), (name, turn)
+            assert (rounds, left_out, sent) == (slow.rounds[rank], slow.left_out[rank], 3 * 8 * rounds)
+        assert sum(slow.left_out) == 1
 
 
 def test_one_worker_is_synchronous(ranks: Reports) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.launch import run_scenarios
+from tests.parallel.left_out_in_turn import ALGORITHMS, Slow, order_of
 from tests.parallel.program import column
 from tests.parallel.test_scenarios import EXPECTED
 from tests.parallel.tiers import thorough
@@ -131,6 +132,22 @@ def test_one_rank_at_a_time(name: str, ranks: list[dict[str, Any]]) -> None:
                 assert c == pytest.approx([centers[turn]] * 3, rel=tolerance), (mode, report["loop"], turn)
             assert [report["rounds"], report["missed"], report["staleness"]] == counters[rank], (mode, report["loop"])
             assert report["final"] == found[0]["final"]
+
+
+def test_a_rank_that_is_not_finite_starts_again_from_the_center(ranks: list[dict[str, Any]]) -> None:
+    """Compiled and not, where PyTorch goes, see ``test_asynchronous.py``."""
+    size = len(ranks)
+    for mode, reports in by_mode(ranks, "left_out_in_turn"):
+        assert len(reports[0]) == 2 * len(ALGORITHMS)
+        for case in reports[0]:
+            slow = Slow(case.split()[0], size)
+            expected = slow.run(order_of(size))
+            for rank, (seen, rounds, left_out, sent) in enumerate(column(reports, case)):
+                for turn, (x, c) in enumerate(seen):
+                    assert x == pytest.approx([expected[turn][0][rank]] * 3, rel=1e-12), (mode, case, turn)
+                    assert c == pytest.approx([expected[turn][1]] * 3, rel=1e-12), (mode, case, turn)
+                assert (rounds, left_out, sent) == (slow.rounds[rank], slow.left_out[rank], 3 * 8 * rounds), case
+            assert sum(slow.left_out) == 1
 
 
 def test_sum_of_replicas_and_center_is_conserved(ranks: list[dict[str, Any]]) -> None:

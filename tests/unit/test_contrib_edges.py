@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -201,6 +202,25 @@ def test_the_center_of_16_bits_has_32(kind: Any) -> None:
         assert session.run(w).tolist() == pytest.approx([0.3828125, 1.3828125], rel=1e-3)
         assert session.run(center).tolist() == pytest.approx([0.7109375, 1.7109375])
     assert (w.dtype.base_dtype, center.dtype) == (kind, max(kind, tf.float32, key=lambda dtype: dtype.size))
+
+
+def test_optimizers_count_from_the_first(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One alone has no number in the log; of two, each has that of its exchanges."""
+    caplog.set_level("INFO", logger="hvd_periodic")
+    monkeypatch.setattr("hvd_periodic.comm.job.JobCommunicator._constructed", Counter())
+    for expected in (["ContribEASGD"], ["Optimizer 2: ContribEASGD", "Optimizer 3: ContribEASGD"]):
+        caplog.clear()
+        with tf.Graph().as_default(), tf.Session() as session:
+            getters = [contrib_opt.ElasticAverageCustomGetter("") for _ in expected]
+            ws = [variable(getter, f"w{i}") for i, getter in enumerate(getters)]
+            optimizers = [elastic(getter) for getter in getters]
+            trains = [o.minimize(tf.reduce_sum(w), var_list=[w]) for o, w in zip(optimizers, ws, strict=True)]
+            initialize = [optimizer.get_init_op(0) for optimizer in optimizers]
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            session.run(initialize)
+            for train in trains:
+                session.run(train)
+        assert [line.partition("(")[0] for line in caplog.messages if "EASGD" in line] == expected
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

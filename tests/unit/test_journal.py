@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -265,6 +266,23 @@ def test_lines_name_one_of_several_optimizers(said: pytest.LogCaptureFixture) ->
     assert [line.partition(":")[0] for line in said.messages] == ["Optimizer 2"] * 2 + ["Optimizer 1"] * 2
 
 
+def test_lines_of_one_rank_name_it_too(said: pytest.LogCaptureFixture) -> None:
+    """Of two optimizers, the second is left out of an exchange, and its ranks have started from other values."""
+
+    def train(communicator: Communicator) -> None:
+        of_numpy(communicator, False)
+        x = np.full(2, float(communicator.rank))
+        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 1, communicator=communicator, nonfinite="skip")
+        x[:] = communicator.rank
+        optimizer.step([np.ones(2)])
+        optimizer.step([np.full(2, math.nan if communicator.rank else 1.0)])
+
+    run_ranks(2, train)
+    told = [line for line in said.messages if "left out" in line or "differ at the first step" in line]
+    assert len(told) == 2
+    assert all(line.startswith("Optimizer 2: ") for line in told)
+
+
 def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) -> None:
     x = np.zeros(3)
     optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 2)
@@ -304,7 +322,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     for kind, text in errors(2, lambda communicator: of_numpy(communicator, False, run_log=tmp_path / "file")):
         assert kind is FileExistsError or "File exists" in text
-    with pytest.raises(TypeError, match=r"`run_log` must be the path of a folder, or None\. Received: 3"):
+    with pytest.raises(
+        TypeError, match=r"`run_log` must be the path of a folder, None, or False for none\. Received: 3"
+    ):
         of_numpy(LocalCommunicator(), False, run_log=3)
 
 

@@ -1,4 +1,4 @@
-"""Models that learn their input shape from the first batch. One process."""
+"""Models that learn their input shape from the first batch, or what to compute from data. One process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from hvd_periodic import Communicator  # noqa: E402
+from tests.conformance.test_front_ends import OnTensors  # noqa: E402
+from tests.helpers import run_ranks  # noqa: E402
 from tests.unit.test_keras_optimizer import wrap  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
@@ -57,3 +60,34 @@ def test_variables_that_a_function_of_the_user_makes(known: bool) -> None:
         step(tf.ones(2))
         step(tf.ones(2))
         assert made[0].numpy().tolist() == [-1.0, -1.0]
+
+
+def test_a_step_that_is_compiled_with_what_layers_were_adapted_to() -> None:
+    """Rank 1 has adapted a layer anew, and takes over that of the root; the others hear of it where they meet."""
+
+    def work(communicator: Communicator) -> list[str]:
+        keras.utils.set_random_seed(1)
+        normalization = keras.layers.Normalization()
+        normalization.adapt(np.arange(12.0).reshape(4, 3))
+        model = keras.Sequential([keras.Input((3,)), normalization, keras.layers.Dense(2)])
+        ranks = OnTensors(communicator)
+        optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), model, 1, process_set=ranks)
+        if communicator.rank == 1:
+            normalization.adapt(np.ones((4, 3)) * [1.0, 5.0, 9.0])
+        variables = model.trainable_variables
+
+        def step() -> None:
+            optimizer.apply([tf.ones(variable.shape) for variable in variables], variables)
+
+        found = []
+        for take in [tf.function(step, autograph=False), step][1 - communicator.rank :]:
+            try:
+                take()
+            except (ValueError, RuntimeError) as error:
+                found.append(str(error))
+        return found
+
+    told = run_ranks(2, work)
+    assert [len(found) for found in told] == [1, 2]
+    assert all("Layers of this rank were adapted otherwise" in error for found in told for error in found)
+    assert told[0][0].startswith("Rank 1 failed")

@@ -128,6 +128,40 @@ def test_infinities(center: str) -> None:
         assert seen == [own[rank], centers[0], centers[1], centers[1]]
 
 
+SPOILT = {"queue": float("nan"), "mask": INF, "rotation": complex(0.0, float("nan"))}
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize("where", [0, 1], ids=["not the root", "root"])
+@pytest.mark.parametrize("name", SPOILT)
+def test_buffers_of_the_root_are_looked_at(name: str, where: int, policy: str) -> None:
+    """Rank 1 is the root; at the second exchange the buffer of one rank is not finite."""
+
+    def work(communicator: ThreadCommunicator) -> tuple[str, list[bool], int]:
+        model = Buffered()
+        model.register_buffer("always", torch.tensor([-INF, 0.0]))
+        optimizer = wrap(model, communicator, "broadcast", root_rank=1, nonfinite=policy)
+        optimizer.step()
+        if communicator.rank == where:
+            model.get_buffer(name).reshape(-1)[1] = SPOILT[name]
+        error = ""
+        try:
+            optimizer.step()
+        except RuntimeError as raised:
+            error = str(raised)
+        with optimizer.center():
+            finite = [bool(model.get_buffer(each).isfinite().all()) for each in SPOILT]
+            assert model.always.tolist() == [-INF, 0.0]
+        return error, finite, optimizer.synchronizer.counters.left_out
+
+    spoilt = [each != name for each in SPOILT]
+    for rank, (error, finite, left_out) in enumerate(run(2, work)):
+        found = f"buffer {name!r} of the root is not finite at step 2, and would spoil the center"
+        assert (found in error) == (policy == "raise" and where == 1)
+        assert finite == (spoilt if policy == "ignore" and where == 1 else [True] * 3)
+        assert left_out == (policy == "skip" and where == 1 == rank)
+
+
 def test_infinities_of_asynchronous_workers() -> None:
     model = torch.nn.BatchNorm1d(2)
     optimizer = wrap(model, LocalCommunicator(), asynchronous=True)

@@ -63,7 +63,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, request: Request, use_locking: bool, name: str, process_set: Any = None) -> None:
         super().__init__(use_locking, name)
         communicator = self._communicator = TensorFlowCommunicator(process_set)
-        prefix = communicator.unique_name()
+        prefix = communicator.unique_name(provisional=True)  # Its number is that of its exchanges.
         cls = type(self).__name__
 
         def granted() -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:

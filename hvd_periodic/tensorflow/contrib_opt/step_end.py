@@ -85,7 +85,10 @@ class StepEnd:
     def _exchange(self) -> Assigned:
         with tf.control_dependencies(self._before_exchange(self._references)):
             assigned = self._synchronized()
-            return [*assigned, *self._increment()] if self._counts_rounds else assigned
+        if not self._counts_rounds:
+            return assigned
+        with tf.control_dependencies(assigned):  # One that fails does not count.
+            return [*assigned, *self._increment()]
 
     def _synchronized(self) -> Assigned:
         """Return what an exchange assigns to replicas and centers."""
