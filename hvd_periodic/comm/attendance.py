@@ -17,7 +17,7 @@ from hvd_periodic.comm.presence import Kind, Note, Peer, from_integers
 T = TypeVar("T")
 
 _FIRST, _LONGEST, _GROWTH = 2e-5, 1e-3, 1.1
-"""Seconds between two looks at a collective, and their growth: about a tenth of what was waited so far is slept too long.
+"""Seconds between two looks at a collective, and their growth: at most a tenth of what was waited is slept too long.
 
 Horovod's own waiting looks once in a millisecond, which is how long a small collective takes.
 """
