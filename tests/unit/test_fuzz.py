@@ -15,7 +15,7 @@ from tests.fuzz.player import Setup
 from tests.fuzz.ranks import Ranks
 from tests.parallel.tiers import thorough
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize(("seed", "programs"), [(1, 150), *(thorough(seed, 400) for seed in range(2, 7))])
