@@ -11,6 +11,9 @@ from hvd_periodic.cli.told import Told, curve
 RANKS = 8
 """Of which one training shows curves of their own; of more, it shows their mean."""
 
+STYLES = ("-", "--", "-.", ":")
+"""Of lines: where two are the same, both are seen, and nobody has to tell them apart by color alone."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -80,7 +83,7 @@ def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
         (label, curve(told, what, rank) if told.asynchronous or what != "staleness" else ([], []))
         for label, told, rank in wanted
     ]
-    return [Curve(label, x, y, color) for color, (label, (x, y)) in enumerate(found) if x]
+    return [Curve(label, x, y, color, STYLES[color % len(STYLES)]) for color, (label, (x, y)) in enumerate(found) if x]
 
 
 def _bars(tolds: Sequence[Told]) -> list[Curve]:
