@@ -39,14 +39,14 @@ FIGURES = {
         "local step",
         "loss",
         "No loss was noted: call optimizer.synchronizer.report(loss) before step(); in Keras, add "
-        "callbacks.ReportLoss().",
+        "callbacks.ReportLoss(). Graphs of TensorFlow 1 note none.",
     ),
     "distance": Figure(
         "Distance to the center",
         "local step",
         "‖x − c‖₂ before an exchange",
         "No distance was measured: it is where every rank can read the center by itself, which is neither on the root "
-        "nor in shards, nor read by a compiled asynchronous exchange.",
+        "nor in shards.",
     ),
     "exchanges": Figure("Exchanges", "minutes since the beginning", "exchanges", "There was no exchange.", False),
     "sent": Figure("Bytes of an exchange", "local step", "MB sent by a rank", "There was no exchange."),
