@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -102,13 +103,18 @@ def _ranks(told: Told) -> tuple[list[str], list[list[str]]]:
 def _table(kind: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     lines = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>"
+        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{_breakable(cell)}</td>" for cell in rest) + "</tr>"
         for first, *rest in rows
     )
     return (
         f'<div class="wide {kind}" role="region" tabindex="0" aria-label="{escape(caption, quote=True)}"><table>'
         f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
+
+
+def _breakable(text: str) -> str:
+    """Return HTML of a text whose calls with arguments may go on in the next line, where columns are narrow."""
+    return re.sub(r"(?<=[=(])", "<wbr>", escape(text))
 
 
 def _fact(name: str, shown: Callable[[Any], str] = str) -> Callable[[Told], str]:
