@@ -92,7 +92,10 @@ def count(text: str) -> int:
             number = float(text[:-1] if factor > 1 else text) * factor
         except ValueError:
             raise ValueError(f"`--parameters` must be a number such as 25.6M. Received: {text!r}") from None
-        return round(require_real(number, "`--parameters`", positive=True))
+        found = round(require_real(number, "`--parameters`", positive=True))
+        if found < 1:
+            raise ValueError(f"`--parameters` must be at least 1. Received: {text!r}")
+        return found
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -145,7 +145,7 @@ def _segments(file: Path, lines: Sequence[Any]) -> Iterator[tuple[str, int, Segm
                     f"{file} is a run log of version {line.get('version')}, and this is read by version {VERSION}: use "
                     f"hvd_periodic {line.get('package', 'of the version that wrote it')}"
                 )
-            if not {"time", "ranks", "algorithm"} <= line.keys():
+            if not _is_beginning(line):
                 raise ValueError(f"{file} is no run log: a beginning does not say time, ranks and algorithm")
             latest[name] = Segment(line)
             found.append((name, number, latest[name]))
@@ -160,6 +160,13 @@ def _segments(file: Path, lines: Sequence[Any]) -> Iterator[tuple[str, int, Segm
     yield from found
 
 
+def _is_beginning(line: Mapping[str, Any]) -> bool:
+    """Return whether a line says when which ranks began what."""
+    ranks = line.get("ranks")
+    of_integers = isinstance(ranks, list) and ranks != [] and all(isinstance(rank, int) for rank in ranks)
+    return of_integers and isinstance(line.get("time"), (int, float)) and "algorithm" in line
+
+
 def _read(kind: type[T], line: Mapping[str, Any], file: Path) -> T:
     """Return what a line tells; what it does not is None, NaN and infinity were strings."""
     known: dict[str, Any] = {}
@@ -169,9 +176,16 @@ def _read(kind: type[T], line: Mapping[str, Any], file: Path) -> T:
             continue
         if value is None and not may_be_none:
             raise ValueError(f"{file} is no run log: a line {line['event']!r} does not say {name}")
+        if not (value is None or isinstance(value, (int, float)) or value in _NOT_FINITE):
+            raise ValueError(
+                f"{file} is no run log: a line {line['event']!r} says {name}={value!r}, which is no number"
+            )
         known[name] = float(value) if isinstance(value, str) else value
     return kind(**known)
 
+
+_NOT_FINITE = ("nan", "inf", "-inf")
+"""How numbers are written that JSON does not have."""
 
 _FIELDS = {
     kind: [(each.name, each.default is not MISSING, "None" in str(each.type)) for each in fields(kind)]

@@ -250,6 +250,13 @@ def test_logs_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "has no beginning" in with_file(json.dumps(exchanged))
     text = "\n".join(map(json.dumps, (began, exchanged)))
     assert "a line 'exchanged' does not say time" in with_file(text)
+    whole = {"time": 2.0, "step": 1, "rounds": 1, "steps": 1, "seconds": 0.1, "bytes_sent": 8}
+    for wrong in ("s", [1], {}):
+        text = "\n".join(map(json.dumps, (began, exchanged | whole | {"step": wrong})))
+        assert f"a line 'exchanged' says step={wrong!r}, which is no number" in with_file(text)
+    for wrong in ({"time": "x"}, {"ranks": 0}, {"ranks": ["a"]}, {"ranks": []}):
+        text = "\n".join(map(json.dumps, (began | wrong, exchanged | whole)))
+        assert "does not say time, ranks and algorithm" in with_file(text)
     assert "Received: the file" in refused(capsys, "report", str(tmp_path / "broken" / "rank-0.jsonl"))
 
 
