@@ -7,8 +7,8 @@
 The equations are those of hvd_periodic.cost_model. With --measure, costs are those of the job's ranks: of the network
 by allreduces of 4 kB to 17 MB, and with PyTorch of each algorithm and compression by exchanges, all in host memory; the
 root prints. Otherwise the network is what you say, and the work of the processor that of one core which copies 7 GB/s,
-as measured in README.md, the same for all algorithms. All send the same bytes, of a replicated center. How much steps
-vary, --spread, says how long ranks wait for the slowest.
+as measured in docs/performance, the same for all algorithms. All send the same bytes, of a replicated center. How much
+steps vary, --spread, says how long ranks wait for the slowest.
 """
 
 from __future__ import annotations

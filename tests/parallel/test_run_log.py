@@ -16,6 +16,7 @@ from tests.html_page import Page
 from tests.parallel.launch import start
 from tests.parallel.run_log_program import IN_TURN, PERIOD, RATE, STEPS, SWITCH
 from tests.parallel.tiers import thorough
+from tests.trace_events import events_of
 
 
 def distances(periods: Sequence[int] = (PERIOD, PERIOD, PERIOD, STEPS % PERIOD)) -> list[list[float]]:
@@ -105,3 +106,6 @@ def test_a_page_of_a_real_run(
     assert page.row("Sent by a rank") == [bytes_of(sum(s["bytes"] for s in seen) / 2)]
     assert page.row("Ranks") == ["2 (0, 1)"]
     assert page.row("Versions")[0].startswith(title)
+    assert main(["timeline", str(tmp_path / "run"), "-o", str(tmp_path / "trace.json")]) == 0
+    events = events_of((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert len([event for event in events if event["name"].startswith("exchange ")]) == 2 * 4
