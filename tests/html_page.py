@@ -30,7 +30,7 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

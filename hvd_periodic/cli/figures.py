@@ -11,6 +11,9 @@ from hvd_periodic.cli.told import Told, curve
 RANKS = 8
 """Of which one training shows curves of their own; of more, it shows their mean."""
 
+STYLES = ("-", "--", "-.", ":")
+"""Of lines: where two are the same, both are seen, and nobody has to tell them apart by color alone."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -36,14 +39,14 @@ FIGURES = {
         "local step",
         "loss",
         "No loss was noted: call optimizer.synchronizer.report(loss) before step(); in Keras, add "
-        "callbacks.ReportLoss().",
+        "callbacks.ReportLoss(). Graphs of TensorFlow 1 note none.",
     ),
     "distance": Figure(
         "Distance to the center",
         "local step",
         "‖x − c‖₂ before an exchange",
         "No distance was measured: it is where every rank can read the center by itself, which is neither on the root "
-        "nor in shards, nor read by a compiled asynchronous exchange.",
+        "nor in shards.",
     ),
     "exchanges": Figure("Exchanges", "minutes since the beginning", "exchanges", "There was no exchange.", False),
     "sent": Figure("Bytes of an exchange", "local step", "MB sent by a rank", "There was no exchange."),
@@ -80,7 +83,7 @@ def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
         (label, curve(told, what, rank) if told.asynchronous or what != "staleness" else ([], []))
         for label, told, rank in wanted
     ]
-    return [Curve(label, x, y, color) for color, (label, (x, y)) in enumerate(found) if x]
+    return [Curve(label, x, y, color, STYLES[color % len(STYLES)]) for color, (label, (x, y)) in enumerate(found) if x]
 
 
 def _bars(tolds: Sequence[Told]) -> list[Curve]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -9,7 +10,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from hvd_periodic.cli import figures, plots
+from hvd_periodic.cli import figures, output, plots
 from hvd_periodic.cli.told import OfRank, Told, closed, edges
 from hvd_periodic.journal.lines import bytes_of, seconds_of
 from hvd_periodic.version import __version__
@@ -37,7 +38,7 @@ def _body(tolds: Sequence[Told]) -> Iterator[str]:
     yield "<h2>What was trained</h2>" if len(tolds) == 1 else "<h2>Side by side</h2>"
     yield _table("card", "Of each training, by its logs.", ["", *(told.label for told in tolds)], _properties(tolds))
     yield "<h2>In pictures</h2>"
-    yield '<div class="grid">' + "".join(_figure(tolds, what) for what in figures.FIGURES) + "</div>"
+    yield '<div class="grid">' + "".join(_figures(tolds)) + "</div>"
     for told in tolds:
         yield f"<h2>Ranks of {escape(told.label)}</h2>"
         yield _table("card ranks", "Sums over all exchanges of a rank.", *_ranks(told))
@@ -49,6 +50,14 @@ def _findings(told: Told, several: bool) -> str:
         return f'<section class="card">{head}<p>Nothing that should be changed.</p></section>'
     items = "".join(f"<li>{escape(finding)}</li>" for finding in told.findings)
     return f'<section class="card">{head}<ul class="findings">{items}</ul></section>'
+
+
+def _figures(tolds: Sequence[Told]) -> Iterator[str]:
+    with output.progress("drawing", len(figures.FIGURES)) as advance:
+        for what, figure in figures.FIGURES.items():
+            advance(0, f"drawing: {figure.title}")
+            yield _figure(tolds, what)
+            advance(1)
 
 
 def _figure(tolds: Sequence[Told], what: str) -> str:
@@ -94,13 +103,18 @@ def _ranks(told: Told) -> tuple[list[str], list[list[str]]]:
 def _table(kind: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     lines = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>"
+        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{_breakable(cell)}</td>" for cell in rest) + "</tr>"
         for first, *rest in rows
     )
     return (
         f'<div class="wide {kind}" role="region" tabindex="0" aria-label="{escape(caption, quote=True)}"><table>'
         f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
+
+
+def _breakable(text: str) -> str:
+    """Return HTML of a text whose calls with arguments may go on in the next line, where columns are narrow."""
+    return re.sub(r"(?<=[=(])", "<wbr>", escape(text))
 
 
 def _fact(name: str, shown: Callable[[Any], str] = str) -> Callable[[Told], str]:

@@ -7,8 +7,8 @@
 The equations are those of hvd_periodic.cost_model. With --measure, costs are those of the job's ranks: of the network
 by allreduces of 4 kB to 17 MB, and with PyTorch of each algorithm and compression by exchanges, all in host memory; the
 root prints. Otherwise the network is what you say, and the work of the processor that of one core which copies 7 GB/s,
-as measured in README.md, the same for all algorithms. All send the same bytes, of a replicated center. How much steps
-vary, --spread, says how long ranks wait for the slowest.
+as measured in docs/performance, the same for all algorithms. All send the same bytes, of a replicated center. How much
+steps vary, --spread, says how long ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def count(text: str) -> int:
             number = float(text[:-1] if factor > 1 else text) * factor
         except ValueError:
             raise ValueError(f"`--parameters` must be a number such as 25.6M. Received: {text!r}") from None
-        return round(require_real(number, "`--parameters`", positive=True))
+        found = round(require_real(number, "`--parameters`", positive=True))
+        if found < 1:
+            raise ValueError(f"`--parameters` must be at least 1. Received: {text!r}")
+        return found
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -130,7 +130,8 @@ class Advice:
     def _why(self) -> str:
         share, wanted = f"Exchanges take {100 * self.share:.2g} % of the time then", f"{100 * self.wanted:g} %"
         if self.share > self.wanted:
-            reached = f"{share}, and no period up to {self.limit} brings that to {wanted}"
+            least = f", the longest for a run of {self.steps} steps," if self.steps else ""
+            reached = f"{share}, and no period up to {self.limit}{least} brings that to {wanted}"
             return f"{reached}: compress more, take larger batches or fewer ranks, or allow longer periods."
         if self.period == 1:
             return f"{share}: the network carries an exchange at every step, and Horovod's own optimizer does as well."

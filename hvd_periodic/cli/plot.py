@@ -2,6 +2,7 @@
 
   hvdp plot runs/easgd --what waiting -o waiting.png
   hvdp plot runs/easgd runs/average --what loss -o loss.svg
+  hvdp plot runs/easgd --what loss --json                     # the points of its curves, for scripts
 
 A RUN is a folder that run_log= or HVD_PERIODIC_RUN_LOG has named. Of one training, curves are those of its ranks; of
 several, means over their ranks. Where there are more exchanges than can be seen, points are means over neighbours.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvd_periodic.cli import figures, plots, runs, told
+from hvd_periodic.cli import figures, output, plots, runs, told
 from hvd_periodic.cli.refusal import RefusalError
 
 
@@ -20,16 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     runs.add_runs(parser)
     parser.add_argument("--what", choices=figures.FIGURES, default="loss", help="default: loss")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg, .pdf")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".png, .svg, .pdf")
+    parser.add_argument("--json", action="store_true", help="print the curves as JSON; draw them only with -o")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, and draw."""
-    plots.require(arguments.output, "-o")
+    path = runs.output_of(arguments)
+    plots.require(path, "-o")
     tolds = told.told_of(runs.read(arguments.runs, arguments.partial))
     figure, panel = figures.FIGURES[arguments.what], figures.panel(tolds, arguments.what)
     if panel is None:
         raise RefusalError(figure.where_none)
-    names = ", ".join(each.label for each in tolds)
-    plots.draw(arguments.output, f"{figure.title}: {names}", [panel], "-o")
+    if path is not None:
+        names = ", ".join(each.label for each in tolds)
+        plots.draw(path, f"{figure.title}: {names}", [panel], "-o")
+    if arguments.json:
+        curves = [{"label": curve.label, "x": list(curve.x), "y": list(curve.y)} for curve in panel.curves]
+        output.write_json({"what": arguments.what, "x": panel.x, "y": panel.y, "curves": curves})
+    else:
+        output.say(f"Wrote {path}")
     return 0

@@ -23,13 +23,13 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
     Raises:
         RefusalError: one of them is not there, is none, is of another version, or not of all ranks.
     """
-    found = []
-    with output.progress("reading", len(folders)) as advance:
-        for folder in dict.fromkeys(folders):
+    found, distinct = [], list(dict.fromkeys(folders))
+    sizes = {file: file.stat().st_size for folder in distinct for file in sorted(folder.glob("rank-*.jsonl"))}
+    with output.progress("reading", sum(sizes.values())) as advance:
+        for folder in distinct:
             advance(0, f"reading {folder}")
             with refusing():
-                found.append(read_run(folder))
-            advance(1)
+                found.append(read_run(folder, lambda file: advance(sizes.get(file, 0))))
     for run in found:
         missing = {rank for training in run.trainings for part in training.parts for rank in part.missing}
         if missing and not partial:
@@ -38,6 +38,18 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
                 "runs. Copy the files of all hosts into one folder; or --partial, for those that are there"
             )
     return found
+
+
+def output_of(arguments: argparse.Namespace) -> Path | None:
+    """Return the file that is to be written; None: there is only to be JSON.
+
+    Raises:
+        RefusalError: neither was asked for.
+    """
+    if arguments.output is None and not arguments.json:
+        raise RefusalError("Say where to, -o FILE; or --json, which prints the same for scripts")
+    path: Path | None = arguments.output
+    return path
 
 
 def check_output(path: Path, endings: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Turn a run log into a trace: exchanges, meetings and waiting of all ranks, for Perfetto or chrome://tracing.
 
-  hvdp timeline runs/easgd -o trace.json      # then open it at ui.perfetto.dev
+  hvdp timeline runs/easgd -o trace.json              # then open it at ui.perfetto.dev
+  hvdp timeline runs/easgd --json | gzip > trace.gz   # a trace is JSON; they read it packed, too
 
 A process is a rank, a thread of it an optimizer. An exchange lasts from where a rank is ready to meet the others until
 it trains on; where it waits for others, and from where on all have come, are parts of it. Arrows lead from the rank
@@ -13,61 +14,130 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from hvd_periodic.cli import output, runs
 from hvd_periodic.cli.refusal import RefusalError, refusing
 from hvd_periodic.journal.base import Report
-from hvd_periodic.journal.runs import Part, Run
+from hvd_periodic.journal.runs import Part, Run, Segment
 
 Event = dict[str, Any]
+
+_OFTEN = 1000
+"""Exchanges after which the bar moves."""
+
+
+class Place(NamedTuple):
+    """A thread of the trace: what an optimizer did on one rank."""
+
+    process: int
+    thread: int
+
+
+class Span(NamedTuple):
+    """An exchange of one rank in whole microseconds, as clocks do not tell more: begin ≤ met ≤ end."""
+
+    report: Report
+    begin: int
+    met: int
+    end: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     runs.add_runs(parser, several=False)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace: .json")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the trace: .json")
+    parser.add_argument("--json", action="store_true", help="print the trace, which is JSON; a file only with -o")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, and write."""
-    runs.check_output(arguments.output, (".json",))
+    path = runs.output_of(arguments)
+    if path is not None:
+        runs.check_output(path, (".json",))
     [found] = runs.read(arguments.runs, arguments.partial)
-    events = list(_events(found))
-    with refusing("-o"):
-        arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
-    output.say(f"Wrote {arguments.output}: open it at ui.perfetto.dev, or in chrome://tracing")
+    start, exchanges = _beginning(found)
+    if path is not None:
+        with refusing("-o"), path.open("w", encoding="utf-8") as file:
+            _write(file, found, start, exchanges)
+    if arguments.json:
+        _write(sys.stdout, found, start, exchanges)
+    else:
+        output.say(f"Wrote {path}: open it at ui.perfetto.dev, or in chrome://tracing")
     return 0
 
 
-def _events(run: Run) -> Iterator[Event]:
-    """Yield all events, in microseconds since the first beginning."""
-    reports = [report for _, _, report in _all(run)]
-    if not all(report.came for report in reports):
-        raise RefusalError("The run log does not say when ranks came: it was written by an earlier version")
-    if not reports:
+def _beginning(run: Run) -> tuple[float, int]:
+    """Return when the first exchange began, in seconds since 1970, and how many there are of all ranks.
+
+    Raises:
+        RefusalError: there is none, or the log does not say.
+    """
+    segments = [segment for training in run.trainings for part in training.parts for segment in part.segments.values()]
+    came = [report.came for segment in segments for report in segment.reports]
+    if not came:
         raise RefusalError("The run log tells of no exchange: the run ended before its first")
-    start = min(report.came for report in reports)
-    named: set[tuple[int, int]] = set()
-    for thread, training in enumerate(run.trainings):
+    if not all(came):
+        raise RefusalError("The run log does not say when ranks came: it was written by an earlier version")
+    return min(came), len(came)
+
+
+def _write(file: TextIO, run: Run, start: float, exchanges: int) -> None:
+    """Write the trace, one event a line, so that a long one is never in memory as a whole."""
+    with output.progress("writing the trace", exchanges) as advance:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for number, event in enumerate(_events(run, start, advance)):
+            text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            file.write(f"{',' if number else ''}\n{text}")
+        file.write("\n]}\n")
+
+
+def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
+    """Yield all events, in microseconds since the first beginning."""
+    arrows = count(1)
+    # Readers look for the names of threads by their number alone: no two processes have one in common.
+    places = {
+        (rank, i): Place(rank, rank * len(run.trainings) + i)
+        for i, training in enumerate(run.trainings)
+        for rank in training.ranks
+    }
+    yield from _names(run, places)
+    for i, training in enumerate(run.trainings):
+        free = dict.fromkeys(training.ranks, 0)
         for part in training.parts:
-            ahead = clocks(part)
+            ahead, spans = clocks(part), {}
             for rank, segment in sorted(part.segments.items()):
-                host = segment.facts.get("host", "")
-                if (rank, -1) not in named:
-                    yield _meta("process_name", rank, 0, f"rank {rank} on {host}")
-                    yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
-                if (rank, thread) not in named:
-                    title = f"optimizer {training.number}: {part.facts['algorithm']}"
-                    yield _meta("thread_name", rank, thread, title)
-                named |= {(rank, -1), (rank, thread)}
-                for report in segment.reports:
-                    yield from _exchange(report, rank, thread, start + ahead[rank])
-            yield from _arrows(part, thread, start, ahead)
+                spans[rank] = _spans(segment, start + ahead[rank], free[rank])
+                free[rank] = max((span.end for span in spans[rank]), default=free[rank])
+                for number, span in enumerate(spans[rank], 1):
+                    yield from _exchange(span, places[rank, i])
+                    if number % _OFTEN == 0:
+                        advance(_OFTEN)
+                advance(len(spans[rank]) % _OFTEN)
+            yield from _arrows(part, spans, {rank: places[rank, i] for rank in spans}, arrows)
+
+
+def _names(run: Run, places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
+    """Yield what processes and threads are called, and their order."""
+    named: set[int] = set()
+    for i, training in enumerate(run.trainings):
+        hosts = {
+            rank: segment.facts.get("host", "") for part in training.parts for rank, segment in part.segments.items()
+        }
+        for rank, host in sorted(hosts.items()):
+            place = places[rank, i]
+            if rank not in named:
+                yield _meta("process_name", place, {"name": f"rank {rank} on {host}" if host else f"rank {rank}"})
+                yield _meta("process_sort_index", place, {"sort_index": rank})
+                named.add(rank)
+            title = f"optimizer {training.number}: {training.parts[0].facts['algorithm']}"
+            yield _meta("thread_name", place, {"name": title})
 
 
 def clocks(part: Part) -> dict[int, float]:
@@ -86,60 +156,71 @@ def clocks(part: Part) -> dict[int, float]:
     return ahead
 
 
-def _exchange(report: Report, rank: int, thread: int, start: float) -> Iterator[Event]:
+def _spans(segment: Segment, start: float, free: int) -> list[Span]:
+    """Return the exchanges of a rank, none of which begins before the one before it has ended.
+
+    Clocks are set while they run: by them a meeting may seem to end after its exchange, and an exchange to begin in
+    the one before. In a trace what is on one thread lies in each other, or apart.
+    """
+    found = []
+    for report in segment.reports:
+        begin = max(_micro(report.came - start), free)
+        end = max(_micro(report.time - start), begin)
+        met = _micro(report.came + (report.waited or 0.0) - start)
+        found.append(Span(report, begin, min(max(met, begin), end), end))
+        free = end
+    return found
+
+
+def _exchange(span: Span, place: Place) -> Iterator[Event]:
     """Yield an exchange of one rank, and in it where ranks met."""
+    report = span.report
     told: Event = {"step": report.step, "bytes sent": report.bytes_sent}
     more = {"loss": report.loss, "distance to the center": report.distance, "learning rate": report.learning_rate}
     known = {name: value for name, value in more.items() if value is not None}
     told |= {name: value if math.isfinite(value) else str(value) for name, value in known.items()}  # JSON has no NaN.
     if report.missed:
         told["pushes of others missed"] = report.missed
-    yield _span(f"exchange {report.rounds}", report.came, report.time, rank, thread, start, told)
+    yield _slice(f"exchange {report.rounds}", span.begin, span.end, place, told)
     if report.waited is not None:
-        yield _span("meeting", report.came, report.came + report.waited, rank, thread, start, {})
+        yield _slice("meeting", span.begin, span.met, place, {})
 
 
-def _arrows(part: Part, thread: int, start: float, ahead: dict[int, float]) -> Iterator[Event]:
+def _arrows(
+    part: Part, spans: Mapping[int, list[Span]], places: Mapping[int, Place], numbers: Iterator[int]
+) -> Iterator[Event]:
     """Yield an arrow from the rank that came last to each of the others, in every exchange for which all tell."""
-    by_round: dict[int, dict[int, Report]] = {}
-    for rank, segment in part.segments.items():
-        for report in segment.reports:
-            if report.waited is not None:
-                by_round.setdefault(report.rounds, {})[rank] = report
-    for number, reports in by_round.items():
-        if len(reports) < len(part.ranks) or len(reports) < 2:
+    by_round: dict[int, dict[int, Span]] = {}
+    for rank, of_rank in spans.items():
+        for span in of_rank:
+            if span.report.waited is not None:
+                by_round.setdefault(span.report.rounds, {})[rank] = span
+    for met in by_round.values():
+        if len(met) < len(part.ranks) or len(met) < 2:
             continue
-        last = min(reports, key=lambda rank: reports[rank].waited or 0.0)
-        for rank, report in reports.items():
-            if rank == last:
-                continue
-            flow = {"name": "all have come", "cat": "exchange", "id": f"{thread}.{part.facts['time']}.{number}.{rank}"}
-            came = reports[last].came - ahead[last] - start
-            met = report.came + (report.waited or 0.0) - ahead[rank] - start
-            yield flow | {"ph": "s", "ts": 1e6 * came, "pid": last, "tid": thread}
-            yield flow | {"ph": "f", "bp": "e", "ts": 1e6 * max(met, came), "pid": rank, "tid": thread}
+        last = min(met, key=lambda rank: met[rank].report.waited or 0.0)
+        since = met[last].begin
+        for rank, span in met.items():
+            # Both ends lie in the exchanges that they join; where clocks are too far apart for that, there is none.
+            until = min(max(span.met, since), span.end)
+            if rank != last and since <= until:
+                arrow = {"name": "all have come", "cat": "exchange", "id": next(numbers)}
+                yield arrow | {"ph": "s", "ts": since, **_at(places[last])}
+                yield arrow | {"ph": "f", "bp": "e", "ts": until, **_at(places[rank])}
 
 
-def _span(name: str, since: float, until: float, rank: int, thread: int, start: float, args: Event) -> Event:
-    return {
-        "name": name,
-        "cat": "exchange",
-        "ph": "X",
-        "ts": 1e6 * (since - start),
-        "dur": 1e6 * max(until - since, 0.0),
-        "pid": rank,
-        "tid": thread,
-        "args": args,
-    }
+def _micro(seconds: float) -> int:
+    return max(round(1e6 * seconds), 0)
 
 
-def _meta(what: str, rank: int, thread: int, name: str) -> Event:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+def _at(place: Place) -> Event:
+    return {"pid": place.process, "tid": place.thread}
 
 
-def _all(run: Run) -> Iterator[tuple[Part, int, Report]]:
-    for training in run.trainings:
-        for part in training.parts:
-            for rank, segment in part.segments.items():
-                for report in segment.reports:
-                    yield part, rank, report
+def _slice(name: str, since: int, until: int, place: Place, args: Event) -> Event:
+    times = {"ts": since, "dur": until - since}
+    return {"name": name, "cat": "exchange", "ph": "X", **times, **_at(place), "args": args}
+
+
+def _meta(what: str, place: Place, args: Event) -> Event:
+    return {"name": what, "ph": "M", **_at(place), "args": args}

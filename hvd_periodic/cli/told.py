@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from hvd_periodic.cli import output
+from hvd_periodic.journal.base import Report
 from hvd_periodic.journal.lines import ENOUGH, seconds_of
 from hvd_periodic.journal.runs import Part, Run, Segment, Training
 
@@ -135,14 +138,18 @@ def told_of(runs: Sequence[Run]) -> list[Told]:
     """Return all trainings of some runs, under labels that differ."""
     names = [run.path.resolve().name for run in runs]
     found = []
-    for run, name in zip(runs, names, strict=True):
-        label = name if names.count(name) == 1 else str(run.path)
-        for training in run.trainings:
-            ranks = [_of_rank(training, rank) for rank in training.ranks if _segments(training, rank)]
-            several = f", optimizer {training.number} of ranks {_listed(training.ranks)}"
-            full = label + (several if len(run.trainings) > 1 else "")
-            told = Told(full, run, training, ranks, [])
-            found.append(Told(full, run, training, ranks, list(_findings(told))))
+    with output.progress(
+        "adding up", sum(len(training.ranks) for run in runs for training in run.trainings)
+    ) as advance:
+        for run, name in zip(runs, names, strict=True):
+            label = name if names.count(name) == 1 else str(run.path)
+            for training in run.trainings:
+                advance(0, f"adding up {label}")
+                ranks = list(_of_ranks(training, advance))
+                several = f", optimizer {training.number} of ranks {_listed(training.ranks)}"
+                full = label + (several if len(run.trainings) > 1 else "")
+                told = Told(full, run, training, ranks, [])
+                found.append(Told(full, run, training, ranks, list(_findings(told))))
     return found
 
 
@@ -156,30 +163,37 @@ def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], 
     """
     x: list[float] = []
     y: list[float] = []
-    sent: dict[int, int] = {}
+    sent: Counter[int] = Counter()
+    value = _VALUES[what]
     for part in told.training.parts:
         points: dict[float, list[float]] = {}
         clock = min(part.segments) if what == "exchanges" else None  # Moments of ranks have no mean.
+        wanted = clock if rank is None else rank
         for each, segment in part.segments.items():
+            if wanted not in (None, each):
+                continue
             for report in segment.reports:
-                sent[each] = sent.get(each, 0) + report.bytes_sent
-                values = {
-                    "loss": report.loss,
-                    "distance": report.distance,
-                    "bytes": sent[each] / 1e6,
-                    "sent": report.bytes_sent / 1e6,
-                    "staleness": report.missed,
-                    "exchanges": report.rounds,
-                }
-                value = values[what]
-                if value is not None and (clock if rank is None else rank) in (None, each):
+                sent[each] += report.bytes_sent
+                found = value(report, sent[each])
+                if found is not None:
                     place = (report.time - told.begun) / 60 if what == "exchanges" else float(report.step)
-                    points.setdefault(place, []).append(value)
+                    points.setdefault(place, []).append(found)
         if points:
             places, means = _thinned(points)
             x += [*([math.nan] if x else []), *places]
             y += [*([math.nan] if y else []), *means]
     return x, y
+
+
+_VALUES: dict[str, Callable[[Report, int], float | None]] = {
+    "loss": lambda report, sent: report.loss,
+    "distance": lambda report, sent: report.distance,
+    "bytes": lambda report, sent: sent / 1e6,
+    "sent": lambda report, sent: report.bytes_sent / 1e6,
+    "staleness": lambda report, sent: report.missed,
+    "exchanges": lambda report, sent: report.rounds,
+}
+"""Quantities of curves, by name: of an exchange, and of the bytes that its rank has sent so far."""
 
 
 def edges(told: Told, what: str) -> dict[str, float] | None:
@@ -208,12 +222,21 @@ def _segments(training: Training, rank: int) -> list[Segment]:
     return [part.segments[rank] for part in training.parts if rank in part.segments]
 
 
-def _of_rank(training: Training, rank: int) -> OfRank:
+def _of_ranks(training: Training, advance: output.Advance) -> Iterator[OfRank]:
+    """Yield what all exchanges of every rank came to."""
+    rounds = [round_ for part in training.parts for round_ in _rounds(part)]
+    for rank in training.ranks:
+        if _segments(training, rank):
+            yield _of_rank(training, rank, rounds)
+        advance(1)
+
+
+def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) -> OfRank:
     """Return what all exchanges of one rank came to; of parts without an end, what was told until then."""
     segments = _segments(training, rank)
     reports = [report for segment in segments for report in segment.reports]
     waits = [report.waited for report in reports if report.waited is not None]
-    met = [round_ for part in training.parts for round_ in _rounds(part) if rank in round_]
+    met = [round_ for round_ in rounds if rank in round_]
     last = [_last(round_) == rank for round_ in met]
     kept = [sum(round_.values()) - len(round_) * round_[rank] for round_ in met if _last(round_) == rank]
     asynchronous = bool(segments[-1].facts.get("asynchronous"))

@@ -223,7 +223,7 @@ def shortest_period(job: Job, method: Method, network: Network, share: float, lo
 def typical(wire: Wire = Compression.none) -> Method:
     """Return what a worker does itself in an exchange where nobody has measured: on one core that copies 7 GB/s.
 
-    README.md has the measurements that these are from; fits find those of a machine.
+    docs/performance has the measurements that these are from; fits find those of a machine.
 
     Example:
         >>> typical()

@@ -145,11 +145,12 @@ class Journal:
     Attributes:
         listeners: who hears; any may be added at any time, in TensorFlow before the first step is compiled.
         begun: they have been told that training has begun.
+        over: they have been told that it has ended, and of no exchange since.
     """
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners: list[Listener] = list(listeners)
-        self.begun = False
+        self.begun = self.over = False
         self._first = self._last = Count()
         self._begun = time.perf_counter()
         self._waited: float | None = None
@@ -163,7 +164,7 @@ class Journal:
     def began(self, facts: Facts, count: Count) -> None:
         """Tell that training begins with these counters."""
         self._first = self._last = count
-        self.begun = True
+        self.begun, self.over = True, False
         self._begun, self._waited, self._open, self._measuring = time.perf_counter(), None, 1.0, 0.0
         self._tell(lambda listener: listener.began(facts))
 
@@ -210,7 +211,7 @@ class Journal:
         before = self._last
         if (count.rounds, count.left_out) == (before.rounds, before.left_out):
             return  # Ranks have met, and none had anything to send.
-        self._last = count
+        self._last, self.over = count, False
         self._open *= math.nan if closes is None else abs(1.0 - closes)
         report = Report(
             time.time(),
@@ -231,9 +232,13 @@ class Journal:
         )
         self._tell(lambda listener: listener.exchanged(report))
 
-    def ended(self, count: Count) -> None:
-        """Tell that training is over."""
-        first = self._first
+    def ended(self, count: Count | None = None) -> None:
+        """Tell that training is over.
+
+        Args:
+            count: counters at its end; None: where they were at the last exchange, as nobody can ask them any more.
+        """
+        first, count, self.over = self._first, count or self._last, True
         total = Total(
             time.time(),
             count.step,

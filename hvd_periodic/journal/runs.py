@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,8 +95,12 @@ class Run:
     cut_off: Mapping[str, int]
 
 
-def read_run(folder: str | os.PathLike[str]) -> Run:
+def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = lambda file: None) -> Run:
     """Return what a folder of logs tells.
+
+    Args:
+        folder: of the logs.
+        told: is called with each file that has been read.
 
     Raises:
         FileNotFoundError: there is no log.
@@ -118,8 +122,9 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             parts.setdefault((name, ranks, begun[name, ranks]), {})[rank] = segment
             begun[name, ranks] += 1
             numbers[name] = number
-    told = [(name, Part(ranks, segments)) for (name, ranks, _), segments in parts.items()]
-    kept = [(name, part) for name, part in told if any(s.reports or s.total for s in part.segments.values())]
+        told(file)
+    found = [(name, Part(ranks, segments)) for (name, ranks, _), segments in parts.items()]
+    kept = [(name, part) for name, part in found if any(s.reports or s.total for s in part.segments.values())]
     if not kept:
         raise ValueError(f"The run log {path} tells of no exchange: training has ended before the first, or not begun")
     return Run(path, list(_trainings(kept, numbers)), cut_off)
@@ -140,7 +145,7 @@ def _segments(file: Path, lines: Sequence[Any]) -> Iterator[tuple[str, int, Segm
                     f"{file} is a run log of version {line.get('version')}, and this is read by version {VERSION}: use "
                     f"hvd_periodic {line.get('package', 'of the version that wrote it')}"
                 )
-            if not {"time", "ranks", "algorithm"} <= line.keys():
+            if not _is_beginning(line):
                 raise ValueError(f"{file} is no run log: a beginning does not say time, ranks and algorithm")
             latest[name] = Segment(line)
             found.append((name, number, latest[name]))
@@ -155,17 +160,38 @@ def _segments(file: Path, lines: Sequence[Any]) -> Iterator[tuple[str, int, Segm
     yield from found
 
 
+def _is_beginning(line: Mapping[str, Any]) -> bool:
+    """Return whether a line says when which ranks began what."""
+    ranks = line.get("ranks")
+    of_integers = isinstance(ranks, list) and ranks != [] and all(isinstance(rank, int) for rank in ranks)
+    return of_integers and isinstance(line.get("time"), (int, float)) and "algorithm" in line
+
+
 def _read(kind: type[T], line: Mapping[str, Any], file: Path) -> T:
     """Return what a line tells; what it does not is None, NaN and infinity were strings."""
     known: dict[str, Any] = {}
-    for each in fields(kind):
-        value = line.get(each.name)
-        if value is None and each.default is not MISSING:
+    for name, has_default, may_be_none in _FIELDS[kind]:
+        value = line.get(name)
+        if value is None and has_default:
             continue
-        if value is None and "None" not in str(each.type):
-            raise ValueError(f"{file} is no run log: a line {line['event']!r} does not say {each.name}")
-        known[each.name] = float(value) if isinstance(value, str) else value
+        if value is None and not may_be_none:
+            raise ValueError(f"{file} is no run log: a line {line['event']!r} does not say {name}")
+        if not (value is None or isinstance(value, (int, float)) or value in _NOT_FINITE):
+            raise ValueError(
+                f"{file} is no run log: a line {line['event']!r} says {name}={value!r}, which is no number"
+            )
+        known[name] = float(value) if isinstance(value, str) else value
     return kind(**known)
+
+
+_NOT_FINITE = ("nan", "inf", "-inf")
+"""How numbers are written that JSON does not have."""
+
+_FIELDS = {
+    kind: [(each.name, each.default is not MISSING, "None" in str(each.type)) for each in fields(kind)]
+    for kind in (Report, Total)
+}
+"""Of what lines tell: name, whether there is a default, and whether it may be None."""
 
 
 def _trainings(parts: Sequence[tuple[str, Part]], numbers: Mapping[str, int]) -> Iterator[Training]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
@@ -104,15 +104,19 @@ class Checkpoint(Generic[V]):
             raise ValueError(f"The state was saved by {state['algorithm']}, this optimizer runs {algorithm}")
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
+        self.check_fragments(state)
+        self._course.check_under_way(state.get("under_way"))
+        for group, vectors in self._vectors():
+            vectors.check(state["vectors"].get(group, {}))
+
+    def check_fragments(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a state is of parameters that were exchanged in another number of fragments."""
         fragments, saved = len(self._course.setting.fragments), state.get("fragments", 1)
         if saved != fragments:
             raise ValueError(
                 f"The state was saved with fragments={saved}, and this optimizer has fragments={fragments}: load it "
                 "with the same number, or start anew from the saved center"
             )
-        self._course.check_under_way(state.get("under_way"))
-        for group, vectors in self._vectors():
-            vectors.check(state["vectors"].get(group, {}))
 
     def load(self, state: dict[str, Any], begun: bool) -> None:
         """Restore what :meth:`save` returned; training that has ``begun`` has to begin again.

@@ -6,7 +6,7 @@ Example::
     import hvd_periodic.tensorflow as hvdp
 
     hvd.init()
-    optimizer = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), model, communication_period=10)
+    optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), model, interval_steps=10)
     model.compile(optimizer, loss="sparse_categorical_crossentropy")
 
 For graphs of TensorFlow 1 there is ``hvd_periodic.tensorflow.contrib_opt``.

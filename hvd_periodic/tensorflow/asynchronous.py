@@ -101,6 +101,7 @@ class GraphAsynchronous(Asynchronous[Any]):
         setting, ledger, worker = self.setting, ledger_of(self.setting), self.worker
         kinds = ledger.kinds_noted | kinds_of(_Pushed)
         payloads = [group.payload(bucket, exchange) for group, bucket in all_buckets(self.tensor_groups)]
+        pushes, replicas = len(payloads), self._replicas()
 
         def run(before: tf.Tensor, *vectors: tf.Tensor) -> list[Any]:
             mine = before.numpy().tolist()
@@ -115,8 +116,10 @@ class GraphAsynchronous(Asynchronous[Any]):
                 tell(setting.membership, left_out)
                 pulled = worker.centers()
             else:
+                meeting.measured(setting.journal.measured(lambda: self._distance(vectors[pushes:] or vectors)))
                 with worker.transaction():
-                    pulled = list(worker.transport.exchange(alone, (vector.numpy() for vector in vectors)))
+                    payload = (vector.numpy() for vector in vectors[:pushes])
+                    pulled = list(worker.transport.exchange(alone, payload))
                 missed = worker.transport.missed
             staleness_max = max(missed, own.counters.staleness_max)
             pushed = _Pushed(missed, staleness_max, plan.next_exchange, left_out is not None)
@@ -128,9 +131,24 @@ class GraphAsynchronous(Asynchronous[Any]):
         written = [tf.convert_to_tensor(variable) for variable in followed]
         with tf.device("CPU:0"), tf.control_dependencies(written):
             results = tf.py_function(
-                run, [meeting.before, *payloads], [tf.int64, *(payload.dtype for payload in payloads)]
+                run, [meeting.before, *payloads, *replicas], [tf.int64, *(payload.dtype for payload in payloads)]
             )
         return unpacked(tf.ensure_shape(results[0], [len(kinds)]), kinds), results[1:]
+
+    def _replicas(self) -> list[tf.Tensor]:
+        """Return what Python needs beside what is pushed, to know how far it is from the center."""
+        parameters = self.tensor_groups.parameters
+        if not self.setting.journal.wants_distance or parameters.algorithm.reads_before:
+            return []  # What is pushed is the replica.
+        return [parameters.values.read(bucket) for bucket in parameters.values.layout.buckets]
+
+    def _distance(self, replicas: Sequence[tf.Tensor]) -> float:
+        """Return in Python ‖x − c‖₂, given the buckets of x first."""
+        total = 0.0
+        for bucket, x in zip(self.tensor_groups.parameters.values.layout.buckets, replicas, strict=False):
+            d = x.numpy() - self.worker.transport.read(bucket.index)
+            total += float(np.vdot(d, d))
+        return total**0.5
 
     def _mirror(self, bucket: Bucket, center: Any, exchange: Exchange) -> None:
         """Keep what was pulled of the center, and what the transaction made of it."""

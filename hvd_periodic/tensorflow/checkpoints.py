@@ -218,6 +218,7 @@ def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, A
     """Return a state in which what is kept of the center's optimizer is that of as many ranks as there are."""
     if level.course.worker is not None:
         return state
+    level.checkpoint.check_fragments(state)
     return state | {"center_optimizer": resharded(state["center_optimizer"], level)}
 
 

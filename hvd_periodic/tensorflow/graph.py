@@ -14,6 +14,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.forms import Forms
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
+from hvd_periodic.sync.telling import count_of
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.host import in_session, outside
@@ -262,6 +263,11 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
                 return run()
 
         return in_turn
+
+    def tells_end(self) -> tf.Operation:
+        """Return what tells the journal that training is over, in a session of TensorFlow 1, if it has begun there."""
+        journal = self.journal
+        return self.ledger.told(lambda counters: journal.ended(count_of(counters)) if journal.begun else None)
 
     def _exchange_eagerly(self) -> None:
         """Exchange with the ranks that there are now."""

@@ -226,20 +226,31 @@ class VariableLedger(Ledger):
         """
         with tf.control_dependencies(_so_far()):
             self.add(exchange_seconds=seconds() - started)
-            told = self.variables if tell is not None else {"local_steps": self.variables["local_steps"]}
-            kinds = {name: variable.dtype for name, variable in told.items()}
 
-            def begin(values: tf.Tensor) -> tf.Tensor:
-                numbers = from_integers(values.numpy().tolist(), kinds)
+            def begin(numbers: Numbers) -> None:
                 if tell is not None:
                     tell(Counters(**numbers))
                 self.time(numbers["local_steps"])
                 if then is not None:
                     then()
-                return values
 
-            with tf.device("CPU:0"):
-                tf.py_function(begin, [packed({name: v.read_value() for name, v in told.items()})], tf.int64)
+            self._hand_over(list(self.variables) if tell is not None else ["local_steps"], begin)
+
+    def told(self, tell: Callable[[Counters], None]) -> tf.Operation:
+        """Return in a graph what calls ``tell`` with the counters as they are when it runs."""
+        return self._hand_over(list(self.variables), lambda numbers: tell(Counters(**numbers)))
+
+    def _hand_over(self, names: Sequence[str], receive: Callable[[Numbers], None]) -> tf.Operation:
+        """Let Python receive some counters when the graph gets here."""
+        kinds = {name: self.variables[name].dtype for name in names}
+
+        def call(values: tf.Tensor) -> tf.Tensor:
+            receive(from_integers(values.numpy().tolist(), kinds))
+            return values
+
+        with tf.device("CPU:0"):
+            values = packed({name: self.variables[name].read_value() for name in names})
+            return tf.py_function(call, [values], tf.int64).op
 
 
 def _so_far() -> list[tf.Operation]:

@@ -33,7 +33,8 @@ class GraphMeeting:
     Args:
         setting: of the exchange.
         finite: says what has to be finite; None where nothing has.
-        distance: of this rank's replica to the center, a scalar; None where nobody wants to know.
+        distance: of this rank's replica to the center, a scalar; NaN where there is none yet, None where nobody wants
+            to know.
 
     Attributes:
         before: what this rank knew by itself, as one vector of integers.
@@ -88,6 +89,11 @@ class GraphMeeting:
         known = from_integers(before, self._kinds)
         self._own = replace(ledger_of(self._setting).standpoint_of(known), distance=known.get(_DISTANCE))
         return self._own
+
+    def measured(self, distance: float | None) -> None:
+        """Note in Python how far from the center this rank is, where only Python can read that."""
+        if self._own is not None:
+            self._own = replace(self._own, distance=distance)
 
     def told_by(self, course: Course[Any]) -> Callable[[Counters], None] | None:
         """Return what tells the journal of an exchange, given the counters after it; None where nobody listens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -75,8 +76,7 @@ class GraphSynchronous(Synchronous[Any]):
         setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
         hyperparameters = setting.exchanged.hyperparameters
         with tf.control_dependencies(take_turn()):
-            wanted = setting.journal.wants_distance and not self.reads_together and setting.phase.until is None
-            meeting = GraphMeeting(setting, self.finite, self.tensor_groups.distance() if wanted else None)
+            meeting = GraphMeeting(setting, self.finite, self._distance())
             concluded, decided = self._decided(meeting)
         plan = _Decided(**{field.name: decided.pop(field.name) for field in fields(_Decided)})
         checks = [concluded, *self._started_alike(concluded)]
@@ -94,6 +94,16 @@ class GraphSynchronous(Synchronous[Any]):
         ledger.exchanged(added, {"next_exchange": plan.next_exchange}, decided)
         ledger.timed(started, meeting.leave, meeting.told_by(self))
         return tf.constant(True)
+
+    def _distance(self) -> tf.Tensor | None:
+        """Return how far this rank is from the center, if anybody wants to know; NaN while replicas are kept equal."""
+        setting, distance = self.setting, self.tensor_groups.distance
+        if not setting.journal.wants_distance or self.reads_together:
+            return None
+        if setting.phase.until is None:
+            return distance()
+        begun = ledger_of(setting).steps_to(setting.phase.until) <= 0
+        return tf.cond(begun, lambda: tf.cast(distance(), tf.float64), lambda: tf.constant(math.nan, tf.float64))
 
     @property
     def _may_differ(self) -> bool:

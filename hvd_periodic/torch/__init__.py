@@ -7,7 +7,7 @@ Example::
 
     hvd.init()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
+    optimizer = hvdp.ModelAverageOptimizer(optimizer, model, interval_steps=10)
 """
 
 import importlib

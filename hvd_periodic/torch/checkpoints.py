@@ -219,5 +219,6 @@ def _cut_anew(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
     own = saved.get(STATE_KEY, saved)
     for level in levels:
         if level.course.worker is None:
+            level.checkpoint.check_fragments(own)
             own["center_optimizer"] = resharded(own["center_optimizer"], level)
         own = own.get(INSIDE_KEY)

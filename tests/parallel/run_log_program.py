@@ -17,6 +17,12 @@ from tests.parallel.program import end_together
 STEPS, PERIOD, RATE = 10, 3, 0.25
 """All of them are exact in float32, so are sums of few."""
 
+SWITCH = 4
+"""Local steps after which gradients are no longer averaged, in the run that begins so."""
+
+IN_TURN = STEPS - STEPS % PERIOD
+"""Local steps of asynchronous runs, after which nothing is left to be pushed while others train."""
+
 
 def of_torch(folder: Path) -> tuple[Any, Callable[[float], None]]:
     """Return a synchronizer, and a step by a constant gradient."""

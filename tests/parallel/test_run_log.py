@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +14,61 @@ from hvd_periodic.cli.main import main
 from hvd_periodic.journal.lines import bytes_of
 from tests.html_page import Page
 from tests.parallel.launch import start
-from tests.parallel.run_log_program import PERIOD, RATE, STEPS
+from tests.parallel.run_log_program import IN_TURN, PERIOD, RATE, STEPS, SWITCH
 from tests.parallel.tiers import thorough
+from tests.trace_events import events_of
 
 
-def distances() -> list[list[float]]:
+def distances(periods: Sequence[int] = (PERIOD, PERIOD, PERIOD, STEPS % PERIOD)) -> list[list[float]]:
     """Return how far each of two ranks is from the center before every exchange, by the equations of the paper."""
     x, c, found = np.zeros(2), 0.0, []
-    for steps in (PERIOD, PERIOD, PERIOD, STEPS % PERIOD):
+    for steps in periods:
         x -= 0.5 * steps * np.array([1.0, 2.0])
         d = x - c
         found.append((2.0 * np.abs(d)).tolist())
         x, c = x - RATE * d, c + RATE * d.sum()
     return found
+
+
+def distances_in_turn() -> list[list[float]]:
+    """Return the same where rank 1 begins to exchange when rank 0 has done so for the last time, by rank."""
+    c, found = 0.0, []
+    for gradient in (1.0, 2.0):
+        x, of_rank = 0.0, []
+        for _ in range(STEPS // PERIOD):
+            x -= 0.5 * PERIOD * gradient
+            d = x - c
+            of_rank.append(2.0 * abs(d))
+            x, c = x - RATE * d, c + RATE * d
+        found.append(of_rank)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_run_logs_of_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They know distances in compiled asynchronous exchange and after a synchronous phase, and where sessions end."""
+    pytest.importorskip("horovod.tensorflow")
+    start("mpirun", 2, ["-m", "tests.parallel.run_log_graphs_program", str(tmp_path)], 180, "tensorflow")
+    together, in_turn = np.transpose(distances()).tolist(), distances_in_turn()
+    after_phase = np.transpose(distances((PERIOD, PERIOD))).tolist()
+    expected = {
+        "compiled asynchronous": ([3, 6, 9], in_turn, IN_TURN),
+        "compiled phase": ([SWITCH + PERIOD, SWITCH + 2 * PERIOD], after_phase, STEPS),
+        "session": ([3, 6, 9], [of_rank[:3] for of_rank in together], STEPS),
+        "session asynchronous": ([3, 6, 9], in_turn, IN_TURN),
+        "plain session": ([3, 6, 9], [of_rank[:3] for of_rank in together], 9),  # That of its last exchange.
+    }
+    for name, (steps, far, end) in expected.items():
+        log = read_run_log(tmp_path / name)
+        for rank in range(2):
+            began, *exchanged, ended = log[rank]
+            assert [line["step"] for line in exchanged] == steps
+            assert [line["distance"] for line in exchanged] == pytest.approx(far[rank])
+            assert (began["event"], ended["event"]) == ("began", "ended"), name
+            assert (ended["step"], ended["exchanges"]) == (end, len(steps)), name
+        assert main(["report", "--json", str(tmp_path / name)]) == 0
+        [told] = json.loads(capsys.readouterr().out)["trainings"]
+        assert not any("has no end" in finding for finding in told["findings"])
 
 
 @pytest.mark.timeout(240)
@@ -63,3 +106,6 @@ def test_a_page_of_a_real_run(
     assert page.row("Sent by a rank") == [bytes_of(sum(s["bytes"] for s in seen) / 2)]
     assert page.row("Ranks") == ["2 (0, 1)"]
     assert page.row("Versions")[0].startswith(title)
+    assert main(["timeline", str(tmp_path / "run"), "-o", str(tmp_path / "trace.json")]) == 0
+    events = events_of((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert len([event for event in events if event["name"].startswith("exchange ")]) == 2 * 4

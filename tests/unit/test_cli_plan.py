@@ -76,6 +76,9 @@ def test_no_period_beyond_the_limit(steps: str, capsys: pytest.CaptureFixture[st
     """Where nothing fits, the run is what counts: a hundred exchanges of it, if it has so many steps."""
     found = planned(capsys, *WORDS, "--bandwidth", "0.001", "--steps", steps)["recommended"]
     assert found["period"] == max(1, int(steps) // 100)
+    assert (
+        f"no period up to {found['period']}, the longest for a run of {steps} steps, brings" in found["why"]["Period"]
+    )
     assert found["period"] > 1 or "overlap" not in found["exchange"]
 
 
@@ -146,6 +149,7 @@ def test_files_that_are_no_models(
         ("--parameters 25.6kM", "`--parameters` must be a number such as 25.6M. Received: '25.6kM'"),
         ("--parameters many", "`--parameters` must be a number such as 25.6M. Received: 'many'"),
         ("--parameters -3", "`--parameters` must be positive and finite"),
+        ("--parameters 0.4", "`--parameters` must be at least 1. Received: '0.4'"),
         ("--ranks 0", "`--ranks` must be an int >= 1. Received: 0"),
         ("--step 0", "`--step` must be positive and finite. Received: 0.0"),
         ("--spread -1", "`--spread` must be zero or positive"),

@@ -1,4 +1,4 @@
-"""``hvdp report``, ``plot`` and ``timeline``: the numbers of real runs, read back; broken logs; what stands out."""
+"""``hvdp report`` and ``plot``: the numbers of real runs, read back; broken logs; what stands out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hvd_periodic import EASGD, SGD, Algorithm, Averaging, Communicator, PeriodicOptimizer, read_run_log
-from hvd_periodic.cli import timeline
 from hvd_periodic.cli.main import main
 from hvd_periodic.journal import base
 from hvd_periodic.journal.runs import read_run
 from tests.helpers import run_ranks
 from tests.html_page import Page
+from tests.trace_events import events_of
 
 STEPS, PERIOD = 10, 3
 AT = [3, 6, 9, 10]
@@ -250,6 +250,13 @@ def test_logs_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "has no beginning" in with_file(json.dumps(exchanged))
     text = "\n".join(map(json.dumps, (began, exchanged)))
     assert "a line 'exchanged' does not say time" in with_file(text)
+    whole = {"time": 2.0, "step": 1, "rounds": 1, "steps": 1, "seconds": 0.1, "bytes_sent": 8}
+    for wrong in ("s", [1], {}):
+        text = "\n".join(map(json.dumps, (began, exchanged | whole | {"step": wrong})))
+        assert f"a line 'exchanged' says step={wrong!r}, which is no number" in with_file(text)
+    for wrong in ({"time": "x"}, {"ranks": 0}, {"ranks": ["a"]}, {"ranks": []}):
+        text = "\n".join(map(json.dumps, (began | wrong, exchanged | whole)))
+        assert "does not say time, ranks and algorithm" in with_file(text)
     assert "Received: the file" in refused(capsys, "report", str(tmp_path / "broken" / "rank-0.jsonl"))
 
 
@@ -285,6 +292,18 @@ def test_a_plot(what: str, tmp_path: Path) -> None:
         assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
+def test_the_points_of_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON, in which what is apart is null; nothing is drawn for it, and matplotlib not needed."""
+    train(tmp_path / "run")
+    train(tmp_path / "run", steps=lambda rank: 3)
+    assert main(["plot", str(tmp_path / "run"), "--what", "loss", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["what"], told["x"], told["y"]) == ("loss", "local step", "loss")
+    assert [curve["label"] for curve in told["curves"]] == ["rank 0", "rank 1"]
+    assert told["curves"][1] == {"label": "rank 1", "x": [*AT, None, 3], "y": [19, 16, 13, 11, None, 19]}
+    assert "Say where to, -o FILE; or --json" in refused(capsys, "plot", str(tmp_path / "run"))
+
+
 def test_a_plot_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     train(tmp_path / "run", loss=False)
@@ -311,26 +330,6 @@ def test_long_runs_have_few_points(tmp_path: Path, capsys: pytest.CaptureFixture
     assert steps == sorted(steps)
 
 
-def test_a_trace(tmp_path: Path) -> None:
-    """Exchanges, in them meetings, and an arrow for every rank that has waited for the last one."""
-    train(tmp_path / "run", ranks=3)
-    assert main(["timeline", str(tmp_path / "run"), "-o", str(tmp_path / "trace.json")]) == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert sorted((e["pid"], e["args"]["step"]) for e in spans if e["name"] != "meeting") == [
-        (rank, step) for rank in range(3) for step in AT
-    ]
-    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
-    meetings = [event for event in spans if event["name"] == "meeting"]
-    assert len(meetings) == 3 * len(AT)
-    arrows = {kind: [event["id"] for event in events if event["ph"] == kind] for kind in "sf"}
-    assert sorted(arrows["s"]) == sorted(arrows["f"])
-    assert len(set(arrows["s"])) == 2 * len(AT)
-    assert {e["args"]["name"].split(" on ")[0] for e in events if e["name"] == "process_name"} == {
-        f"rank {rank}" for rank in range(3)
-    }
-
-
 def test_a_run_that_has_diverged(tmp_path: Path) -> None:
     """It has a page and a trace, in which losses are no numbers: JSON has no NaN."""
     pytest.importorskip("matplotlib")
@@ -341,19 +340,5 @@ def test_a_run_that_has_diverged(tmp_path: Path) -> None:
         log.write_text("".join(json.dumps(line) + "\n" for line in (began, *diverged)))
     assert any(label.endswith("not a number.") for label in shown(tmp_path, folder).labels)
     assert main(["timeline", str(folder), "-o", str(tmp_path / "trace.json")]) == 0
-
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)
-
-    events = json.loads((tmp_path / "trace.json").read_text(), parse_constant=refuse)["traceEvents"]
+    events = events_of((tmp_path / "trace.json").read_text())
     assert {event["args"]["loss"] for event in events if "loss" in event.get("args", {})} == {"nan"}
-
-
-def test_clocks_of_hosts_are_set_by_their_meetings(tmp_path: Path) -> None:
-    waits = [[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]
-    folder = written(tmp_path / "run", waits, ranks=[0, 1])
-    ahead = [json.loads(line) for line in (folder / "rank-1.jsonl").read_text().splitlines()]
-    shifted = [line | {name: line[name] + 100 for name in ("time", "came") if name in line} for line in ahead]
-    (folder / "rank-1.jsonl").write_text("\n".join(map(json.dumps, shifted)))
-    [part] = read_run(folder).trainings[0].parts
-    assert timeline.clocks(part) == {0: 0.0, 1: pytest.approx(100.0)}

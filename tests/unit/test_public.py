@@ -93,3 +93,27 @@ def test_every_entry_is_there() -> None:
     here = [entry for entry in entries() if not entry.startswith(OF_TRAINERS)]
     assert all(resolved(entry) is not None for entry in here)
     assert hvd_periodic.__version__
+
+
+CALLED_BY_FRAMEWORKS = re.compile(
+    r"on_\w+|register_\w+_hook|(get|from)_config|setup|teardown|(save|load)_own_variables"
+)
+
+
+def test_pages_show_what_users_call() -> None:
+    """Not the methods that only frameworks call, of which a page without a list of members would show all."""
+    for page in PAGES:
+        for entry, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", page.read_text(), re.MULTILINE):
+            listed = re.search(r"^ +members: (?:false|\[(.*)\])$", options, re.MULTILINE)
+            shown = (listed[1] or "").split(", ") if listed else own_methods(entry)
+            found = [name for name in shown if CALLED_BY_FRAMEWORKS.fullmatch(name)]
+            assert not found, f"{page.name} shows {found} of {entry}: list its members"
+
+
+def own_methods(entry: str) -> list[str]:
+    """Return the methods that a class itself has, without importing it."""
+    module, _, name = entry.rpartition(".")
+    path = (Path(__file__).parents[2] / module.replace(".", "/")).with_suffix(".py")
+    body = ast.parse(path.read_text()).body if path.is_file() else []
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    return [node.name for each in classes for node in each.body if isinstance(node, ast.FunctionDef)]

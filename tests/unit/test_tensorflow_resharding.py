@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -407,3 +408,20 @@ def test_the_state_of_a_given_optimizer_in_fragments_can_be_loaded() -> None:
     fresh = constructed(Elastic(LocalCommunicator()), lambda v, **o: make(**o))
     fresh.synchronizer.load_state_dict(process.synchronizer.state_dict())
     assert fresh.synchronizer.local_steps == 3
+
+
+@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1)])
+def test_a_center_of_another_number_of_fragments_is_refused(saved: int, now: int, tmp_path: Path) -> None:
+    """Before it is cut into shares."""
+
+    def made(fragments: int, center: str) -> tuple[Any, Any]:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+        ranks = OnTensors(LocalCommunicator())
+        return model, hvdp.AGNOptimizer(adam(), model, 2, process_set=ranks, fragments=fragments, center=center)
+
+    model, optimizer = made(saved, "root")
+    for _ in range(2):
+        optimizer.apply([tf.ones_like(variable.value) for variable in model.trainable_variables])
+    hvdp.save(tmp_path / "saved", model, optimizer)
+    with pytest.raises(ValueError, match=f"saved with fragments={saved}, and this optimizer has fragments={now}"):
+        hvdp.load(tmp_path / "saved", *made(now, "sharded"))

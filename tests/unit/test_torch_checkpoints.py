@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
-from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic import Communicator, LocalCommunicator  # noqa: E402
 from hvd_periodic.checkpoints import decode, encode  # noqa: E402
 from hvd_periodic.checkpoints.files import read_content, write_content  # noqa: E402
 from hvd_periodic.torch.checkpoints import Tensors  # noqa: E402
+from tests.helpers import run_ranks  # noqa: E402
 
 
 def made(model: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -161,3 +162,28 @@ def test_a_save_of_a_single_process_in_the_background(tmp_path: Path) -> None:
     other, resumed = made()
     assert torch.equal(hvdp.load(tmp_path, other, resumed)["weight"], before)
     assert torch.equal(other.weight, before)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1), (2, 3)])
+def test_shares_of_another_number_of_fragments_are_refused(saved: int, now: int, tmp_path: Path) -> None:
+    """Before they are cut for another number of ranks."""
+
+    def run(communicator: Communicator, fragments: int, load: bool) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        local = torch.optim.Adam(model.parameters(), lr=0.1)
+        options = {"process_set": communicator, "center": "sharded", "fragments": fragments}
+        optimizer = hvdp.AGNOptimizer(local, model, 4, **options)
+        if load:
+            with pytest.raises(
+                ValueError, match=f"saved with fragments={saved}, and this optimizer has fragments={now}"
+            ):
+                hvdp.load(tmp_path / "saved", model, optimizer)
+            return
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        hvdp.save(tmp_path / "saved", model, optimizer)
+
+    run_ranks(2, lambda communicator: run(communicator, saved, load=False))
+    run_ranks(3, lambda communicator: run(communicator, now, load=True))

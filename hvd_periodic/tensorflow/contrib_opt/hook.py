@@ -18,7 +18,7 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
         get_init_op: makes the operation.
         is_chief: what ``MonitoredTrainingSession`` is told.
         wait: waits for what other ranks still have to do together.
-        get_final_op: makes the operation that ends asynchronous training; None elsewhere.
+        get_end_op: makes the operation that ends training.
     """
 
     def __init__(
@@ -26,19 +26,19 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
         get_init_op: Callable[[], tf.Operation],
         is_chief: bool,
         wait: Callable[[], None],
-        get_final_op: Callable[[], tf.Operation] | None = None,
+        get_end_op: Callable[[], tf.Operation],
     ) -> None:
         self._get_init_op = get_init_op
         self._wait = wait
-        self._get_final_op = get_final_op
+        self._get_end_op = get_end_op
         self._is_chief = is_chief
-        self._final: Any = None
+        self._end: Any = None
         self._operation: Any = None
 
     def begin(self) -> None:
         """Make the operation, before the graph is finalized."""
         self._operation = self._get_init_op()
-        self._final = None if self._get_final_op is None else self._get_final_op()
+        self._end = self._get_end_op()
         keys = tf.compat.v1.GraphKeys
         graph = tf.compat.v1.get_default_graph()
         if not self._is_chief and not graph.get_collection(keys.LOCAL_INIT_OP):
@@ -56,6 +56,5 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Wait for the other ranks; where training is asynchronous, until they have ended it."""
-        if self._final is not None:
-            session.run(self._final)
+        session.run(self._end)
         self._wait()

@@ -79,6 +79,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         getter = request.getter
         self._getter = request.getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
+        self._synchronizers: list[VariableSynchronizer] = []
         until = self._schedule.synchronous_until
         self._counters = CounterVariables(self, self._getter.collection, saved=until is not None)
         self._phase = SynchronousPhase(
@@ -127,6 +128,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
         found = self._getter.found()
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
+        self._synchronizers.append(synchronizer)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         self._initialization.begin_within(synchronizer.membership.together, global_step)
@@ -210,8 +212,12 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
     def finalize(self) -> None:
         """Wait until all groups of ranks have come to their end; the hook of ``make_session_run_hook`` does it too.
 
-        The first process that ends takes Horovod from all others. Outside of groups there is nothing to wait for.
+        The first process that ends takes Horovod from all others. Outside of groups there is nothing to wait for. A run
+        log ends here, with the counters of the last exchange; the hook, which has a session, knows those of the end.
         """
+        for synchronizer in self._synchronizers:
+            if synchronizer.journal.begun and not synchronizer.journal.over:
+                synchronizer.journal.ended()
         self._communicator.wait_for_job()
 
     def get_final_op(self) -> tf.Operation:
@@ -230,11 +236,23 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 "apply_gradients() or minimize() first"
             )
         with tf.compat.v1.name_scope(None), tf.device(None):
-            return tf.group(*(center.finish() for center in shared), name=f"{self._name}.final")
+            finished = [center.finish() for center in shared]
+            with tf.control_dependencies(finished):
+                return tf.group(*self._told(), name=f"{self._name}.final")
+
+    def _told(self) -> list[tf.Operation]:
+        """Return what tells the run log that training is over."""
+        return [each.tells_end() for each in self._synchronizers if each.journal.listeners]
+
+    def _get_end_op(self) -> tf.Operation:
+        """Return what the hook runs at the end of its session."""
+        if self._asynchronous:
+            return self.get_final_op()
+        with tf.compat.v1.name_scope(None), tf.device(None):
+            return tf.group(*self._told(), name=f"{self._name}.end")
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
-        final = self.get_final_op if self._asynchronous else None
-        return InitializationHook(get_init_op, is_chief, self.finalize, final)
+        return InitializationHook(get_init_op, is_chief, self.finalize, self._get_end_op)
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return what the second variable per trainable variable starts from."""
