@@ -137,9 +137,8 @@ class PeriodicHandler:
 
     def _has_left(self) -> bool:
         """Return whether a rank was leaving when all met last."""
-        synchronizer = self._centers.synchronizers[0]
-        exchanged = synchronizer.counters.last_exchange > self._started_at
-        return self._in_step and exchanged and not synchronizer.meeting.everyone_trains
+        exchanged = self._centers.synchronizers[0].counters.last_exchange > self._started_at
+        return self._in_step and exchanged and self._centers.left
 
     def _end_epoch(self, trainer: Engine) -> None:
         """End it on all ranks, and training where one has terminated, by the same events on all of them."""
