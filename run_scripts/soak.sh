@@ -7,6 +7,7 @@
 #   bash run_scripts/soak.sh 2                             # 20,000 exchanges in every mode of PyTorch: an hour on two idle cores
 #   bash run_scripts/soak.sh 2 --framework tensorflow      # in compiled functions of TensorFlow
 #   bash run_scripts/soak.sh 2 --exchanges 500 --mode averaging
+#   HVD_PERIODIC_COMM=torch bash run_scripts/soak.sh 2     # over torch.distributed, started by torchrun
 #
 # Further arguments go to the program, which explains them with --help. Let no other MPI job run meanwhile: its files in /dev/shm
 # would be taken for what is left.
@@ -19,7 +20,12 @@ segments() { find /dev/shm -maxdepth 1 \( -name 'hvd_periodic.*' -o -name 'vader
 export PYTHONPATH="$PROJECT_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 prepare_local_job "${BASH_SOURCE[0]}" "${1:-}" "$PROJECT_ROOT/tests/benchmarks/soak.py" "${@:2}"
 set_mpirun "$RANKS"
+if [[ ${HVD_PERIODIC_COMM:-} == torch ]]; then
+  JOB=(python3 -m torch.distributed.run --standalone --nproc-per-node "$RANKS" "${JOB[@]:1}")
+else
+  JOB=("${MPIRUN[@]}" "${JOB[@]}")
+fi
 BEFORE=$(segments)
-"${MPIRUN[@]}" "${JOB[@]}"
+"${JOB[@]}"
 LEFT=$(comm -13 <(echo "$BEFORE") <(segments))
 [[ -z $LEFT ]] || die "left in /dev/shm: $LEFT"

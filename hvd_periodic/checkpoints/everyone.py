@@ -31,7 +31,7 @@ class Everyone:
         self.levels: list[list[int]] = []
         self.root = root
         outermost = levels[-1].exchanging
-        self.rank = outermost.global_ranks[outermost.rank]
+        self.rank = outermost.global_rank
         for level in levels:
             ranks = [each.global_ranks for each in (level.group, level.exchanging) if each is not None]
             if any(members not in self.levels for members in ranks):

@@ -16,6 +16,10 @@ class Ranks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def global_rank(self) -> int:
+        """This rank, as the job numbers it."""
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the values of all ranks, in rank order."""
 
@@ -41,10 +45,11 @@ def build_on_all(communicator: Ranks, name: str, build: Callable[[], T]) -> T:
 
 def raise_on_all(communicator: Ranks, name: str, failure: Exception | None) -> None:
     """Raise on every rank if any rank reports a failure: its own error there, a RuntimeError elsewhere."""
-    reports = communicator.allgather_object(failure and f"{type(failure).__name__}: {failure}", f"{name}.failures")
+    report = failure and f"{type(failure).__name__}: {failure}"
+    reports = communicator.allgather_object((communicator.global_rank, report), f"{name}.failures")
     if failure is not None:
         raise failure
-    failed = {rank: report for rank, report in enumerate(reports) if report}
+    failed = {rank: report for rank, report in reports if report}
     if failed:
         rank, report = next(iter(failed.items()))
         raise RuntimeError(f"Rank {rank} failed ({len(failed)} of {communicator.size} ranks did): {report}")
@@ -62,10 +67,10 @@ def agree(communicator: Ranks, name: str, facts: Mapping[str, object]) -> None:
     digest = hashlib.sha256("\0".join(f"{key}={value}" for key, value in texts.items()).encode()).hexdigest()
     if len(set(communicator.allgather_object(digest, f"{name}.digest"))) == 1:
         return
-    by_rank = communicator.allgather_object(texts, f"{name}.facts")
-    for key in dict.fromkeys(key for rank_facts in by_rank for key in rank_facts):
+    by_rank = dict(communicator.allgather_object((communicator.global_rank, texts), f"{name}.facts"))
+    for key in dict.fromkeys(key for rank_facts in by_rank.values() for key in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, rank_facts in enumerate(by_rank):
+        for rank, rank_facts in by_rank.items():
             ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on rank {join(ranks)}" for value, ranks in ranks_by_value.items())
@@ -94,20 +99,22 @@ def audit(
         advice: what to do then.
 
     Raises:
-        RuntimeError: names the ranks that differ from rank 0, and the first vector in which one does.
+        RuntimeError: names the ranks that differ from the first, and the first vector in which one does.
     """
     digest = hashlib.sha256()
     for _, vector in vectors():
         digest.update(vector)
-    digests = communicator.allgather_object(digest.hexdigest(), f"{name}.audit")
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    digests = communicator.allgather_object((communicator.global_rank, digest.hexdigest()), f"{name}.audit")
+    (base, expected), *others = digests
+    different = [rank for rank, other in others if other != expected]
     if not different:
         return
     own = [(vector_name, hashlib.sha256(vector).digest()) for vector_name, vector in vectors()]
     of_ranks = communicator.allgather_object(own, f"{name}.audit.vectors")
     first = next((alike[0][0] for alike in zip(*of_ranks, strict=False) if len(set(alike)) > 1), "their number")
     raise RuntimeError(
-        f"The center variables differ between ranks: rank {join(different)} from rank 0, first in {first!r}. {advice}"
+        f"The center variables differ between ranks: rank {join(different)} from rank {base}, first in {first!r}. "
+        f"{advice}"
     )
 
 

@@ -88,6 +88,11 @@ class Communicator(ABC):
         return list(range(self.size))
 
     @property
+    def global_rank(self) -> int:
+        """This rank as the job numbers it, which is how messages name ranks."""
+        return self.global_ranks[self.rank]
+
+    @property
     def meets_with(self) -> Communicator:
         """The ranks that meet when these do: others than these where groups exchange in step."""
         return self

@@ -25,6 +25,10 @@ class MeetingRanks(Ranks, Protocol):
     attendance: Attendance
 
     @property
+    def global_ranks(self) -> list[int]:
+        """All of them, as the job numbers them."""
+
+    @property
     def meets_with(self) -> MeetingRanks:
         """All that meet when these do."""
 
@@ -164,18 +168,22 @@ def meet(
 def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:
     """Raise on all ranks where one cannot go on, or where they have come for different things; as :func:`meet`."""
     communicator.attendance.seen = records
-    crossed = cross_purposes(records)
+    crossed = cross_purposes(records, communicator.global_ranks)
     if crossed or any(record.problem for record in records):
         raise_on_all(communicator, communicator.meeting_name, failure)
     if crossed:
         raise RuntimeError(crossed)
 
 
-def cross_purposes(records: Sequence[Record]) -> str | None:
+def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
     """Return where ranks wait for each other, if they have come for different things; None if they have not.
 
+    Args:
+        records: of all ranks that have met.
+        numbers: of these, as the job numbers them.
+
     Example:
-        >>> print(cross_purposes([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)]).split(":")[0])
+        >>> print(cross_purposes([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])
         Ranks wait for each other in different places
     """
     purposes = {record.purpose for record in records}
@@ -183,7 +191,7 @@ def cross_purposes(records: Sequence[Record]) -> str | None:
     if together and (Purpose.CONSTRUCT in purposes or len({record.optimizer for record in records}) == 1):
         return None
     ranks: dict[str, list[int]] = {}
-    for rank, record in enumerate(records):
+    for rank, record in zip(numbers, records, strict=True):
         ranks.setdefault(_place(record), []).append(rank)
     places = "; ".join(f"{place} on rank {join(members)}" for place, members in ranks.items())
     if Purpose.CONSTRUCT in purposes:

@@ -33,6 +33,11 @@ class Together:
         """Number of all ranks that train together, as far as sets that overlap in one rank can tell."""
         return self.exchanging.size * (1 if self.group is None else self.group.size)
 
+    @property
+    def global_rank(self) -> int:
+        """This rank, as the job numbers it."""
+        return self.exchanging.global_rank
+
     def average_within(self, group: Communicator) -> None:
         """Take notice of a group; all of its ranks together."""
         self.group, self.group_name = group, group.unique_name()
@@ -41,7 +46,7 @@ class Together:
 
     def gather(self, value: Any, name: str) -> dict[int, Any]:
         """Return the values of all ranks, by global rank; ``name`` is the same in all sets of ranks."""
-        known = {self.exchanging.global_ranks[self.exchanging.rank]: value}
+        known = {self.global_rank: value}
         if self.group is not None:
             known = _merged(self.group.allgather_object(known, f"{self.group_name}.{name}"))
         merged = _merged(self.exchanging.allgather_object(known, f"{self.exchanging.meeting_name}.{name}"))

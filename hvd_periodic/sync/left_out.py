@@ -36,5 +36,5 @@ def start_again(groups: TensorGroups[V], setting: Setting[V], problem: str | Non
 
 def tell(membership: Membership, problem: str) -> None:
     """Say in the log that this rank is left out."""
-    rank = membership.communicator.rank
+    rank = membership.communicator.global_rank
     membership.log.warning("Rank %d is left out of an exchange, and starts again from the center: %s", rank, problem)

@@ -220,8 +220,8 @@ class Meeting:
                 "The learning rates of the ranks differ at local step %d: the optimizer of the center takes that of "
                 "rank %d, and not those of rank %s. A scheduler has to decide alike on all ranks",
                 first.local_steps,
-                decides,
-                join(others),
+                communicator.global_ranks[decides],
+                join([communicator.global_ranks[rank] for rank in others]),
             )
         return of_ranks[decides]
 

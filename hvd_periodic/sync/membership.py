@@ -86,7 +86,7 @@ class Membership:
     @property
     def global_rank(self) -> int:
         """This rank, counted over the job."""
-        return self.communicator.global_ranks[self.communicator.rank]
+        return self.communicator.global_rank
 
     @property
     def global_root(self) -> int:

@@ -6,7 +6,9 @@ Needs ``transformers``, which is imported here and nowhere else; of accelerate w
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.data_parallel import averaging_among, switch_off
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.synchronizer import Synchronizer
-from hvd_periodic.torch.trainers import Centers, unwrap
+from hvd_periodic.torch.trainers import Centers, gather, unwrap
 
 logger = logging.getLogger("hvd_periodic")
 
-_FOLDER = "ranks"
-"""In a checkpoint, what every rank has."""
+_FOLDER, _OPTIMIZER = "ranks", "optimizer.pt"
+"""In a checkpoint, what every rank has; and where the Trainer saves the optimizer of the root."""
+
+_STAMP = "hvd_periodic"
+"""Under which the state of a Trainer says of which run it is, and where that was saved."""
 
 
 def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> list[Any]:
@@ -90,12 +95,17 @@ class PeriodicTrainerCallback(TrainerCallback):
     Raises:
         TypeError: ``make`` returns something else.
         ValueError: the Trainer knows of other ranks than the optimizer, as where Horovod alone has started them; or it
-            is to save the state of an optimizer whose center is not on every rank.
+            is to save the state of an optimizer whose center is not on every rank; or the model of one, for a callback
+            that comes after this one.
+        RuntimeError: what the Trainer has saved for such a callback is not the center; or one rank has stopped alone.
     """
 
     def __init__(self, make: Make, every_rank: bool = False) -> None:
         self._make, self._every_rank = make, every_rank
         self._centers = Centers([])
+        self._asked: Callable[[], bool] | None = None
+        self._refuse: Callable[[], None] = lambda: None
+        self._hooks = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Make the optimizer, and go on from what was saved."""
@@ -112,35 +122,56 @@ class PeriodicTrainerCallback(TrainerCallback):
             switch_off(wrapper)
         accelerated.__setstate__({**accelerated.__getstate__(), "optimizer": optimizer})
         self._centers = Centers([optimizer])
-        folder = _folder(args, state)
-        if self._every_rank and (folder / _FOLDER).is_dir():
+        self._asked, self._refuse = None, lambda: _check_asked_late(args, optimizer)
+        self._hooks.close()
+        self._hooks.callback(model.register_state_dict_pre_hook(self._show_what_is_saved).remove)
+        folder = _saved_before(args, state)
+        if folder is not None and self._every_rank and (folder / _FOLDER).is_dir():
             load(folder / _FOLDER, model, optimizer)
-        elif (folder / "optimizer.pt").is_file():
-            optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+        elif folder is not None and (folder / _OPTIMIZER).is_file():
+            optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         elif state.global_step:
-            logger.warning("%s has nothing of the exchanges of this training: they begin anew, from the model", folder)
+            logger.warning(
+                "%s has nothing of the exchanges of this training: they begin anew, from the model. Where the "
+                "checkpoint is elsewhere, say so: TrainingArguments(resume_from_checkpoint=...)",
+                _folder(args, state),
+            )
+        state.stateful_callbacks[_STAMP] = {"folder": str(Path(args.output_dir).absolute()), "run": uuid.uuid4().hex}
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Go back to the replica."""
+        self._asked = None
         self._centers.leave()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Show the center, if the Trainer is about to look; at the end, after the last exchange."""
         self._centers.leave()
-        if control.should_save:
-            _check_saving(args, unwrap(of["optimizer"]))  # Other callbacks may ask for it.
+        if control.should_training_stop and state.global_step >= state.max_steps:
+            self._centers.finalize()
+        self._show_if_asked(args, control, unwrap(of["optimizer"]))
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Do the same; at the step at which a rank has stopped before the end, others may have looked with it."""
+        self._centers.leave()
         if control.should_training_stop:
             self._centers.finalize()
-        if control.should_evaluate or control.should_save:
-            self._centers.enter()
-
-    on_epoch_end = on_step_end
+        self._show_if_asked(args, control, unwrap(of["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Save what every rank has, if that was asked for."""
+        """Save what every rank has, if that was asked for; make sure that the root has saved the center."""
+        self._asked, optimizer = None, unwrap(of["optimizer"])
+        if not self._centers.inside:
+            self._refuse()
+        missed = args.should_save and not self._centers.inside
         self._centers.leave()
+        if any(gather(optimizer.synchronizer.membership.communicator, missed)):
+            raise RuntimeError(
+                f"{_folder(args, state)} has the replica of a rank, and not the center: a callback that comes after "
+                "PeriodicTrainerCallback has asked for it, and not by model.state_dict(). Put PeriodicTrainerCallback "
+                "last: trainer.add_callback(...)"
+            )
         if self._every_rank:
-            save(_folder(args, state) / _FOLDER, of["model"], unwrap(of["optimizer"]))
+            save(_folder(args, state) / _FOLDER, of["model"], optimizer)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **of: Any
@@ -154,15 +185,61 @@ class PeriodicTrainerCallback(TrainerCallback):
         self._leave_training(of["model"])
 
     def _leave_training(self, model: torch.nn.Module) -> None:
+        self._hooks.close()
         self._centers.leave()
         self._centers.finalize()
         self._centers.settle(model)
         self._centers = Centers([])
 
+    def _show_if_asked(self, args: TrainingArguments, control: TrainerControl, optimizer: PeriodicOptimizer) -> None:
+        if self._centers.left and not control.should_training_stop:
+            failure = RuntimeError(
+                "A rank has stopped training before the others, for which a Trainer waits wherever it logs, evaluates "
+                "or ends: callbacks that stop have to decide alike on all ranks, and loaders to have as many batches"
+            )
+            gather(optimizer.synchronizer.membership.communicator, None, failure)
+            raise failure
+        if control.should_save:
+            _check_saving(args, optimizer)  # Other callbacks may ask for it.
+        if control.should_evaluate or control.should_save:
+            self._centers.enter()
+        self._asked = lambda: control.should_save
+
+    def _show_what_is_saved(self, *of_model: Any) -> None:
+        """Show the center where the Trainer reads the model, for a callback that has asked after this one."""
+        if self._asked is not None and self._asked() and not self._centers.inside:
+            self._refuse()
+            self._centers.enter()
+
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     """Return where the checkpoint of this step is, or would be."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _saved_before(args: TrainingArguments, state: TrainerState) -> Path | None:
+    """Return the checkpoint that a Trainer goes on from, whose folder it tells nobody; None: there is none.
+
+    It is where training says, or where it was written; another of the same step is not of the same run.
+    """
+    if not state.global_step:
+        return None
+    stamp = state.stateful_callbacks.get(_STAMP)
+    places = [_folder(args, state)]
+    if isinstance(args.resume_from_checkpoint, str):
+        places.insert(0, Path(args.resume_from_checkpoint))
+    if stamp is not None:
+        places.append(Path(stamp["folder"]) / _folder(args, state).name)
+    return next((place for place in places if _stamp_of(place, state.global_step) == [stamp]), None)
+
+
+def _stamp_of(folder: Path, step: int) -> list[Any]:
+    """Return the stamp of a checkpoint, which may be None; nothing where there is none of this step."""
+    file = folder / "trainer_state.json"
+    if not file.is_file():
+        return []
+    state = TrainerState.load_from_json(str(file))
+    return [state.stateful_callbacks.get(_STAMP)] if state.global_step == step else []
 
 
 def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
@@ -175,6 +252,19 @@ def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None
                 "A Trainer saves the state of an optimizer on the root alone, for which its center has to be on every "
                 'rank: pass center="replicated" to the optimizer; or TrainingArguments(save_only_model=True), which '
                 f'saves the center as the model, or save_strategy="no". Received: center={course.placement.name!r}'
+            )
+        level = level.inner
+
+
+def _check_asked_late(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
+    """Refuse what a callback has asked for that comes later: the root alone reads the model then."""
+    _check_saving(args, optimizer)
+    level: torch.optim.Optimizer = optimizer
+    while isinstance(level, PeriodicOptimizer):
+        if level.synchronizer.course.reads_together:
+            raise ValueError(
+                "A callback that comes after PeriodicTrainerCallback has asked for a checkpoint, and all ranks read a "
+                "center together that is not on every rank: put PeriodicTrainerCallback last, trainer.add_callback(...)"
             )
         level = level.inner
 

@@ -19,8 +19,9 @@ class PeriodicHandler:
 
     While an evaluator runs, the model holds the center. At the end of training all ranks exchange what is left, and
     from then on the model holds the center. Ranks may have different numbers of batches; where one terminates, as for
-    early stopping, all do at the end of that epoch. During training all ranks run attached evaluators together; those
-    that have different numbers of batches, at the end of an epoch. Attach it after the handlers that decide::
+    early stopping, all do: at the end of that epoch, or at an exchange before it. During training all ranks run
+    attached evaluators together; those that have different numbers of batches, at the end of an epoch. Attach it after
+    the handlers that decide::
 
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
         trainer = create_supervised_trainer(model, optimizer, cross_entropy)
@@ -45,15 +46,19 @@ class PeriodicHandler:
     def __init__(self, model: torch.nn.Module, optimizer: Any, *others: Any) -> None:
         self._model, self._centers = model, Centers([optimizer, *others])
         self._communicator = self._centers.synchronizers[0].membership.communicator
-        self._uneven = self._training = False
+        self._uneven = self._training = self._within = self._followed = False
+        self._started_at = self._last_step = 0
 
     def attach(self, trainer: Engine, *evaluators: Engine) -> None:
         """Follow a trainer, and evaluators of its model, which see the replica otherwise; again for further ones."""
         if not trainer.has_event_handler(self._begin, Events.STARTED):
             trainer.add_event_handler(Events.STARTED, self._begin)
-            trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
-            trainer.add_event_handler(Events.COMPLETED, self._end)
+            trainer.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch)
             trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
+            trainer.add_event_handler(Events.ITERATION_COMPLETED, self._follow)
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
+            trainer.add_event_handler(Events.TERMINATE, self._terminate)
+            trainer.add_event_handler(Events.COMPLETED, self._end)
         for evaluator in evaluators:
             evaluator.add_event_handler(Events.STARTED, self._show, trainer)
             # A run that goes on after an error does not start again.
@@ -80,6 +85,7 @@ class PeriodicHandler:
         """Find out whether all ranks are sure to have as many batches."""
         batches = set(gather(self._communicator, trainer.state.epoch_length))
         self._uneven, self._training = len(batches) > 1 or batches == {None}, True
+        self._started_at = self._centers.synchronizers[0].local_steps
 
     def _show(self, evaluator: Engine, trainer: Engine) -> None:
         """Show the center, once all ranks are there: metrics are of all of them."""
@@ -109,16 +115,56 @@ class PeriodicHandler:
 
     def _finalize(self, place: str) -> None:
         """Leave training together: who does so asynchronously waits for the others, but does not meet them."""
-        if not self._centers.synchronizers[0].course.steps_agree:
+        if not self._in_step:
             self._gather(place)
         self._centers.finalize()
 
-    def _end_epoch(self, trainer: Engine) -> None:
-        self._wait_for_all()
-        if any(self._gather("the end of the epoch", trainer.should_terminate)):
+    @property
+    def _in_step(self) -> bool:
+        """Whether ranks exchange at the same steps."""
+        return self._centers.synchronizers[0].course.steps_agree
+
+    def _begin_epoch(self, trainer: Engine) -> None:
+        """Note where it ends, if it has as many batches everywhere, each of which is a step."""
+        self._within, self._followed = True, False
+        self._last_step = self._centers.synchronizers[0].local_steps + (trainer.state.epoch_length or 0)
+
+    def _follow(self, trainer: Engine) -> None:
+        """Terminate at the exchange in which another rank has left training, in the middle of an epoch."""
+        if not self._uneven and self._has_left() and not trainer.should_terminate:
+            self._followed = True
             trainer.terminate()
 
+    def _has_left(self) -> bool:
+        """Return whether a rank was leaving when all met last."""
+        exchanged = self._centers.synchronizers[0].counters.last_exchange > self._started_at
+        return self._in_step and exchanged and self._centers.left
+
+    def _end_epoch(self, trainer: Engine) -> None:
+        """End it on all ranks, and training where one has terminated, by the same events on all of them."""
+        self._wait_for_all()
+        self._within = False
+        own = not self._followed and trainer.should_terminate
+        asked = {wish for wish in self._gather("the end of the epoch", own) if wish}
+        if asked == {"skip_completed"}:
+            trainer.terminate(skip_completed=True)
+        elif asked:
+            trainer.terminate()
+
+    def _terminate(self, trainer: Engine) -> None:
+        """End training on all ranks, where this one has terminated, in whichever way.
+
+        In the middle of an epoch, the others are at their next exchange, or come to its end if that is before.
+        """
+        if self._within:
+            exchange = min(synchronizer.counters.next_exchange for synchronizer in self._centers.synchronizers)
+            if not self._uneven and self._in_step and (self._has_left() or exchange <= self._last_step):
+                self._centers.finalize()
+            self._end_epoch(trainer)
+        if trainer.should_terminate == "skip_completed":
+            self._end()
+
     def _end(self) -> None:
-        self._training = False
+        self._training = self._within = False
         self._finalize("the end of training")
         self._centers.settle(self._model)

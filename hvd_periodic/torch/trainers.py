@@ -63,9 +63,19 @@ class Centers:
         self.synchronizers: list[Synchronizer] = [optimizer.synchronizer for optimizer in self._optimizers]
         self._block = ExitStack()
 
+    @property
+    def inside(self) -> bool:
+        """Whether the model holds the centers."""
+        return all(synchronizer.view.inside for synchronizer in self.synchronizers)
+
+    @property
+    def left(self) -> bool:
+        """Whether, at the last exchange of an optimizer, another rank was leaving training."""
+        return not all(synchronizer.meeting.everyone_trains for synchronizer in self.synchronizers)
+
     def enter(self) -> None:
         """Hold the centers in the model, until :meth:`leave`; nothing where it holds them already."""
-        if not all(synchronizer.view.inside for synchronizer in self.synchronizers):
+        if not self.inside:
             self._block.push(self._entered())
 
     def leave(self) -> None:

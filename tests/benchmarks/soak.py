@@ -1,6 +1,7 @@
 """Many exchanges in every mode: memory, file descriptors, threads and shared memory of a rank do not grow.
 
 mpirun -np 2 python -m tests.benchmarks.soak [--exchanges 20000] [--framework torch] [--mode NAME ...]
+torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.soak [...]
 
 What a rank holds is looked at forty times in the course of a mode, after a quarter as many exchanges to warm up. It has
 grown where the median of the last quarter is above that of the second: of resident memory by more than a MiB.
@@ -17,8 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-
-from hvd_periodic.comm.mpi import MPICommunicator
 
 LOOKS = 40
 TOLERANCE_MIB = 1.0
@@ -67,9 +66,9 @@ def main() -> None:
     parser.add_argument("--mode", action="append", help="only these, by name")
     arguments = parser.parse_args()
     program = import_module(f"tests.benchmarks.soak_{arguments.framework}")
-    program.init()
+    ranks = program.init()
     gc.freeze()  # What was imported need not be looked at again and again.
-    ranks, failed, exchanges = MPICommunicator(), [], arguments.exchanges
+    failed, exchanges = [], arguments.exchanges
     if ranks.rank == 0:
         print(f"{exchanges} exchanges: what rank 0 held after the warm-up, and at the end")
         print(f"{'mode':40}{'MiB':>16}{'files':>10}{'threads':>10}{'segments':>10}", flush=True)

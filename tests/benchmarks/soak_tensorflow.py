@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
 from hvd_periodic import AGN, EASGD, Averaging
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.mpi import MPICommunicator
 
 MODES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "averaging": (Averaging, {}, ""),
@@ -26,9 +28,10 @@ MODES: dict[str, tuple[Any, dict[str, Any], str]] = {
 """As in ``soak_torch.py``."""
 
 
-def init() -> None:
-    """Initialize Horovod."""
+def init() -> Communicator:
+    """Initialize Horovod; return all ranks."""
     hvd.init()
+    return MPICommunicator()
 
 
 def trainer(algorithm: Any, options: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic import AGN, BMUF, EASGD, Averaging, DiLoCo, SlowMo
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.torch.communicator import communicator_of
+from tests.parallel.torch_job import hvd
 
 MODES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "averaging": (Averaging, {}, ""),
@@ -34,10 +36,14 @@ MODES: dict[str, tuple[Any, dict[str, Any], str]] = {
 """Algorithm, options, and the transport of asynchronous exchange."""
 
 
-def init() -> None:
-    """Initialize Horovod."""
+def init() -> Communicator:
+    """Initialize Horovod, or torch.distributed; return all ranks."""
     hvd.init()
     torch.set_num_threads(1)
+    if not hvd.mpi_enabled():
+        for mode in [mode for mode, (*_, transport) in MODES.items() if transport]:
+            del MODES[mode]
+    return communicator_of(None)
 
 
 def trainer(algorithm: Any, options: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import horovod.torch as hvd
 import torch
 
 import hvd_periodic.torch as hvdp
@@ -31,6 +30,7 @@ from hvd_periodic.vectors.layout import chunk
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.program import Scenarios, attempt
+from tests.parallel.torch_job import hvd
 
 MODES: dict[str, tuple[str, str]] = {
     "window": ("window", "replicated"),

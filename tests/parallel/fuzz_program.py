@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-
 from hvd_periodic.torch.communicator import communicator_of
 from tests.fuzz.player import (
     ALGORITHMS,
@@ -28,6 +26,7 @@ from tests.fuzz.player import (
 )
 from tests.fuzz.ranks import Outcome
 from tests.fuzz.torch_player import TorchPlayer
+from tests.parallel.torch_job import hvd
 
 ROUNDS = 12
 ALIKE = ["sync", "audit", "distance", "broadcast", "enter", "save", "resume", "finalize"]

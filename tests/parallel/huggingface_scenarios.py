@@ -5,9 +5,12 @@ torchrun --nproc-per-node 2 -m tests.parallel.huggingface_scenarios FOLDER
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,20 @@ class Examples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"labels": torch.tensor(float(index))}
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """Collect the lines of the package's log inside a ``with`` block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hvd_periodic")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 @scenario
@@ -221,6 +238,40 @@ def resumes() -> list[Any]:
 
 
 @scenario
+def resumes_from_another_folder() -> dict[str, Any]:
+    """Which a Trainer does not tell of, while that of its own has a checkpoint of the same step and another run."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 3, "steps": 5}
+    whole, found = Ends(), {}
+    trainer("before", whole, every_rank=True, **saving).train()
+    trainer("after", every_rank=True, **saving).train()
+    torch.distributed.barrier()
+    if RANK == 0:
+        shutil.copytree(FOLDER / "before" / "checkpoint-5", FOLDER / "copied")
+        shutil.copytree(FOLDER / "before" / "checkpoint-5", FOLDER / "moved" / "checkpoint-5")
+        shutil.move(FOLDER / "before", FOLDER / "gone")
+        shutil.copytree(FOLDER / "gone", FOLDER / "before")
+        shutil.rmtree(FOLDER / "before" / "checkpoint-5" / "ranks")
+    torch.distributed.barrier()
+    for case, path, told in (
+        ("where it was written", FOLDER / "gone" / "checkpoint-5", False),
+        ("told", FOLDER / "copied", True),
+        ("lost", FOLDER / "copied", False),
+    ):
+        if RANK == 0 and case == "where it was written":
+            shutil.copytree(FOLDER / "copied" / "ranks", FOLDER / "before" / "checkpoint-5" / "ranks")
+        if RANK == 0 and case == "lost":
+            shutil.rmtree(FOLDER / "before")
+        torch.distributed.barrier()
+        parts = Ends()
+        options = {"resume_from_checkpoint": str(path)} if told else {}
+        again = trainer("after", parts, every_rank=True, num_train_epochs=3, steps=5, **options)
+        with log() as lines:
+            again.train(resume_from_checkpoint=str(path))
+        found[case] = [whole.bits == parts.bits, [line for line in lines if "exchanges" in line]]
+    return found
+
+
+@scenario
 def stops_early_on_all() -> list[int]:
     """As soon as the loss of the center, over all ranks, is no lower than before."""
     options = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "loss"}
@@ -264,6 +315,54 @@ def centers_that_are_elsewhere() -> dict[str, list[str]]:
         "nested": [refused(place, nested, **saving) for place in PLACES],
         "asked": [refused(place, elastic, Asks()) for place in PLACES],
     }
+
+
+@scenario
+def asked_afterwards() -> dict[str, Any]:
+    """By a callback that comes after ours: what is saved; and where all ranks would have to read the center."""
+    trainer("asked", Asks()).train()
+    torch.distributed.barrier()
+    saved = load_file(FOLDER / "asked" / "checkpoint-6" / "model.safetensors")["x"].tolist()
+    elsewhere = {
+        "optimizer": {},
+        "model": {"save_only_model": True},
+        "every rank": {"save_only_model": True, "every_rank": True},
+    }
+    refused = [
+        attempt(trainer("asked elsewhere", Asks(), make=partial(elastic, center="sharded"), **options).train)
+        for options in elsewhere.values()
+    ]
+    return {"saved": distance(saved, easgd(SIZE, {4}, 6)[1]), **dict(zip(elsewhere, refused, strict=True))}
+
+
+@scenario
+def saved_in_another_way() -> str:
+    """Without asking the model for its state."""
+
+    class Saves(Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, {"x": self.model.x})
+
+    net = Net()
+    callbacks = [PeriodicTrainerCallback(elastic), Asks()]
+    options = {"train_dataset": Examples(13 * SIZE), "optimizers": (net.sgd(), None)}
+    return attempt(Saves(net, arguments("in another way"), callbacks=callbacks, **options).train)
+
+
+class Stops(TrainerCallback):
+    """Stops training on the root, after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        control.should_training_stop |= RANK == 0 and state.global_step == self.steps
+
+
+@scenario
+def stops_on_one_rank() -> str:
+    """Where the other trains on."""
+    return attempt(trainer("stopped", Stops(6), logging_steps=6).train)
 
 
 @scenario

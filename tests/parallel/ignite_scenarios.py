@@ -6,6 +6,7 @@ mpirun -np 2 python -m tests.parallel.ignite_scenarios FOLDER
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,44 @@ def evaluations_that_not_all_come_to() -> dict[str, str]:
         "terminate": leaves_by("terminate"),
         "terminate_epoch": leaves_by("terminate_epoch"),
     }
+
+
+@scenario
+def terminates_in_an_epoch() -> dict[str, Any]:
+    """The root alone, before the last exchange of an epoch and after it, by all events or without the last of them."""
+
+    def run(batches: Any, at: int, skip: bool, both: bool = False) -> list[Any]:
+        job, ends = Job(), []
+        job.trainer.add_event_handler(Events.COMPLETED, lambda: ends.append(job.trainer.state.iteration))
+        if RANK == 0 or both:
+            leave = partial(job.trainer.terminate, skip_completed=skip)
+            job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=at + both * RANK), lambda: leave())
+        job.handler.attach(job.trainer, job.evaluator)
+        job.trainer.run(batches, 3)
+        center = job.optimizer.synchronizer.center_tensors()[0].tolist()
+        iterations, steps = job.trainer.state.iteration, job.optimizer.synchronizer.local_steps
+        return [[iterations, steps, len(ends)], job.net.x.tolist(), job.net.x.tolist() == center]
+
+    return {
+        f"{kind} {at} {'both' if both else 'root'}": [run(data(), at, skip, both) for skip in (False, True)]
+        for kind, data in (("even", lambda: range(10)), ("uneven", lambda: Batches(10 + 3 * RANK)))
+        for at in (5, 9, 10, 15)[: 4 if kind == "even" else 1]
+        for both in (False, True)
+    }
+
+
+@scenario
+def terminates_asynchronously() -> list[Any]:
+    """The root alone; the others hear of it at the end of their epoch."""
+    if UNDER_TORCHRUN:  # Asynchronous exchange needs MPI.
+        return []
+    job = Job(asynchronous=True)
+    if RANK == 0:
+        leave = partial(job.trainer.terminate, skip_completed=True)
+        job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: leave())
+    job.handler.attach(job.trainer)
+    job.trainer.run(range(10), 3)
+    return [job.trainer.state.iteration, job.net.x.tolist()]
 
 
 @scenario

@@ -380,6 +380,12 @@ def refused() -> Any:
 
 
 @scenario
+def peers() -> str:
+    """The second island passes an argument that makes no sense."""
+    return attempt(partial(made, "diloco", fragments=1 if hvd.rank() < 2 else 0))
+
+
+@scenario
 def not_finite() -> str:
     """A shard of one rank is NaN: its peers hear of it."""
     model, optimizer = made("average")

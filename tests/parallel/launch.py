@@ -46,6 +46,7 @@ MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
 LAUNCHERS = {
     "python": [],
     "mpirun": MPIRUN,
+    "mpirun, torch.distributed": ["env", "HVD_PERIODIC_COMM=torch", *MPIRUN],
     "horovodrun --gloo": ["horovodrun", "--gloo"],
     "horovodrun --mpi": ["horovodrun", "--mpi", "--mpi-args=--oversubscribe"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import sys
 import tempfile
@@ -286,12 +287,12 @@ class Program(ABC):
 
 def torch_program() -> Program:
     """Return the scenarios in PyTorch."""
-    import horovod.torch as hvd
     import torch
 
     import hvd_periodic.torch as hvdp
     from hvd_periodic.torch import synchronizer as module
     from tests.parallel.scenarios import network
+    from tests.parallel.torch_job import hvd
 
     class SmallBuckets(module.TorchReplica):
         """A replica with small buckets where nothing is said."""
@@ -705,7 +706,7 @@ def main(folder: Path, framework: str) -> None:
     scenario = Scenarios()
     for name in program.scenarios:
         scenario(getattr(program, name))
-    scenario.run(folder, program.rank)
+    scenario.run(folder, program.rank, gloo="TORCHELASTIC_RUN_ID" in os.environ)
 
 
 if __name__ == "__main__":

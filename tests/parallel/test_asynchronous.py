@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROGRAM = "asynchronous_scenarios"
 MODES = ("window", "service", "sharded")
-JOBS = [thorough(("python", 1)), thorough(("mpirun", 2)), ("mpirun", 3)]
+JOBS = [thorough(("python", 1)), thorough(("mpirun", 2)), ("mpirun", 3), thorough(("mpirun, torch.distributed", 3))]
 RATE = 0.25
 
 Reports = list[dict[str, Any]]
@@ -32,7 +32,9 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
-    return run_scenarios(launcher, size, PROGRAM, tmp_path_factory.mktemp("job"), 120, "transports", framework="torch")
+    framework = None if launcher.endswith("torch.distributed") else "torch"  # There, Horovod is not imported.
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, PROGRAM, folder, 120, "transports", framework=framework)
 
 
 @pytest.fixture(scope="module")

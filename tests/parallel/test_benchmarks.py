@@ -164,17 +164,18 @@ def test_slow_worker(transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "modes"),
+    ("launcher", "framework", "modes"),
     [
-        ("torch", ["elastic averaging, overlap, fragments", "AGN, window", "elastic averaging, service"]),
-        thorough("tensorflow", ["averaging", "elastic averaging, window"]),
+        ("mpirun", "torch", ["elastic averaging, overlap, fragments", "AGN, window", "elastic averaging, service"]),
+        thorough("torchrun", "torch", ["elastic averaging", "averaging, overlap", "AGN, sharded", "averaging, int8"]),
+        thorough("mpirun", "tensorflow", ["averaging", "elastic averaging, window"]),
     ],
 )
-def test_soak(framework: str, modes: list[str]) -> None:
+def test_soak(launcher: str, framework: str, modes: list[str]) -> None:
     """A few hundred exchanges; ``run_scripts/soak.sh`` takes more, in more modes."""
     pytest.importorskip("mpi4py")
     words = [word for mode in modes for word in ("--mode", mode)]
     program = ["-m", "tests.benchmarks.soak", "--framework", framework, "--exchanges", "200", *words]
-    output = start("mpirun", 2, program, 90, framework)
+    output = start(launcher, 2, program, 90, framework)
     assert "Nothing has grown." in output
     assert all(mode in output for mode in modes)

@@ -14,7 +14,15 @@ pytest.importorskip("horovod.torch")
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize(("launcher", "size", "programs"), [("mpirun", 2, 40), thorough("horovodrun --gloo", 3, 100)])
+JOBS = [
+    ("mpirun", 2, 40),
+    thorough("horovodrun --gloo", 3, 100),
+    thorough("torchrun", 2, 40),
+    thorough("torchrun", 3, 60),
+]
+
+
+@pytest.mark.parametrize(("launcher", "size", "programs"), JOBS)
 def test_programs(launcher: str, size: int, programs: int, tmp_path: Path) -> None:
     """None hangs; each call works, or is a documented error, on all ranks."""
     ranks = run_scenarios(launcher, size, "fuzz_program", tmp_path, 150, "1", str(programs), framework="torch")

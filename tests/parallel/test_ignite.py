@@ -60,6 +60,39 @@ def test_an_evaluation_that_not_all_come_to_is_an_error_on_all(ranks: Reports) -
             assert "at Events.EPOCH_COMPLETED" in message
 
 
+ENDS = {
+    "even 5 root": (5, 8, 8),  # At the next exchange, in which the root leaves.
+    "even 5 both": (5, 6, 6),
+    "even 9 root": (9, 10, 10),  # No exchange is left: at the end of the epoch.
+    "even 9 both": (9, 10, 10),
+    "even 10 root": (10, 10, 10),
+    "even 10 both": (10, 10, 10),
+    "even 15 root": (15, 16, 16),
+    "even 15 both": (15, 16, 16),
+    "uneven 5 root": (5, 13, 13),
+    "uneven 5 both": (5, 6, 6),
+}
+"""Iterations of both ranks, and steps, when training has ended."""
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_rank_that_terminates_ends_all(ranks: Reports, case: str) -> None:
+    """In whichever way, and by the same events: all have the same center then."""
+    *iterations, steps = ENDS[case]
+    of_root, of_other = column(ranks, "terminates_in_an_epoch", case)
+    for completed, root, other in zip((1, 0), of_root, of_other, strict=True):
+        assert root[0] == [iterations[0], steps, completed]
+        assert other[0] == [iterations[1], steps, completed]
+        assert root[1:] == other[1:]
+        assert root[2] is True
+
+
+def test_a_rank_that_terminates_ends_all_that_train_asynchronously(ranks: Reports) -> None:
+    of_root, of_other = column(ranks, "terminates_asynchronously")
+    assert of_root[1:] == of_other[1:]
+    assert (of_root[:1], of_other[:1]) in (([5], [10]), ([], []))
+
+
 def test_early_stopping_ends_all_at_the_same_step(ranks: Reports) -> None:
     assert column(ranks, "stops_early_on_all") == [[3, 9]] * 2
 

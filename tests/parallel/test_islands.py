@@ -117,9 +117,9 @@ def test_parameters_of_other_kinds_and_statistics(reports: Reports) -> None:
 
 REFUSED = {
     "uneven": r"differ in the shards of 'weight', an uneven sharding across islands: \[2, 4\] of \[4, 4\] by "
-    r"Shard\(dim=0\) over a mesh of \[2\] on rank 0; \[4, 2\] of \[4, 4\] by Shard\(dim=1\) .* on rank 1",
+    r"Shard\(dim=0\) over a mesh of \[2\] on rank [01]; \[4, 2\] of \[4, 4\] by Shard\(dim=1\) .* on rank [23]",
     "other size": "uneven sharding across islands|their places in islands",
-    "one island": r"their places in islands, which hold different shards .*: \[0\] on rank 0; \[1\] on rank 1",
+    "one island": r"their places in islands, which hold different shards .*: \[0\] on rank [02]; \[1\] on rank [13]",
     "all ranks": r"their places in islands, .*: \[0\] on rank 0, 2; \[1\] on rank 1, 3",
     "one mesh": "their places in islands|This rank has no element of any parameter: divide the model between fewer",
     "asynchronous": "does not go with asynchronous=True",
@@ -134,6 +134,14 @@ REFUSED = {
 def test_what_cannot_be_is_an_error_on_every_rank(case: str, reports: Reports) -> None:
     for message in column(reports, "refused", case):
         assert re.search(REFUSED[case], message)
+
+
+def test_ranks_are_named_as_the_job_numbers_them(reports: Reports) -> None:
+    """Also by a rank that was not at fault: its peer of the other island was."""
+    for rank, message in enumerate(column(reports, "refused", "uneven")):
+        assert re.search(rf"on rank {rank % 2}; .* on rank {rank % 2 + 2}", message)
+    for rank, message in enumerate(column(reports, "peers")[:2]):
+        assert message.startswith(f"RuntimeError: Rank {rank + 2} failed (1 of 2 ranks did): ")
 
 
 def test_peers_hear_of_a_shard_that_is_not_finite(reports: Reports) -> None:

@@ -1,6 +1,7 @@
-"""The job that ranks of PyTorch are in, in Horovod's words: Horovod's own module, or torch.distributed under torchrun.
+"""The job that ranks of PyTorch are in, in Horovod's words: Horovod's own module, or torch.distributed.
 
-There, Horovod is as good as not installed.
+That is so under torchrun, and under mpirun with ``HVD_PERIODIC_COMM=torch``, where ranks meet in the folder that is the
+first argument of the program. There, Horovod is as good as not installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+BESIDE_MPI = os.environ.get("HVD_PERIODIC_COMM") == "torch" and "OMPI_COMM_WORLD_RANK" in os.environ
 
 
 class OverTorchDistributed:
@@ -23,7 +25,12 @@ class OverTorchDistributed:
 
     def init(self, process_sets: list[Any] | str | None = None) -> None:
         """Initialize torch.distributed, and put process groups into the places of process sets."""
-        dist.init_process_group("gloo")
+        if BESIDE_MPI:
+            rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
+            where = f"file://{os.path.abspath(sys.argv[1])}/rendezvous"  # noqa: PTH100
+            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+        else:
+            dist.init_process_group("gloo")
         if isinstance(process_sets, list):
             process_sets[:] = [self.add_process_set(ranks) for ranks in process_sets]
 
@@ -44,7 +51,7 @@ class OverTorchDistributed:
         return dist.get_world_size()
 
     def mpi_enabled(self) -> bool:
-        return False
+        return BESIDE_MPI
 
     def barrier(self) -> None:
         dist.barrier()
@@ -61,7 +68,7 @@ class OverTorchDistributed:
         return self.allgather_object(value)[root_rank]
 
 
-if UNDER_TORCHRUN:
+if UNDER_TORCHRUN or BESIDE_MPI:
     sys.modules["horovod"] = None  # type: ignore[assignment]
-hvd: Any = OverTorchDistributed() if UNDER_TORCHRUN else importlib.import_module("horovod.torch")
+hvd: Any = OverTorchDistributed() if UNDER_TORCHRUN or BESIDE_MPI else importlib.import_module("horovod.torch")
 """Horovod, or what takes its place."""

@@ -21,6 +21,14 @@ def test_records_travel_as_integers() -> None:
     assert records_of([value for record in records for value in integers(record)]) == records
 
 
+def test_ranks_of_a_group_are_named_as_the_job_numbers_them() -> None:
+    message = cross_purposes([Record(2, 1, local_steps=6), Record(4, 1, local_steps=6)], [1, 3])
+    assert message is not None
+    assert (
+        "exchange of optimizer 1 at local step 6 on rank 1; save() of optimizer 1 at local step 6 on rank 3" in message
+    )
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -34,7 +42,7 @@ def test_records_travel_as_integers() -> None:
     ],
 )
 def test_cross_purposes(first: Record, second: Record, message: str | None) -> None:
-    found = cross_purposes([first, second])
+    found = cross_purposes([first, second], [0, 1])
     assert found is None if message is None else message.lower() in str(found).lower()
 
 
