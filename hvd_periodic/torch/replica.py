@@ -202,19 +202,20 @@ class TorchReplica(Replica[torch.Tensor]):
 
         Parameters are taken in chunks, so that temporary tensors stay small and their memory is used again.
         """
-        views, found = {key: store.tensors() for key, store in worker.items()}, False
+        views, found = {key: store.tensors() for key, store in worker.items()}, 0
         for chunk in self._chunks:
-            held, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
-            gradients = [None if tensor.grad is None else shard_of(tensor.grad) for tensor in held]
-            parameters = list(map(shard_of, held))
+            parameters, vectors = self.tensors[chunk], {key: tensors[chunk] for key, tensors in views.items()}
+            gradients = [tensor.grad for tensor in parameters]
             there = [gradient for gradient in gradients if gradient is not None]
             if len(there) < len(gradients):
                 parameters = _where_there(gradients, parameters)
                 vectors = {key: _where_there(gradients, tensors) for key, tensors in vectors.items()}
+            if self.divided:
+                parameters, there = list(map(shard_of, parameters)), list(map(shard_of, there))
             if there:
                 algorithm.local(self._lists, parameters, there, vectors)
-                found = True
-        return int(found)
+                found = 1
+        return found
 
     def learning_rates(self) -> list[float]:
         """Return the learning rate of every parameter, that of its group.

@@ -10,6 +10,9 @@ from hvd_periodic.torch.coding import TensorCoding
 from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
 
+_SMALL = 16 * 2**10
+"""Elements of tensors up to which a kernel of its own for each costs more than what it saves."""
+
 
 class TensorSpace(VectorSpace[torch.Tensor]):
     """One tensor at a time: the flat vectors of an exchange."""
@@ -71,28 +74,34 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
 
     def axpy(self, a: float, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
         """Add ``a x`` to ``y``."""
-        if any(tensor.is_sparse for tensor in y):
-            raise TypeError(
-                "A dense term cannot be added to a sparse gradient: with rho > 0 all gradients must be dense "
-                "(torch.nn.Embedding(sparse=False))"
-            )
         torch._foreach_add_(y, x, alpha=a)
         return y
 
     def add_difference(
         self, a: float, x: list[torch.Tensor], y: list[torch.Tensor], g: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Add ``a (x - y)`` to ``g``; to large tensors block by block, without memory for the whole difference."""
-        groups = zip(x, y, g, strict=True)
-        small = [group for group in groups if not self._add_in_blocks(a, *group)]
+        """Add ``a (x - y)`` to ``g``; to large tensors block by block, without memory for the whole difference.
+
+        Raises:
+            TypeError: a tensor of ``g`` is sparse.
+        """
+        if any(tensor.is_sparse for tensor in g):
+            raise TypeError(
+                "A dense term cannot be added to a sparse gradient: with rho > 0 all gradients must be dense "
+                "(torch.nn.Embedding(sparse=False))"
+            )
+        small: list[tuple[torch.Tensor, ...]] = []
+        for group in zip(x, y, g, strict=True):
+            if group[0].numel() <= _SMALL or not self._add_in_blocks(a, *group):
+                small.append(group)
         if small:
             super().add_difference(a, *map(list, zip(*small, strict=True)))
         return g
 
     def _add_in_blocks(self, a: float, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> bool:
-        """Add ``a (x - y)`` to ``g`` if that is large and all are flat in host memory; return whether it was."""
+        """Add ``a (x - y)`` to ``g`` if all are flat in host memory; return whether they were."""
         tensors = x, y, g
-        if x.numel() <= 2 * BLOCK or g.is_sparse or not all(t.is_cpu and t.is_contiguous() for t in tensors):
+        if not all(t.is_cpu and t.is_contiguous() for t in tensors):
             return False
         dtype = torch.promote_types(x.dtype, y.dtype)
         if dtype not in self._rooms:
