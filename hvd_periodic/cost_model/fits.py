@@ -27,8 +27,10 @@ class Measurement:
         nbytes: P.
         seconds: it took.
         wire: how it travelled.
-        sharing: workers on each core, at least 1: they take turns, and everything takes as many times as long.
+        sharing: k, workers on each core, at least 1: they take turns, and what they do takes as many times as long.
         bucket: bytes that the worker is at while others travel.
+        tensors: m.
+        asleep: u, seconds of it in which workers sleep, so that those that share a core do at the same time.
 
     Raises:
         TypeError, ValueError: a number that cannot be.
@@ -41,14 +43,22 @@ class Measurement:
     wire: Wire = Compression.none
     sharing: float = 1.0
     bucket: float = DEFAULT_BUCKET_BYTES
+    tensors: int = 1
+    asleep: float = 0.0
 
     def __post_init__(self) -> None:
-        require_int(self.workers, "`workers`", 1)
+        for name in ("workers", "tensors"):
+            require_int(getattr(self, name), f"`{name}`", 1)
         require_real(self.seconds, "`seconds`", positive=True)
-        require_costs(nbytes=self.nbytes)
+        require_costs(nbytes=self.nbytes, asleep=self.asleep)
         if not self.sharing >= 1:
             raise ValueError(f"`sharing` must be at least 1. Received: {self.sharing!r}")
         require_bucket(self.bucket)
+
+    @property
+    def decoded(self) -> float:
+        """Bytes that each worker decodes the messages of others to, where more come from more."""
+        return self.wire.decoded(self.workers, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class Costs:
         """Return the seconds that the model has for what was measured."""
         method = self.methods[measurement.method]
         wire = self.network.seconds(measurement.workers, measurement.nbytes, measurement.wire)
-        return measurement.sharing * method.seconds(measurement.nbytes, wire)
+        alone = method.seconds(measurement.nbytes, wire, measurement.decoded, measurement.tensors)
+        return measurement.asleep + measurement.sharing * max(0.0, alone - measurement.asleep)
 
 
 def fit(measurements: Sequence[Measurement]) -> Costs:
@@ -185,24 +196,28 @@ def _pair(rows: Any, right: Any) -> tuple[float, float]:
 def _solved(nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]]) -> Costs:
     """Return the costs that fit best where these parts of own work and wire count."""
     names = list(dict.fromkeys(measured.method for measured in measurements))
-    rows = np.zeros((len(measurements), 2 + 2 * len(names)))
-    for row, measured, (own_part, wire_part) in zip(rows, measurements, parts, strict=True):
-        row[:2] = measured.wire.traffic(measured.workers, measured.nbytes)
-        row[:2] *= wire_part
-        place = 2 + 2 * names.index(measured.method)
-        row[place : place + 2] = 1.0, own_part * measured.nbytes
-        row *= measured.sharing / measured.seconds
+    rows, right = np.zeros((len(measurements), 2 + 4 * len(names))), np.ones(len(measurements))
+    for i, (measured, (own_part, wire_part)) in enumerate(zip(measurements, parts, strict=True)):
+        rows[i, :2] = measured.wire.traffic(measured.workers, measured.nbytes)
+        rows[i, :2] *= wire_part
+        place = 2 + 4 * names.index(measured.method)
+        own = own_part * measured.nbytes, own_part * measured.decoded
+        rows[i, place : place + 4] = 1.0, measured.tensors, *own
+        rows[i] *= measured.sharing / measured.seconds
+        right[i] += (measured.sharing - 1) * measured.asleep / measured.seconds
     scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
-    message, byte, *own = (nnls(rows / scale, np.ones(len(rows)))[0] / scale).tolist()
+    message, byte, *costs = (nnls(rows / scale, right)[0] / scale).tolist()
     bucket = {measured.method: measured.bucket for measured in measurements}
-    pairs = zip(own[::2], own[1::2], strict=True)
-    methods = {name: Method(*pair, bucket[name]) for name, pair in zip(names, pairs, strict=True)}
+    methods = {}
+    for i, name in enumerate(names):
+        begin, tensor, work, decode = costs[4 * i : 4 * i + 4]
+        methods[name] = Method(begin, work, bucket[name], tensor, decode)
     return Costs(Network(message, byte), methods)
 
 
 def _parts(costs: Costs, measured: Measurement) -> tuple[float, float]:
     """Return which parts of own work and wire count: all of the one that takes longer, a B-th of the other one."""
-    own = costs.methods[measured.method].work * measured.nbytes
+    own = costs.methods[measured.method].own(measured.nbytes, measured.decoded)
     part = 1.0 / buckets(measured.nbytes, measured.bucket)
     wire = costs.network.seconds(measured.workers, measured.nbytes, measured.wire)
     return (1.0, part) if own >= wire else (part, 1.0)

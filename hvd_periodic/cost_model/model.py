@@ -10,12 +10,20 @@ A job of n workers takes local steps of t seconds, whose standard deviation is s
 - all-to-all, or all-gather of pieces of b / n bytes: (n − 1) α + (n − 1) / n · b β, half of it;
 - all-gather of b bytes from each: (n − 1) α + (n − 1) b β.
 
-**An exchange** of P bytes takes W(P) seconds on the way, by the collectives of its wire and the bytes b that it makes
-of them. What the worker does itself, before and after, takes o + γ P seconds: o for Python, Horovod's cycle and what
-ranks tell each other, γ for passes over memory, and for encoding. Both depend on the method. While a bucket travels
-the worker is at another one: in B buckets an exchange takes
+**An exchange** of P bytes in m tensors takes W(P) seconds on the way, by the collectives of its wire and the bytes b
+that it makes of them. What the worker does itself takes o + θ m + V(P) seconds: o for Python, Horovod's cycle and what
+ranks tell each other, θ for a tensor, which Horovod's own ways announce and copy one by one; and
 
-    T(P) = o + max(γ P, W(P)) + min(γ P, W(P)) / B.
+    V(P) = γ P + δ D(P),
+
+γ for passes over memory and for encoding, δ for messages of others, where all have to be decoded whole: into D = n P
+bytes, if they are gathered in one hop, as those of top-k are. All depend on the method. While a bucket travels the
+worker is at another one: in B buckets an exchange takes
+
+    T(P) = o + θ m + max(V(P), W(P)) + min(V(P), W(P)) / B.
+
+Where k workers share a core all takes k times as long, but for the u seconds of o in which they sleep: Horovod looks
+for what to do once in a cycle, of a millisecond since version 0.21, and sleeps until then.
 
 **A period** has F exchanges of P / F bytes. Every worker waits for the slowest one, which is behind by
 
@@ -25,7 +33,7 @@ E_n the expected largest of n normal numbers (by Blom, Statistical estimates and
 overlap an exchange is under way while the worker takes d steps, and only its own work is left of it where that is long:
 
     seconds per step = t + F / τ · (T(P / F) + w),                                  without overlap,
-    seconds per step = t + F / τ · (o + γ P / F + max(0, W(P / F) + w − d t)),      with it.
+    seconds per step = t + F / τ · (o + θ m / F + V(P / F) + max(0, W(P / F) + w − d t)),      with it.
 
 Costs of a machine are found from measurements, see the module of fits; those of a network that is not there can be
 stated, and of a processor there are :func:`typical` ones.
@@ -52,6 +60,8 @@ class Method:
         begin: o, seconds, whatever the size.
         work: γ, seconds for a byte of parameters.
         bucket: bytes that the worker is at while others travel; infinite, if it waits for all of them.
+        tensor: θ, seconds for each tensor.
+        decode: δ, seconds for a byte of float32 that a message of another worker is decoded to.
 
     Raises:
         TypeError, ValueError: not a number of at least 0.
@@ -60,15 +70,22 @@ class Method:
     begin: float
     work: float
     bucket: float = DEFAULT_BUCKET_BYTES
+    tensor: float = 0.0
+    decode: float = 0.0
 
     def __post_init__(self) -> None:
-        require_costs(begin=self.begin, work=self.work)
+        require_costs(begin=self.begin, work=self.work, tensor=self.tensor, decode=self.decode)
         require_bucket(self.bucket)
 
-    def seconds(self, nbytes: float, wire: float) -> float:
-        """Return T, of an exchange of so many bytes that takes W seconds on the way."""
-        own = self.work * nbytes
-        return self.begin + max(own, wire) + min(own, wire) / buckets(nbytes, self.bucket)
+    def seconds(self, nbytes: float, wire: float, decoded: float = 0.0, tensors: float = 1) -> float:
+        """Return T, of an exchange of so many bytes that takes W seconds on the way; D of them are decoded."""
+        own = self.own(nbytes, decoded)
+        pipelined = max(own, wire) + min(own, wire) / buckets(nbytes, self.bucket)
+        return self.begin + self.tensor * tensors + pipelined
+
+    def own(self, nbytes: float, decoded: float = 0.0) -> float:
+        """Return V, what a worker does itself while other buckets travel."""
+        return self.work * nbytes + self.decode * decoded
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ class Job:
         fragments: F.
         wire: how parameters travel.
         spread: s, the standard deviation of a local step in seconds.
+        tensors: m, in which its parameters are.
 
     Raises:
         TypeError, ValueError: a number that cannot be.
@@ -125,9 +143,10 @@ class Job:
     fragments: int = 1
     wire: Wire = Compression.none
     spread: float = 0.0
+    tensors: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("workers", "period", "fragments"):
+        for name in ("workers", "period", "fragments", "tensors"):
             require_int(getattr(self, name), f"`{name}`", 1)
         require_int(self.overlap, "`overlap`", 0)
         require_costs(nbytes=self.nbytes, step=self.step, spread=self.spread)
@@ -151,13 +170,15 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
         >>> round(seconds_per_step(replace(job, overlap=9), method, network), 4)
         0.049
     """
-    nbytes = job.nbytes / job.fragments
-    wire = network.seconds(job.workers, nbytes, job.wire, job.overlap > 0)
+    nbytes, tensors, lasting = job.nbytes / job.fragments, job.tensors / job.fragments, job.overlap > 0
+    wire = network.seconds(job.workers, nbytes, job.wire, lasting)
+    decoded = job.wire.decoded(job.workers, nbytes, lasting)
     waiting = job.spread * sqrt(job.period / job.fragments) * expected_largest(job.workers)
     if job.overlap:
-        exchange = method.begin + method.work * nbytes + max(0.0, wire + waiting - job.overlap * job.step)
+        hidden = max(0.0, wire + waiting - job.overlap * job.step)
+        exchange = method.begin + method.tensor * tensors + method.own(nbytes, decoded) + hidden
     else:
-        exchange = method.seconds(nbytes, wire) + waiting
+        exchange = method.seconds(nbytes, wire, decoded, tensors) + waiting
     return job.step + job.fragments / job.period * exchange
 
 

@@ -63,6 +63,10 @@ class Encoded(Wire):
             return others, others * encoded
         return 2 * others, 2 * others / workers * encoded
 
+    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
+        """Return what one hop takes: every message is decoded on every rank. In two, each decodes one n-th of all."""
+        return workers * nbytes if lasting or self.sparse else 0.0
+
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Start the first hop; the second one follows where the sum is waited for."""
         if link.remembered is None:

@@ -21,6 +21,9 @@ from tests.benchmarks.exchange import COMPRESSIONS
 
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
+CYCLE = 1e-3
+"""Seconds of Horovod's cycle, which our launch scripts leave at its default."""
+
 EVERY_STEP = "allreduce at every step"
 
 
@@ -39,6 +42,8 @@ def measurements(files: list[Path]) -> list[Measurement]:
                 COMPRESSIONS.get(each["compression"], Plain()),
                 sharing,
                 DEFAULT_BUCKET_BYTES if "Optimizer" in each["exchange"] else inf,
+                job["tensors"],
+                CYCLE,
             )
             for each in job["results"]
             if "asynchronous" not in each["exchange"]

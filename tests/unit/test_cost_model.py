@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from hvd_periodic.cost_model import (
     with_period,
 )
 from hvd_periodic.wires import Half, Int8, Plain, TopK, Wire
+from hvd_periodic.wires.encoded import Encoded
 from tests.helpers import readable, run_ranks
 
 JOB = Job(workers=8, nbytes=1e8, step=0.05, period=20, spread=0.004)
@@ -70,6 +72,34 @@ def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
     _, sent = wire.traffic(2, 4 * elements)
     handed_over = sent if isinstance(wire, TopK) else 3 / 2 * sent
     assert counted == pytest.approx(handed_over, rel=0.05)
+
+
+@pytest.mark.parametrize("wire", [TopK(0.01), Int8()], ids=readable)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_decoded_bytes_are_those_that_grow_with_the_number_of_workers(wire: Encoded, workers: int) -> None:
+    """In one hop a worker decodes what it has sent, and the messages of all, whole; in two, never more than of two."""
+    elements, counted = 1 << 16, [0] * workers
+
+    class Counting(type(wire)):  # type: ignore[misc]
+        def decode(self, coding: Any, payload: Any, length: int) -> Any:
+            found = super().decode(coding, payload, length)
+            counted[int(threading.current_thread().name)] += found.size
+            return found
+
+    def program(communicator: Communicator) -> None:
+        threading.current_thread().name = str(communicator.rank)
+        x = {"x": np.linspace(-1, 1, elements, dtype="f4")}
+        counting = Counting(**vars(wire))
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, communicator=communicator, compression=counting)
+        counted[communicator.rank] = 0
+        optimizer.step([np.ones(elements, "f4")])
+
+    run_ranks(workers, program)
+    fixed = elements if wire.sparse else (3 + 1 / workers) * elements
+    for found in counted:
+        assert 4 * (found - fixed) == pytest.approx(wire.decoded(workers, 4 * elements), abs=1e-3 * elements)
+    assert Plain().decoded(workers, 1.0) == Half("f2").decoded(workers, 1.0, lasting=True) == 0.0
+    assert Half("bf2").decoded(workers, 1.0, lasting=True) == workers
 
 
 def test_the_slowest_of_many() -> None:
@@ -124,16 +154,18 @@ def test_a_fit_finds_what_measurements_were_made_of() -> None:
         "averaging": Method(1e-3, 2e-10),
         "elastic": Method(2e-3, 5e-9),
         "flat": Method(1e-4, 0.0),
-        "waits for all": Method(1e-3, 2e-9, bucket=math.inf),
+        "waits for all": Method(1e-3, 2e-9, bucket=math.inf, tensor=3e-5),
+        "largest": Method(2e-3, 4e-9, decode=3e-10),
     }
+    wires = {"elastic": Int8(), "largest": TopK(0.01)}
     costs = Costs(Network(2e-5, 1e-9), methods)
     made = [
         Measurement(
-            *(name, workers, nbytes, 1.0, Int8() if name == "elastic" else Plain(), workers / 2, methods[name].bucket)
+            *(name, workers, nbytes, 1.0, wires.get(name, Plain()), workers / 2, methods[name].bucket, tensors, 1e-4)
         )
         for name in methods
         for workers in (2, 4)
-        for nbytes in (4e4, 4e6, 4e8)
+        for nbytes, tensors in ((4e4, 20), (4e6, 20), (4e8, 161))
     ]
     made = [replace(each, seconds=costs.predicted(each)) for each in made]
     found = fit(made)
@@ -142,6 +174,27 @@ def test_a_fit_finds_what_measurements_were_made_of() -> None:
     for name, method in methods.items():
         assert found.methods[name].begin == pytest.approx(method.begin)
         assert found.methods[name].work == pytest.approx(method.work, abs=1e-16)
+        assert found.methods[name].tensor == pytest.approx(method.tensor, abs=1e-12)
+        assert found.methods[name].decode == pytest.approx(method.decode, abs=1e-16)
+
+
+def test_workers_that_share_a_core_sleep_at_the_same_time() -> None:
+    """What they do takes twice as long where two share one; Horovod's cycle does not."""
+    costs = Costs(Network(0.0, 0.0), {"flat": Method(3e-3, 0.0)})
+    measured = Measurement("flat", 4, 4.0, 1.0, sharing=2, asleep=1e-3)
+    assert costs.predicted(measured) == pytest.approx(1e-3 + 2 * 2e-3)
+    assert costs.predicted(replace(measured, asleep=4e-3)) == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize("overlap", [0, 19])
+def test_messages_that_all_decode_whole_limit_the_number_of_workers(overlap: int) -> None:
+    """On a network that costs nothing: each worker more is a message more to decode, which no overlap hides."""
+    method = replace(METHOD, decode=2e-10, tensor=1e-5)
+    job = replace(JOB, overlap=overlap, wire=TopK(0.01), spread=0.0, tensors=100)
+    own = method.begin + 100 * method.tensor + method.work * job.nbytes
+    for workers in (2, 64, 1024):
+        seconds = seconds_per_step(replace(job, workers=workers), method, Network(0.0, 0.0))
+        assert seconds == pytest.approx(job.step + (own + workers * method.decode * job.nbytes) / job.period)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +218,8 @@ def test_numbers_that_cannot_be(change: dict[str, Any], message: str) -> None:
     [
         ({"seconds": 0.0}, "`seconds` must be positive and finite. Received: 0.0"),
         ({"seconds": float("nan")}, "`seconds` must be positive and finite. Received: nan"),
+        ({"tensors": 0}, "`tensors` must be an int >= 1. Received: 0"),
+        ({"asleep": -1.0}, "`asleep` must be zero or positive and finite. Received: -1.0"),
         ({"workers": 0}, "`workers` must be an int >= 1. Received: 0"),
         ({"nbytes": -1.0}, "`nbytes` must be zero or positive and finite. Received: -1.0"),
         ({"sharing": 0.5}, "`sharing` must be at least 1. Received: 0.5"),
