@@ -248,9 +248,9 @@ def typical(wire: Wire = Compression.none) -> Method:
 
     Example:
         >>> typical()
-        Method(begin=0.0015, work=8e-10, bucket=16777216)
+        Method(begin=0.0015, work=8e-10, bucket=16777216, tensor=0.0, decode=0.0)
     """
-    return Method(begin=1.5e-3, work=8e-10 + wire.coding_seconds)
+    return Method(begin=1.5e-3, work=8e-10 + wire.coding_seconds, decode=wire.adding_seconds)
 
 
 def typical_allreduce() -> Method:

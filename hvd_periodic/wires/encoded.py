@@ -34,6 +34,7 @@ class Encoded(Wire):
     """
 
     sparse: ClassVar[bool] = False
+    adding_seconds: ClassVar[float] = 3e-10
 
     @abstractmethod
     def encode(self, coding: Coding[V], rows: V) -> V:

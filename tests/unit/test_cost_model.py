@@ -277,7 +277,7 @@ def test_typical_costs_are_those_of_the_documents() -> None:
     """README.md: multiples of an allreduce of 102 MB in 43 to 48 ms, and 20 ms more than the wire of 25 MB."""
     nbytes, flat = 102.2e6, 0.045
     for wire, low, high in ((Plain(), 1.84, 2.11), (Int8(), 8.5, 8.5), (TopK(0.01), 17.5, 17.5)):
-        ratio = typical(wire).seconds(nbytes, flat) / flat
+        ratio = typical(wire).seconds(nbytes, flat, wire.decoded(2, nbytes)) / flat
         assert 0.9 * low < ratio < 1.25 * high, wire
     assert 0.2 < typical().seconds(25e6, 0.2) < 0.23
 
