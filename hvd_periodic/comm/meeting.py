@@ -51,6 +51,10 @@ class Purpose(IntEnum):
     TRAINER = 9
 
 
+TRAINER_PLACES = ("a collective of the trainer", "construction of a strategy", "the end of training")
+"""Where trainers meet, which count these in the place of optimizers."""
+
+
 @dataclass(frozen=True)
 class Record:
     """What one rank tells the others, in integers of 64 bits.
@@ -228,7 +232,7 @@ def _place(record: Record) -> str:
     if record.purpose == Purpose.CONSTRUCT:
         return "construction of an optimizer"
     if record.purpose == Purpose.TRAINER:
-        return "a collective of the trainer"
+        return TRAINER_PLACES[record.optimizer]
     what = {
         Purpose.START: "first step",
         Purpose.EXCHANGE: "exchange",

@@ -27,6 +27,9 @@ logger = logging.getLogger("hvd_periodic")
 _KEY = "hvd_periodic"
 """Where a checkpoint says of which save it is, and of how many ranks."""
 
+_CONSTRUCTION, _END = 1, 2
+"""Places where ranks meet besides."""
+
 _REDUCTIONS: dict[str, Any] = {
     "mean": torch.mean,
     "avg": torch.mean,
@@ -264,6 +267,7 @@ class PeriodicCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave training together; the module holds the center from now on."""
         self._centers.finalize()
+        gather(trainer.strategy.communicator, None, place=_END)
         self._centers.settle(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -291,7 +295,7 @@ class _Ranks(ClusterEnvironment):
 
     def __init__(self, communicator: Communicator) -> None:
         self._rank, self._size = communicator.rank, communicator.size
-        hosts = communicator.allgather_object(communicator.host, f"{communicator.meeting_name}.hosts")
+        hosts = gather(communicator, communicator.host, place=_CONSTRUCTION)
         self._local_rank = hosts[: self._rank].count(communicator.host)
         self._node_rank = sorted(set(hosts), key=hosts.index).index(communicator.host)
 

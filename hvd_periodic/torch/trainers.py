@@ -110,19 +110,20 @@ class Centers:
             Reporter(self.synchronizers[0], sink, every=every)
 
 
-def gather(communicator: Communicator, value: Any, failure: Exception | None = None) -> list[Any]:
+def gather(communicator: Communicator, value: Any, failure: Exception | None = None, place: int = 0) -> list[Any]:
     """Return what trainers of all ranks have, in the order of ranks: tensors of any shapes, or what can be pickled.
 
     Args:
         communicator: the ranks.
         value: of this one.
         failure: what to say, on all of them, where others have come for something else.
+        place: for what this one has come: which of ``TRAINER_PLACES`` of :mod:`hvd_periodic.comm.meeting`.
 
     Raises:
         RuntimeError: ranks have come for different things; on all of them.
     """
     with neutral():
-        meet(communicator, Record(Purpose.TRAINER, 0), failure)
+        meet(communicator, Record(Purpose.TRAINER, place), failure)
         at_hand = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         found = communicator.allgather_object(at_hand, f"{communicator.meeting_name}.trainer")
         return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found

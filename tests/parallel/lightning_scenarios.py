@@ -293,6 +293,20 @@ def uneven_data() -> dict[str, Any]:
 
 
 @scenario
+def ends_at_different_batches() -> list[Any]:
+    """Ranks come to ``max_steps`` in different epochs: one is at its end while the other validates."""
+
+    def fit() -> None:
+        made = trainer(max_steps=6, max_epochs=4, use_distributed_sampler=False)
+        made.fit(Module(), DataLoader(Batches(5 + 3 * RANK), batch_size=None), batches(1))
+
+    said = attempt(fit)
+    module, made = Module(), trainer(max_steps=6, max_epochs=5)
+    made.fit(module, batches(5))
+    return [said, made.global_step, distance(module.net.x.tolist(), easgd(SIZE, {4, 6}, 6)[1])]
+
+
+@scenario
 def cross_purposes() -> str:
     """A rank validates where the other trains on."""
     interval = 3 if RANK == 1 else 1.0

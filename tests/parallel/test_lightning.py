@@ -126,3 +126,10 @@ REFUSED = {
 def test_what_cannot_be_is_refused_on_every_rank(ranks: Reports, case: str) -> None:
     for message in column(ranks, "what_is_refused", case):
         assert re.match(REFUSED[case], message), message
+
+
+def test_a_rank_that_ends_while_another_validates_is_an_error_on_both(ranks: Reports) -> None:
+    for said, steps, difference in column(ranks, "ends_at_different_batches"):
+        assert said.startswith("RuntimeError: Ranks wait for each other in different places: ")
+        assert "a collective of the trainer on rank 0; the end of training on rank 1" in said
+        assert (steps, difference < 1e-12) == (6, True)
