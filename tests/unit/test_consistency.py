@@ -305,10 +305,10 @@ def test_a_parameter_that_changed_on_one_rank_only(method: str) -> None:
         assert text.startswith("Rank 1 failed") == (rank != 1)
 
 
-@pytest.mark.parametrize(("audit_every", "noticed"), [(1, 2), (2, 2), (3, 3), (0, 4)])
+@pytest.mark.parametrize(("audit_every", "noticed"), [(1, 1), (2, 1), (3, 2), (0, 4)])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_centers_are_compared_now_and_then(overlap: int, audit_every: int, noticed: int) -> None:
-    """One changes after the first exchange; without audits that is noticed at the end."""
+    """One changes after the first exchange; without audits that is noticed at the end. What fails is not counted."""
 
     def work(communicator: Communicator) -> None:
         optimizer = easgd(communicator, period=2, overlap=overlap, audit_every=audit_every)
