@@ -68,6 +68,10 @@ class KerasPlayer(Player):
     communicator: TensorTable
     table = TensorTable
 
+    def __init__(self, communicator: TensorTable) -> None:
+        super().__init__(communicator)
+        self.left: list[tuple[Trained, Any]] = []
+
     def made(self, setup: Setup) -> Trained:
         """Return a new model, and an optimizer of it."""
         model = make_model(setup.width)
@@ -127,6 +131,8 @@ class KerasPlayer(Player):
             for optimizer in levels_of(made):
                 optimizer.attach(process_set=self.communicator)
             made.build(model.trainable_variables)
+        if trained.optimizer._exchanges.constructed:
+            self.left.append((trained, trained.optimizer))
         trained.model, trained.optimizer, trained.block = model, made, []
 
     def change(self, trained: Trained, what: str) -> None:
@@ -169,7 +175,11 @@ class KerasPlayer(Player):
             variable.assign(array)
 
     def finalize(self, trained: Trained) -> None:
-        """Leave training on every level."""
+        """Leave training on every level: first that of what copies have replaced, where others may wait."""
+        mine = [pair for pair in self.left if pair[0] is trained]
+        self.left = [pair for pair in self.left if pair[0] is not trained]
+        for _, original in mine:
+            original.finalize()
         trained.optimizer.finalize()
 
     def weights(self, trained: Trained) -> Any:
