@@ -4,7 +4,7 @@
 #   bash run_scripts/setup.sh [--use-current-env] [--without tensorflow | --without torch]
 #
 # Needs Python 3.11 or newer (python3, or $PYTHON), a C++ compiler (g++, or $CXX), make, and a package index that pip can
-# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, three to
+# reach; no root. Takes about 10 minutes the first time, of which 4 to build Horovod on two cores; with one framework, two to
 # four in all. Interrupted, it goes on where it was when it is run again, and when everything is there it does nothing.
 #
 #   --use-current-env   No virtual environment: use the active one (the python3, mpirun and mpicxx on PATH). What it has
