@@ -133,7 +133,8 @@ class KerasPlayer(Player):
             made.build(model.trainable_variables)
         if trained.optimizer._exchanges.constructed:
             self.left.append((trained, trained.optimizer))
-        trained.model, trained.optimizer, trained.block = model, made, []
+        trained.abandon()
+        trained.model, trained.optimizer = model, made
 
     def change(self, trained: Trained, what: str) -> None:
         """Change something after construction, where there is such a change."""

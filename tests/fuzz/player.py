@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -93,6 +93,15 @@ class Trained:
     block: list[AbstractContextManager[Any]] = field(default_factory=list)
     before: Any = None
     """The parameters where the outermost block was entered, as long as nothing but that changes them."""
+
+    def abandon(self) -> None:
+        """Leave all blocks. Python would when it collects them, in the midst of the tensors that go with them.
+
+        PyTorch 2.13 may end the process then (``cdata.use_count() == 1``).
+        """
+        while self.block:
+            with suppress(Exception):  # The parameters may have been changed so that nothing can be put back.
+                self.block.pop().__exit__(None, None, None)
 
 
 class Player(ABC):
@@ -245,7 +254,8 @@ class Player(ABC):
         new = self.made(trained.setup)
         self.load_weights(new, weights)
         self.load_state(new, self.copied(state))
-        trained.model, trained.optimizer, trained.block = new.model, new.optimizer, []
+        trained.abandon()
+        trained.model, trained.optimizer = new.model, new.optimizer
         require_equal(self.state(trained), state, "state")
 
     def standing(self, trained: Trained) -> dict[str, Any]:

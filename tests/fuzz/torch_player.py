@@ -132,8 +132,8 @@ class TorchPlayer(Player):
         """Go on with a copy."""
         pair = trained.model, trained.optimizer
         made = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+        trained.abandon()
         trained.model, trained.optimizer = made
-        trained.block = []
 
     def change(self, trained: Trained, what: str) -> None:
         """Change parameters after construction."""

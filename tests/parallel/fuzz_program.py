@@ -78,10 +78,10 @@ def call(chance: random.Random, name: str, *arguments: Any) -> Call:
     return name, chance.choice(OF_STEPS if name in ("step", "closure") else list(MODES)), 0, *arguments
 
 
-def program(number: int) -> tuple[int, str]:
+def program(number: int, player: TorchPlayer) -> tuple[int, str]:
     """Run one program; return how many rounds worked, and what is wrong."""
-    chance, communicator = random.Random(number), communicator_of(None)
-    player, made = TorchPlayer(communicator), setup(chance)
+    chance, communicator = random.Random(number), player.communicator
+    made = setup(chance)
     given: list[list[Call]] = [[("construct", chance.choice(list(MODES)), 0, made)] * communicator.size]
     given += [calls(chance, communicator.size) for _ in range(ROUNDS)]
     given += [[("finalize", "plain", 0)] * communicator.size]
@@ -117,7 +117,10 @@ def main(folder: Path, seed: int, programs: int) -> None:
     found = []
     for number in range(seed, seed + programs):
         (folder / f"{hvd.rank()}.now").write_text(f"program {number}")
-        found.append(program(number))
+        player = TorchPlayer(communicator_of(None))
+        found.append(program(number, player))
+        for trained in player.all:
+            trained.abandon()
     (folder / f"{hvd.rank()}.json").write_text(json.dumps(found))
 
 
