@@ -61,7 +61,7 @@ class Membership:
     @property
     def number_among_several(self) -> int | None:
         """Which optimizer this is, where these ranks have constructed several."""
-        return self.number if self.communicator.constructed > 1 else None
+        return self.number if self.communicator.meets_with.constructed > 1 else None
 
     @property
     def is_root(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import isfunction
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import horovod.tensorflow as hvd
 
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
@@ -63,10 +65,15 @@ class Connection:
         """Return which ranks these are, by number, as :meth:`remember` takes it."""
         given: Any = self._process_set
         numbered = given is not None and not isinstance(given, Communicator)
-        found = given() if numbered and isfunction(given) else getattr(given, "ranks", [])
-        process_set = sorted(found) if numbered else self._saved["process_set"]
+        process_set = sorted(self._ranks_of(given)) if numbered else self._saved["process_set"]
         averaged = self._saved["averaged"] if self.gradient_group is None else self.gradient_group.ranks
         return {"process_set": process_set, "averaged": averaged}
+
+    def _ranks_of(self, process_set: Any) -> Iterable[int]:
+        """Return the ranks that a process set has, or a function says; after ``hvd.shutdown()``, what it has said."""
+        if not isfunction(process_set):
+            return cast(Iterable[int], process_set.ranks)
+        return cast(Iterable[int], process_set()) if hvd.is_initialized() else self.communicator.global_ranks
 
     def remember(self, config: Mapping[str, Any]) -> None:
         """Take note of the ranks that a saved optimizer had."""

@@ -16,7 +16,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.telling import count_of
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
-from hvd_periodic.tensorflow.communicator import communicator_of
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
@@ -110,7 +110,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     def rejoin(self, name: str) -> None:
         """Be of the ranks that Horovod has now, with the variables that there are; communicates nothing.
 
-        Compiled steps stay: under elastic Horovod their exchanges are run by Python, see ``hosted.py``. Where this rank
+        Compiled steps stay: their exchanges are run by Python, see ``hosted.py``, under elastic Horovod, in groups that
+        exchange in step, and where each is a commit. Where this rank
         holds another part of the center, that has new variables, of zeros until they are given their values; but for a
         state that was loaded before training began.
 
@@ -120,7 +121,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Raises:
             ValueError: hyper-parameters that make no sense for so many ranks.
         """
-        communicator = self.membership.communicator.anew(communicator_of(None))
+        communicator = self.membership.communicator.anew(TensorFlowCommunicator(hosted=True))
         self.algorithm.check(communicator.size)
         loaded, checkpoint = self.checkpoint.state, self.checkpoint
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
@@ -228,7 +229,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
         run: Callable[[], Any] = self.course.exchange
-        if self.membership.communicator.elastic or self.membership.in_step:
+        if self.membership.communicator.elastic or self.membership.in_step or self.after_exchange is not None:
             run = self._hosted()
         exchange = run if in_session() else apart(run)
         return tf.cond(due, exchange, lambda: tf.constant(False))

@@ -13,11 +13,11 @@ REALS = {
 """The dtype of center and accumulators: a 16-bit center does not move under a small rate."""
 
 INTEGERS = {
-    torch.bool: torch.uint8,
-    torch.uint8: torch.uint8,
-    torch.int8: torch.int8,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
     torch.int16: torch.int32,
     torch.int32: torch.int32,
     torch.int64: torch.int64,
 }
-"""The dtype in which integers travel; those that are not here only as the root's, as int64."""
+"""The dtype in which integers travel: Horovod reduces no others. All else travels as the root's only, as int64."""

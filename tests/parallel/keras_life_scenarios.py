@@ -249,6 +249,28 @@ def values_that_count() -> Any:
 
 
 @scenario
+def states_of_static_jobs() -> Any:
+    """A State where ranks neither come nor go: groups by a function, and a commit at every exchange of compiled steps."""
+    found = {}
+    for name, groups in (("one level", None), ("two levels", lambda: range(hvd.size()))):
+        model = network()
+        inner = keras.optimizers.SGD(0.01)
+        inner = inner if groups is None else hvdp.ModelAverageOptimizer(inner, model, 1, process_set=groups)
+        optimizer = hvdp.ElasticAverageOptimizer(inner, model, 2)
+        model.compile(optimizer, loss="mse", jit_compile=False)
+        state = hvdp.elastic.State(model, commit="exchange")
+        state.sync()
+        before = max(state.commits.held)
+        model.fit(batches(), epochs=1, verbose=0)
+        made = max(state.commits.held) - before
+        state.sync()  # Goes back to the last commit.
+        rounds = None if groups is None else inner.synchronizer.rounds
+        found[name] = [made, optimizer.synchronizer.local_steps, rounds]
+        optimizer.finalize()
+    return found
+
+
+@scenario
 def determinism() -> Any:
     """Keras's recipe for reproducible runs, twice; it cannot be undone, so this comes last."""
     keras.utils.set_random_seed(7)

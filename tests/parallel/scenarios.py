@@ -307,6 +307,22 @@ def overflow_on_one_rank() -> Any:
     return counters.local_steps, counters.rounds, counters.skipped_updates, parameter.item()
 
 
+@scenario
+def small_integers() -> Any:
+    """Buffers of few bits; with weights that differ, messages travel apart from what ranks tell each other."""
+    found = {}
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+        model = torch.nn.Linear(2, 1)
+        model.register_buffer("seen", torch.zeros(5, dtype=dtype))
+        sgd, weight = torch.optim.SGD(model.parameters(), lr=0.1), 1.0 + hvd.rank()
+        optimizer = hvdp.ModelAverageOptimizer(sgd, model, 1, buffers="average", weight=weight)
+        model.seen[hvd.rank()] = 1
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        found[str(model.seen.dtype)] = model.seen.int().tolist()
+    return found
+
+
 def resume_training(optimizer_class: Any, name: str) -> bool:
     """Save in mid-period on every rank, go on; restore in a new optimizer, go on: the same to the bit."""
 

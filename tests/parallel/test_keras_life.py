@@ -70,6 +70,11 @@ def test_centers_are_compared_after_every_other_exchange(ranks: list[dict[str, A
     assert column(ranks, "audits", "fit, rounds") == [5] * len(ranks)
 
 
+def test_states_of_static_jobs(ranks: list[dict[str, Any]]) -> None:
+    """Of five steps the second and the fourth exchange; the commit of the fourth has four exchanges of groups."""
+    assert column(ranks, "states_of_static_jobs") == [{"one level": [2, 4, None], "two levels": [2, 4, 4]}] * len(ranks)
+
+
 def test_runs_with_determinism_are_equal_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "determinism") == [{"easgd": [True, 3, True], "agn": [True, 3, True]}] * len(ranks)
 

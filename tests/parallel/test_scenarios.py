@@ -195,6 +195,12 @@ def test_overflow_on_one_rank(ranks: list[dict[str, Any]]) -> None:
         assert report == [4, 2, skips, pytest.approx(expected)]
 
 
+def test_buffers_of_small_integers_take_the_largest(ranks: list[dict[str, Any]]) -> None:
+    seen = [int(rank < len(ranks)) for rank in range(5)]
+    expected = dict.fromkeys(["torch.bool", "torch.uint8", "torch.int8", "torch.int16"], seen)
+    assert column(ranks, "small_integers") == [expected] * len(ranks)
+
+
 def test_resume_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     assert all(all(report.values()) and len(report) == 4 for report in column(ranks, "resume"))
 
