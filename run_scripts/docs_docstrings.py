@@ -1,4 +1,4 @@
-"""What mkdocstrings does to docstrings besides: examples are shown as code."""
+"""What mkdocstrings does besides: examples are code, and methods that a class takes over, wrapped, are as inherited."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import griffe
 
 LITERAL = re.compile(r"^( *)(.*)::\n\n((?:\1    .*\n|\n)+)", re.MULTILINE)
 """A line that ends in two colons, and a block of code below it."""
+WRAPPED = re.compile(r"\w+\(\w+\.\w+\)")
+"""What a class assigns to the name of a method of its base, for the same method under a decorator."""
 
 
 class Examples(griffe.Extension):
@@ -19,6 +21,13 @@ class Examples(griffe.Extension):
         if obj.docstring is not None:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = LITERAL.sub(_as_code, f"{text}\n")
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Leave wrapped methods to the class from which they are."""
+        for name, member in list(cls.members.items()):
+            value = str(member.value) if isinstance(member, griffe.Attribute) else ""
+            if WRAPPED.fullmatch(value) and value.endswith(f".{name})"):
+                cls.del_member(name)
 
 
 def _as_code(found: re.Match[str]) -> str:

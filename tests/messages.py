@@ -24,7 +24,7 @@ def template(node: ast.expr) -> str:
         '… is 5, not this: …'
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        text = re.sub(r"%(?:\.\d+)?[sdrf]", "…", node.value)
+        text = re.sub(r"%(?:\.\d+)?[sdrf]", "…", node.value).replace("%%", "%")
     elif isinstance(node, ast.JoinedStr):
         text = "".join(map(template, node.values))
     elif isinstance(node, ast.BinOp):

@@ -41,8 +41,8 @@ def draw(recorded: list[dict[str, list[float]]], folder: Path) -> None:
         for part, (begin, end) in bucket.items():
             ax.barh(-row, end - begin, 0.72, begin, color=PARTS[part][1], linewidth=0)
     for line, (name, color) in enumerate(PARTS.values()):
-        ax.plot(0.5, 0.95 - 0.09 * line, "s", color=color, transform=ax.transAxes)
-        ax.text(0.53, 0.95 - 0.09 * line, name, va="center", transform=ax.transAxes)
+        ax.plot(0.46, 0.95 - 0.09 * line, "s", color=color, transform=ax.transAxes)
+        ax.text(0.49, 0.95 - 0.09 * line, name, va="center", transform=ax.transAxes)
     ax.set_yticks([-row for row in range(len(recorded))], [f"bucket {row}" for row in range(len(recorded))])
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)

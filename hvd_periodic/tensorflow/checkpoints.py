@@ -50,7 +50,7 @@ def save(
             dicts, lists, tuples, arrays, tensors.
 
     Returns:
-        What :meth:`~hvd_periodic.checkpoints.Saving.wait` can be asked of; it is over already without ``background``.
+        The saving, to ``wait()`` for; it is over already without ``background``.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.

@@ -55,7 +55,7 @@ def save(
             generators pass the states, such as ``random=torch.get_rng_state()``.
 
     Returns:
-        What :meth:`~hvd_periodic.checkpoints.Saving.wait` can be asked of; it is over already without ``background``.
+        The saving, to ``wait()`` for; it is over already without ``background``.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.

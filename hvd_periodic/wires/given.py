@@ -16,7 +16,8 @@ class Compression:
 
     Attributes:
         none: as they are.
-        fp16, bf16: in 16 bits.
+        fp16: as float16.
+        bf16: as bfloat16.
         int8: in 8 bits, with a scale per 1024 elements.
         topk: only the largest; ``Compression.topk(0.01)``, one in a hundred.
 
