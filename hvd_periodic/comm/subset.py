@@ -62,9 +62,10 @@ class Subset(Communicator):
         for rank, places in enumerate(told):
             other = next((place for place in places if told[place] != places), None)
             if other is not None:
+                ranks = self.meets_with.global_ranks
                 raise ValueError(
                     "A function that is passed as `process_set` must divide the ranks into groups. Received: "
-                    f"{places} on rank {rank}, and {told[other]} on rank {other}"
+                    f"{places} on rank {ranks[rank]}, and {told[other]} on rank {ranks[other]}"
                 )
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:

@@ -19,8 +19,9 @@ class PeriodicHandler:
 
     While an evaluator runs, the model holds the center. At the end of training all ranks exchange what is left, and
     from then on the model holds the center. Ranks may have different numbers of batches; where one terminates, as for
-    early stopping, all do: at the end of that epoch, or at an exchange before it. During training all ranks run
-    attached evaluators together; those that have different numbers of batches, at the end of an epoch. Attach it after
+    early stopping, all do: at the end of that epoch, or at an exchange before it; without one, an evaluator that is
+    attached to the end of the epoch is an error on all ranks. During training all ranks run attached evaluators
+    together; those that have different numbers of batches, at the end of an epoch. Attach it after
     the handlers that decide::
 
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)

@@ -250,7 +250,7 @@ def values_that_count() -> Any:
 
 @scenario
 def states_of_static_jobs() -> Any:
-    """A State where ranks neither come nor go: groups by a function, and a commit at every exchange of compiled steps."""
+    """A State where ranks neither come nor go: groups by a function, a commit at every exchange of compiled steps."""
     found = {}
     for name, groups in (("one level", None), ("two levels", lambda: range(hvd.size()))):
         model = network()
