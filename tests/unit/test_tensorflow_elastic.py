@@ -126,7 +126,7 @@ def test_callbacks_of_horovod_commit_in_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert held == {5: (1, 4), 6: (2, 0)}
     model.fit(*data, batch_size=1, callbacks=callbacks[:2], verbose=0)
     made.learning_rate.assign(0.3)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.communicator_of", lambda _: Changing())
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda hosted: Changing())
     state.reset()
     assert (made.synchronizer.local_steps, int(made.iterations), state.epoch, state.batch) == (10, 10, 2, 0)
     assert float(inner.inner_optimizer.learning_rate) == pytest.approx(0.1)

@@ -108,8 +108,8 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("elastic", "graph"):
-        monkeypatch.setattr(f"hvd_periodic.tensorflow.{module}.communicator_of", lambda _: HERE.communicator)
+    monkeypatch.setattr("hvd_periodic.tensorflow.elastic.communicator_of", lambda _: HERE.communicator)
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda hosted: HERE.communicator)
     monkeypatch.setattr(hvdp.elastic.State, "check_host_updates", lambda _: None)
 
 
