@@ -15,6 +15,7 @@ tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.tensorflow.connection import Connection  # noqa: E402
 from tests.unit.test_keras_optimizer import descend, parameter, wrap  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
@@ -107,3 +108,15 @@ def test_a_file_that_needs_to_know_the_ranks(
         loaded = keras.models.load_model(tmp_path / "model.keras")
         loaded.optimizer.attach(loaded)
     assert keras.models.load_model(tmp_path / "model.keras", compile=False).built
+
+
+def test_ranks_that_a_function_returned_are_known_after_horovod_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved names them; nobody can be asked any more."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    connection = Connection(lambda: range(hvd.size()))
+    assert connection.config()["process_set"] == [0]
+    monkeypatch.setattr(hvd, "is_initialized", lambda: False)
+    monkeypatch.setattr(hvd, "size", lambda: pytest.fail("asked"))
+    assert connection.config()["process_set"] == [0]
