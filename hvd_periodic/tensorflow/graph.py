@@ -44,7 +44,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             others.
         started: whether the ranks have agreed, and started from the same values.
         opened: whether the first step of an optimizer has found out who had loaded what.
-        after_exchange: called at the end of every step in which ranks have exchanged.
+        rejoined: the ranks have come together in a ``State``: Python may run what compiled steps exchange.
+        after_exchange: called at the end of every step in which ranks have exchanged; of compiled steps, once ranks
+            have come together.
         after_join: called where other ranks have joined: other variables may have come in the place of some.
         watched: variables that ``after_exchange`` reads.
     """
@@ -54,7 +56,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     view: VariableView
     checkpoint: VariableCheckpoint
     opening: Callable[[], object] | None = None
-    started = opened = False
+    started = opened = rejoined = False
     after_exchange: Callable[[], object] | None = None
     after_join: Callable[[], object] | None = None
 
@@ -128,7 +130,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.join(communicator, self.membership.asked_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
         self.meeting.failure, self.meeting.everyone_trains = None, True
-        self.beginning.begun, self.started, self.opened = False, True, True
+        self.beginning.begun, self.started, self.opened, self.rejoined = False, True, True, True
         if self._share is not None and not cut_for_others:
             self._share.assign(self._place)
         if loaded is not None:
@@ -229,7 +231,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
         run: Callable[[], Any] = self.course.exchange
-        if self.membership.communicator.elastic or self.membership.in_step or self.after_exchange is not None:
+        commits = self.rejoined and self.after_exchange is not None
+        if self.membership.communicator.elastic or self.membership.in_step or commits:
             run = self._hosted()
         exchange = run if in_session() else apart(run)
         return tf.cond(due, exchange, lambda: tf.constant(False))

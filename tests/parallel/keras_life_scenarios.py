@@ -267,6 +267,13 @@ def states_of_static_jobs() -> Any:
         rounds = None if groups is None else inner.synchronizer.rounds
         found[name] = [made, optimizer.synchronizer.local_steps, rounds]
         optimizer.finalize()
+    model = network()
+    optimizer = hvdp.ElasticAverageOptimizer(keras.optimizers.SGD(0.01), model, 2)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    state = hvdp.elastic.State(model, commit="exchange")  # Whose ranks never come together.
+    model.fit(batches(), epochs=1, verbose=0)
+    found["without sync()"] = [len(state.commits.held), optimizer.synchronizer.local_steps, None]
+    optimizer.finalize()
     return found
 
 

@@ -72,7 +72,8 @@ def test_centers_are_compared_after_every_other_exchange(ranks: list[dict[str, A
 
 def test_states_of_static_jobs(ranks: list[dict[str, Any]]) -> None:
     """Of five steps the second and the fourth exchange; the commit of the fourth has four exchanges of groups."""
-    assert column(ranks, "states_of_static_jobs") == [{"one level": [2, 4, None], "two levels": [2, 4, 4]}] * len(ranks)
+    expected = {"one level": [2, 4, None], "two levels": [2, 4, 4], "without sync()": [0, 5, None]}
+    assert column(ranks, "states_of_static_jobs") == [expected] * len(ranks)
 
 
 def test_runs_with_determinism_are_equal_to_the_bit(ranks: list[dict[str, Any]]) -> None:
