@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.cost_model.model import Method, Network, buckets, require_bucket, require_costs
+from hvd_periodic.cost_model.model import Method, Network, buckets, require_costs, require_positive
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.wires import Compression, Wire
 
 _ROUNDS = 20
 """In which a fit finds what takes longer; it takes three or four."""
+
+_GAIN = 1e-3
+"""By which the sum of squared relative errors has to fall for a cache to be believed in."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Measurement:
         require_costs(nbytes=self.nbytes, asleep=self.asleep)
         if not self.sharing >= 1:
             raise ValueError(f"`sharing` must be at least 1. Received: {self.sharing!r}")
-        require_bucket(self.bucket)
+        require_positive(bucket=self.bucket)
 
     @property
     def decoded(self) -> float:
@@ -85,7 +89,8 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
     """Return the costs for which the sum of squared relative errors is least; none is negative.
 
     Which of own work and wire takes longer has to be known for that: it is what the costs say that were found before,
-    until they say the same again.
+    until they say the same again. Of the sizes that were measured, a method's cache holds all up to the one with which
+    the fit is best.
 
     Args:
         measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other.
@@ -111,14 +116,14 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
         raise ImportError("`fit` needs SciPy: pip install 'hvd_periodic[costs]', or pip install scipy") from error
     if not measurements:
         raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on some numbers of ranks")
-    parts = [(1.0, 1.0)] * len(measurements)
-    found: list[Costs] = []
-    for _ in range(_ROUNDS):
-        found.append(_solved(nnls, measurements, parts))
-        before, parts = parts, [_parts(found[-1], measured) for measured in measurements]
-        if parts == before:
-            break
-    return min(found, key=lambda costs: sum((costs.predicted(each) / each.seconds - 1) ** 2 for each in measurements))
+    caches = dict.fromkeys((measured.method for measured in measurements), inf)
+    found = _fitted(nnls, measurements, caches)
+    while True:
+        better = [(_fitted(nnls, measurements, tried), tried) for tried in _other_caches(measurements, caches)]
+        best, tried = min(better, key=lambda each: each[0][1], default=(found, caches))
+        if best[1] >= found[1] - _GAIN:
+            return found[0]
+        found, caches = best, tried
 
 
 def fit_network(workers: int, allreduces: Sequence[tuple[float, float]]) -> Network:
@@ -193,25 +198,47 @@ def _pair(rows: Any, right: Any) -> tuple[float, float]:
     return first, second
 
 
-def _solved(nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]]) -> Costs:
+def _other_caches(measurements: Sequence[Measurement], caches: Mapping[str, float]) -> list[dict[str, float]]:
+    """Return caches of which one has another size: one that was measured, or infinity."""
+    sizes = {name: {inf, *(each.nbytes for each in measurements if each.method == name)} for name in caches}
+    return [dict(caches) | {name: size} for name in caches for size in sorted(sizes[name]) if size != caches[name]]
+
+
+def _fitted(nnls: Any, measurements: Sequence[Measurement], caches: Mapping[str, float]) -> tuple[Costs, float]:
+    """Return the best costs with these caches, and their sum of squared relative errors."""
+    parts = [(1.0, 1.0)] * len(measurements)
+    found: list[tuple[Costs, float]] = []
+    for _ in range(_ROUNDS):
+        costs = _solved(nnls, measurements, parts, caches)
+        found.append((costs, sum((costs.predicted(each) / each.seconds - 1) ** 2 for each in measurements)))
+        before, parts = parts, [_parts(costs, measured) for measured in measurements]
+        if parts == before:
+            break
+    return min(found, key=lambda pair: pair[1])
+
+
+def _solved(
+    nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]], caches: Mapping[str, float]
+) -> Costs:
     """Return the costs that fit best where these parts of own work and wire count."""
-    names = list(dict.fromkeys(measured.method for measured in measurements))
-    rows, right = np.zeros((len(measurements), 2 + 4 * len(names))), np.ones(len(measurements))
+    names, unknown = list(caches), 5
+    rows, right = np.zeros((len(measurements), 2 + unknown * len(names))), np.ones(len(measurements))
     for i, (measured, (own_part, wire_part)) in enumerate(zip(measurements, parts, strict=True)):
         rows[i, :2] = measured.wire.traffic(measured.workers, measured.nbytes)
         rows[i, :2] *= wire_part
-        place = 2 + 4 * names.index(measured.method)
-        own = own_part * measured.nbytes, own_part * measured.decoded
-        rows[i, place : place + 4] = 1.0, measured.tensors, *own
+        place = 2 + unknown * names.index(measured.method)
+        uncached = measured.nbytes if measured.nbytes > caches[measured.method] else 0.0
+        own = own_part * measured.nbytes, own_part * measured.decoded, own_part * uncached
+        rows[i, place : place + unknown] = 1.0, measured.tensors, *own
         rows[i] *= measured.sharing / measured.seconds
         right[i] += (measured.sharing - 1) * measured.asleep / measured.seconds
     scale = np.maximum(np.linalg.norm(rows, axis=0), np.finfo(float).tiny)
     message, byte, *costs = (nnls(rows / scale, right)[0] / scale).tolist()
     bucket = {measured.method: measured.bucket for measured in measurements}
     methods = {}
-    for i, name in enumerate(names):
-        begin, tensor, work, decode = costs[4 * i : 4 * i + 4]
-        methods[name] = Method(begin, work, bucket[name], tensor, decode)
+    for i, (name, cache) in enumerate(caches.items()):
+        begin, tensor, work, decode, uncached = costs[unknown * i : unknown * (i + 1)]
+        methods[name] = Method(begin, work, bucket[name], tensor, decode, uncached, cache)
     return Costs(Network(message, byte), methods)
 
 

@@ -14,10 +14,12 @@ A job of n workers takes local steps of t seconds, whose standard deviation is s
 that it makes of them. What the worker does itself takes o + θ m + V(P) seconds: o for Python, Horovod's cycle and what
 ranks tell each other, θ for a tensor, which Horovod's own ways announce and copy one by one; and
 
-    V(P) = γ P + δ D(P),
+    V(P) = γ P + φ P [P > C] + δ D(P),
 
-γ for passes over memory and for encoding, δ for messages of others, where all have to be decoded whole: into D = n P
-bytes, if they are gathered in one hop, as those of top-k are. All depend on the method. While a bucket travels the
+γ for passes over memory and for encoding, φ for what no longer finds its parameters in the cache of the processor (of
+one pass after another over more than that nothing is found there), δ for messages of others, where all have to be
+decoded whole: into D = n P bytes, if they are gathered in one hop, as those of top-k are. All depend on the method; so
+does C, by what a method keeps beside the parameters. While a bucket travels the
 worker is at another one: in B buckets an exchange takes
 
     T(P) = o + θ m + max(V(P), W(P)) + min(V(P), W(P)) / B.
@@ -44,7 +46,7 @@ stated, and of a processor there are :func:`typical` ones.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from statistics import NormalDist
 
 from hvd_periodic.arguments import require_int, require_real
@@ -62,6 +64,8 @@ class Method:
         bucket: bytes that the worker is at while others travel; infinite, if it waits for all of them.
         tensor: θ, seconds for each tensor.
         decode: δ, seconds for a byte of float32 that a message of another worker is decoded to.
+        uncached: φ, more seconds for a byte of parameters that are too large for the cache.
+        cache: C, the most bytes of parameters that are not.
 
     Raises:
         TypeError, ValueError: not a number of at least 0.
@@ -72,20 +76,26 @@ class Method:
     bucket: float = DEFAULT_BUCKET_BYTES
     tensor: float = 0.0
     decode: float = 0.0
+    uncached: float = 0.0
+    cache: float = inf
 
     def __post_init__(self) -> None:
-        require_costs(begin=self.begin, work=self.work, tensor=self.tensor, decode=self.decode)
-        require_bucket(self.bucket)
+        costs = {"begin": self.begin, "work": self.work, "tensor": self.tensor, "decode": self.decode}
+        require_costs(**costs, uncached=self.uncached)
+        require_positive(bucket=self.bucket, cache=self.cache)
 
-    def seconds(self, nbytes: float, wire: float, decoded: float = 0.0, tensors: float = 1) -> float:
+    def seconds(
+        self, nbytes: float, wire: float, decoded: float = 0.0, tensors: float = 1, fragments: int = 1
+    ) -> float:
         """Return T, of an exchange of so many bytes that takes W seconds on the way; D of them are decoded."""
-        own = self.own(nbytes, decoded)
+        own = self.own(nbytes, decoded, fragments)
         pipelined = max(own, wire) + min(own, wire) / buckets(nbytes, self.bucket)
         return self.begin + self.tensor * tensors + pipelined
 
-    def own(self, nbytes: float, decoded: float = 0.0) -> float:
-        """Return V, what a worker does itself while other buckets travel."""
-        return self.work * nbytes + self.decode * decoded
+    def own(self, nbytes: float, decoded: float = 0.0, fragments: int = 1) -> float:
+        """Return V, what a worker does itself while other buckets travel, of one of so many fragments."""
+        uncached = self.uncached if fragments * nbytes > self.cache else 0.0
+        return (self.work + uncached) * nbytes + self.decode * decoded
 
 
 @dataclass(frozen=True)
@@ -176,9 +186,9 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
     waiting = job.spread * sqrt(job.period / job.fragments) * expected_largest(job.workers)
     if job.overlap:
         hidden = max(0.0, wire + waiting - job.overlap * job.step)
-        exchange = method.begin + method.tensor * tensors + method.own(nbytes, decoded) + hidden
+        exchange = method.begin + method.tensor * tensors + method.own(nbytes, decoded, job.fragments) + hidden
     else:
-        exchange = method.seconds(nbytes, wire, decoded, tensors) + waiting
+        exchange = method.seconds(nbytes, wire, decoded, tensors, job.fragments) + waiting
     return job.step + job.fragments / job.period * exchange
 
 
@@ -248,7 +258,7 @@ def typical(wire: Wire = Compression.none) -> Method:
 
     Example:
         >>> typical()
-        Method(begin=0.0015, work=8e-10, bucket=16777216, tensor=0.0, decode=0.0)
+        Method(begin=0.0015, work=8e-10, bucket=16777216, tensor=0.0, decode=0.0, uncached=0.0, cache=inf)
     """
     return Method(begin=1.5e-3, work=8e-10 + wire.coding_seconds, decode=wire.adding_seconds)
 
@@ -258,7 +268,7 @@ def typical_allreduce() -> Method:
 
     That it may begin during the backward pass, and that tensors are fused by copying, is not in it.
     """
-    return Method(begin=1e-3, work=0.0, bucket=float("inf"))
+    return Method(begin=1e-3, work=0.0, bucket=inf)
 
 
 def buckets(nbytes: float, bucket: float) -> int:
@@ -287,7 +297,8 @@ def require_costs(**values: float) -> None:
         require_real(value, f"`{name}`", positive=False)
 
 
-def require_bucket(bucket: float) -> None:
+def require_positive(**sizes: float) -> None:
     """Refuse what is no positive number of bytes; infinity is one."""
-    if not bucket > 0:
-        raise ValueError(f"`bucket` must be positive. Received: {bucket!r}")
+    for name, size in sizes.items():
+        if not size > 0:
+            raise ValueError(f"`{name}` must be positive. Received: {size!r}")

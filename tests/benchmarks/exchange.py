@@ -82,6 +82,9 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "10-thousand": lambda: [(25, 20)] * 20,
     "20-thousand": lambda: [(50, 20)] * 20,
     "1-million": lambda: [(250, 200)] * 20,
+    "2-million": lambda: [(250, 400)] * 20,
+    "5-million": lambda: [(500, 500)] * 20,
+    "10-million": lambda: [(1000, 500)] * 20,
     "resnet-50": resnet_50_shapes,
     "100-million": lambda: [(2500, 2000)] * 20,
 }

@@ -22,7 +22,9 @@ from tests.benchmarks.exchange import COMPRESSIONS
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 CYCLE = 1e-3
-"""Seconds of Horovod's cycle, which our launch scripts leave at its default."""
+"""Seconds of Horovod's cycle, which our launch scripts leave at its default: an allreduce alone sleeps until the next.
+
+Where ranks share a core, exchanges of ours take as many times as long, however short they are: they do not sleep."""
 
 EVERY_STEP = "allreduce at every step"
 
@@ -33,6 +35,7 @@ def measurements(files: list[Path]) -> list[Measurement]:
     for file in files:
         job = json.loads(file.read_text())
         sharing = max(1.0, job["ranks"] / job["cores"])
+        ours = {each["exchange"]: "Optimizer" in each["exchange"] for each in job["results"]}
         found += [
             Measurement(
                 each["exchange"],
@@ -41,13 +44,12 @@ def measurements(files: list[Path]) -> list[Measurement]:
                 each["milliseconds"] / 1e3,
                 COMPRESSIONS.get(each["compression"], Plain()),
                 sharing,
-                DEFAULT_BUCKET_BYTES if "Optimizer" in each["exchange"] else inf,
+                DEFAULT_BUCKET_BYTES if ours[each["exchange"]] else inf,
                 job["tensors"],
-                CYCLE,
+                0.0 if ours[each["exchange"]] else CYCLE,
             )
             for each in job["results"]
-            if "asynchronous" not in each["exchange"]
-            and ("Optimizer" in each["exchange"] or "allreduce" in each["exchange"])
+            if "asynchronous" not in each["exchange"] and (ours[each["exchange"]] or "allreduce" in each["exchange"])
         ]
     return found
 

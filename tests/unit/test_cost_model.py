@@ -178,6 +178,32 @@ def test_a_fit_finds_what_measurements_were_made_of() -> None:
         assert found.methods[name].decode == pytest.approx(method.decode, abs=1e-16)
 
 
+def test_a_fit_finds_what_no_longer_fits_into_a_cache() -> None:
+    """Of a method that is slower beyond some size; of the other, which is not, it says nothing."""
+    methods = {"averaging": Method(1e-3, 2e-10), "largest": Method(2e-3, 2e-9, uncached=3e-9, cache=8e6)}
+    costs = Costs(Network(2e-5, 1e-9), methods)
+    made = [
+        Measurement(name, workers, nbytes, 1.0, bucket=methods[name].bucket)
+        for name in methods
+        for workers in (2, 4)
+        for nbytes in (4e4, 4e6, 8e6, 2e7, 1e8)
+    ]
+    found = fit([replace(each, seconds=costs.predicted(each)) for each in made]).methods
+    assert found["averaging"].cache == math.inf
+    assert found["averaging"].uncached == 0
+    assert found["largest"].cache == 8e6
+    assert found["largest"].work == pytest.approx(2e-9, rel=1e-3)
+    assert found["largest"].uncached == pytest.approx(3e-9, rel=1e-3)
+
+
+def test_a_fragment_is_found_in_the_cache_where_all_of_them_are() -> None:
+    method = Method(0.0, 1e-9, bucket=math.inf, uncached=2e-9, cache=1e6)
+    job = Job(workers=1, nbytes=2e6, step=0.0, period=10, fragments=4)
+    assert seconds_per_step(job, method, NETWORK) == pytest.approx(3e-9 * 2e6 / 10)
+    assert seconds_per_step(replace(job, overlap=1), method, NETWORK) == pytest.approx(3e-9 * 2e6 / 10)
+    assert seconds_per_step(replace(job, nbytes=1e6), method, NETWORK) == pytest.approx(1e-9 * 1e6 / 10)
+
+
 def test_workers_that_share_a_core_sleep_at_the_same_time() -> None:
     """What they do takes twice as long where two share one; Horovod's cycle does not."""
     costs = Costs(Network(0.0, 0.0), {"flat": Method(3e-3, 0.0)})
@@ -230,6 +256,13 @@ def test_numbers_that_cannot_be(change: dict[str, Any], message: str) -> None:
 def test_measurements_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         replace(Measurement("flat", 2, 1.0, 1.0), **change)
+
+
+@pytest.mark.parametrize("change", [{"cache": 0.0}, {"uncached": -1e-9}], ids=readable)
+def test_costs_that_cannot_be(change: dict[str, Any]) -> None:
+    name, value = next(iter(change.items()))
+    with pytest.raises(ValueError, match=re.escape(f"`{name}` must be ") + ".*positive.* Received: " + str(value)):
+        replace(METHOD, **change)
 
 
 def test_a_network_is_found_from_one_number_of_workers() -> None:
