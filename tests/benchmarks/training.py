@@ -18,7 +18,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from tests.benchmarks import methods, peers, report
+from tests.benchmarks import methods, peers, report, sockets
 from tests.benchmarks.methods import Method
 
 ALONE = "no communication"
@@ -142,7 +142,7 @@ def main() -> None:
     hvd.init()
     task = Task(arguments.megabytes, arguments.milliseconds)
     wanted = arguments.methods or [""]
-    makers = methods.METHODS | peers.METHODS
+    makers = methods.METHODS | sockets.METHODS | peers.METHODS
     chosen = [name for name in makers if any(word in name for word in wanted)]
     made = {ALONE: methods.alone(task, task.model(), arguments.period)}
     made |= {name: makers[name](task, task.model(), arguments.period) for name in chosen}

@@ -12,7 +12,7 @@ pytest.importorskip("horovod.torch")
 
 import torch
 
-from tests.benchmarks import language
+from tests.benchmarks import language, sockets
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
 from tests.parallel import gpu_program
@@ -51,7 +51,7 @@ def test_training(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "results"), "--plot", str(tmp_path / "plot.png")]
     output = start("mpirun", 2, ["-m", "tests.benchmarks.training", *size, *files], 90, "torch")
     results = json.loads((tmp_path / "results").read_text())
-    assert [result["method"] for result in results] == [ALONE, *METHODS]
+    assert [result["method"] for result in results] == [ALONE, *METHODS, *sockets.METHODS]
     for result in results:
         assert result["method"] in output
         assert 0 < result["lowest"] <= result["ratio"] <= result["highest"]
