@@ -29,6 +29,22 @@ COMPRESSIONS: dict[str, Wire] = {"int8": Compression.int8, "topk(0.01)": Compres
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """One that is measured.
+
+    Attributes:
+        run: all ranks call it together.
+        finish: ends what it has started.
+    """
+
+    run: Callable[[], object]
+    finish: Callable[[], object] = lambda: None
+
+
+Make = Callable[[], Exchange]
+
+
+@dataclass(frozen=True)
 class Job:
     """Where it was measured.
 
@@ -101,22 +117,30 @@ def main() -> None:
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch", help="default: torch")
     parser.add_argument("--model", choices=MODELS, default="resnet-50", help="sizes of parameters (default: resnet-50)")
     parser.add_argument("--repetitions", type=int, default=15, help="of each exchange (default: 15)")
+    parser.add_argument(
+        "--exchanges",
+        nargs="*",
+        metavar="NAME",
+        help="only those whose names contain one of these; others take no memory",
+    )
     arguments = parser.parse_args()
     framework = importlib.import_module(f"tests.benchmarks.exchange_{arguments.framework}")
     hvd = framework.hvd
     hvd.init()
     shapes = MODELS[arguments.model]()
-    measured, synchronizers = framework.exchanges(shapes)
-    seconds: dict[str, list[float]] = {name: [] for name in measured}
+    makers = framework.exchanges(shapes)
+    chosen = [name for name in makers if any(word in name for word in arguments.exchanges or [""])]
+    made = {name: makers[name]() for name in dict.fromkeys([next(iter(makers)), *chosen])}
+    seconds: dict[str, list[float]] = {name: [] for name in made}
     for repetition in range(arguments.repetitions + 2):
-        for name, exchange in turned(list(measured.items()), repetition):
+        for name, exchange in turned(list(made.items()), repetition):
             framework.slowest(0.0)  # a barrier
             started = time.perf_counter()
-            exchange()
+            exchange.run()
             framework.wait()
             seconds[name].append(framework.slowest(time.perf_counter() - started))
-    for synchronizer in synchronizers:
-        synchronizer.finalize()
+    for exchange in made.values():
+        exchange.finish()
     if hvd.rank() == 0:
         job = Job(hvd.size(), os.cpu_count() or 1, sum(map(prod, shapes)), len(shapes), arguments.framework)
         tell(job, {name: values[2:] for name, values in seconds.items()}, arguments.json, arguments.plot)

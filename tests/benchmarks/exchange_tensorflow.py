@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,32 +11,38 @@ import keras
 import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
+from tests.benchmarks.exchange import Exchange, Make
 
 
-def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
-    """Return what is measured, by name, the unit first; and the synchronizers in it."""
+def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Make]:
+    """Return what makes each of those that are measured, by name, the unit first."""
     tf.random.set_seed(hvd.rank())
-    flat = tf.Variable(tf.random.normal([sum(prod(shape) for shape in shapes)]))
-    tensors = [tf.Variable(tf.random.normal(shape)) for shape in shapes]
 
-    def whole() -> None:
-        flat.assign(hvd.allreduce(flat, op=hvd.Sum, name="flat"))
+    def flat() -> Exchange:
+        variable = tf.Variable(tf.random.normal([sum(prod(shape) for shape in shapes)]))
+        return Exchange(tf.function(lambda: variable.assign(hvd.allreduce(variable, op=hvd.Sum, name="flat"))))
 
-    def grouped() -> None:
-        for variable, total in zip(tensors, hvd.grouped_allreduce(tensors, op=hvd.Average), strict=True):
-            variable.assign(total)
+    def grouped() -> Exchange:
+        variables = [tf.Variable(tf.random.normal(shape)) for shape in shapes]
 
-    measured: dict[str, Callable[[], Any]] = {
-        "flat allreduce": tf.function(whole),
-        "grouped allreduce of the parameters": tf.function(grouped),
-    }
-    synchronizers = []
-    for wrap in (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer):
+        def exchange() -> None:
+            for variable, total in zip(variables, hvd.grouped_allreduce(variables, op=hvd.Average), strict=True):
+                variable.assign(total)
+
+        return Exchange(tf.function(exchange))
+
+    def ours(wrap: Any) -> Exchange:
         optimizer = wrap(keras.optimizers.SGD(0.1), None, 1_000_000)
         optimizer.build([tf.Variable(tf.random.normal(shape), name=f"p{i}") for i, shape in enumerate(shapes)])
-        synchronizers.append(optimizer.synchronizer)
-        measured[wrap.__name__] = tf.function(optimizer.synchronizer.sync, autograph=False)
-    return measured, synchronizers
+        synchronizer = optimizer.synchronizer
+        return Exchange(tf.function(synchronizer.sync, autograph=False), synchronizer.finalize)
+
+    wrappers = (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer)
+    return {
+        "flat allreduce": flat,
+        "grouped allreduce of the parameters": grouped,
+        **{wrap.__name__: partial(ours, wrap) for wrap in wrappers},
+    }
 
 
 def wait() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,69 +10,92 @@ import torch
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.coding import TensorCoding
-from tests.benchmarks.exchange import COMPRESSIONS
+from tests.benchmarks.exchange import COMPRESSIONS, Exchange, Make
 
 
-def exchanges(shapes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any]], list[Any]]:
-    """Return what is measured, by name, the unit first; and the synchronizers in it."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Make]:
+    """Return what makes each of those that are measured, by name, the unit first."""
     torch.manual_seed(hvd.rank())
+    device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     count = sum(torch.Size(shape).numel() for shape in shapes)
-    flat = torch.randn(count, device=device)
-    tensors = [torch.randn(shape, device=device) for shape in shapes]
 
-    def each() -> None:
+    def tensors() -> list[torch.Tensor]:
+        return [torch.randn(shape, device=device) for shape in shapes]
+
+    def ours(wrap: Any, **options: Any) -> Exchange:
+        parameters = list(map(torch.nn.Parameter, tensors()))
+        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+        synchronizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000, **options).synchronizer
+        return Exchange(synchronizer.sync, synchronizer.finalize)
+
+    makers: dict[str, Make] = {
+        "flat allreduce": lambda: flat(torch.randn(count, device=device)),
+        "allreduce of each parameter": lambda: each(tensors()),
+        "grouped allreduce of the parameters": lambda: grouped(tensors()),
+        "averaging, by hand, one flat tensor": lambda: average_by_hand(torch.randn(count, device=device)),
+        "elastic averaging, by hand, one flat tensor": lambda: elastic_by_hand(torch.randn(count, device=device)),
+        "the look for NaN and infinity": lambda: look(torch.randn(count, device=device)),
+    }
+    wrappers = (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer)
+    for wrap in wrappers:
+        makers[wrap.__name__] = partial(ours, wrap)
+    for name, wire in COMPRESSIONS.items():
+        makers[f"{wrappers[0].__name__}, {name}"] = partial(ours, wrappers[0], compression=wire)
+    for wrap in wrappers[1:] if hvd.mpi_enabled() else []:
+        makers[f"{wrap.__name__}, asynchronous"] = partial(ours, wrap, asynchronous=True)
+    return makers
+
+
+def flat(tensor: torch.Tensor) -> Exchange:
+    """Return an allreduce of one tensor."""
+    return Exchange(lambda: hvd.allreduce_(tensor, op=hvd.Sum, name="flat"))
+
+
+def each(tensors: list[torch.Tensor]) -> Exchange:
+    """Return an allreduce of each of some tensors."""
+
+    def exchange() -> None:
         handles = [hvd.allreduce_async_(tensor, op=hvd.Average, name=f"t{i}") for i, tensor in enumerate(tensors)]
         for handle in handles:
             hvd.synchronize(handle)
 
-    measured: dict[str, Callable[[], Any]] = {
-        "flat allreduce": lambda: hvd.allreduce_(flat, op=hvd.Sum, name="flat"),
-        "allreduce of each parameter": each,
-        "grouped allreduce of the parameters": lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped"),
-    }
-    measured |= by_hand(flat.clone())
-    synchronizers = []
-
-    def add(name: str, wrap: Any, **options: Any) -> None:
-        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-        optimizer = wrap(torch.optim.SGD(parameters, lr=0.1), named, 1_000_000, **options)
-        synchronizers.append(optimizer.synchronizer)
-        measured[name] = optimizer.synchronizer.sync
-
-    wrappers = (hvdp.ModelAverageOptimizer, hvdp.ElasticAverageOptimizer, hvdp.AGNOptimizer)
-    for wrap in wrappers:
-        add(wrap.__name__, wrap)
-    for name, wire in COMPRESSIONS.items():
-        add(f"{wrappers[0].__name__}, {name}", wrappers[0], compression=wire)
-    for wrap in wrappers[1:] if hvd.mpi_enabled() else []:
-        add(f"{wrap.__name__}, asynchronous", wrap, asynchronous=True)
-    return measured, synchronizers
+    return Exchange(exchange)
 
 
-def by_hand(replica: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def grouped(tensors: list[torch.Tensor]) -> Exchange:
+    """Return Horovod's grouped allreduce."""
+    return Exchange(lambda: hvd.grouped_allreduce_(tensors, op=hvd.Average, name="grouped"))
+
+
+def average_by_hand(replica: torch.Tensor) -> Exchange:
     """Return what somebody would write whose parameters are one flat tensor, and who looks for nothing."""
-    center, message, rate = replica.clone(), torch.empty_like(replica), 0.9 / hvd.size()
+    center, message = replica.clone(), torch.empty_like(replica)
 
-    def average() -> None:
+    def exchange() -> None:
         torch.sub(replica, center, out=message)
         hvd.allreduce_(message, op=hvd.Sum, name="average by hand")
         center.add_(message, alpha=1 / hvd.size())
         replica.copy_(center)
 
-    def elastic() -> None:
+    return Exchange(exchange)
+
+
+def elastic_by_hand(replica: torch.Tensor) -> Exchange:
+    """Return the same of elastic averaging."""
+    center, message, rate = replica.clone(), torch.empty_like(replica), 0.9 / hvd.size()
+
+    def exchange() -> None:
         torch.sub(replica, center, out=message)
         replica.add_(message, alpha=-rate)
         hvd.allreduce_(message, op=hvd.Sum, name="elastic by hand")
         center.add_(message, alpha=rate)
 
-    return {
-        "averaging, by hand, one flat tensor": average,
-        "elastic averaging, by hand, one flat tensor": elastic,
-        "the look for NaN and infinity": lambda: TensorCoding().are_finite([replica]),
-    }
+    return Exchange(exchange)
+
+
+def look(tensor: torch.Tensor) -> Exchange:
+    """Return the look for NaN and infinity, which is a part of every exchange of ours."""
+    return Exchange(lambda: TensorCoding().are_finite([tensor]))
 
 
 def wait() -> None:
