@@ -7,7 +7,8 @@
 #   bash run_scripts/benchmark_exchange.sh 4 --model 20-thousand --json results.json --plot results.png
 #
 # RANKS should not exceed the idle cores. Further arguments go to the benchmark, which explains them with --help: sizes from 10
-# thousand to 100 million parameters (of which the machine may hold only some exchanges: --exchanges), PyTorch or TensorFlow. Prints times, and their ratios to one flat allreduce.
+# thousand to 100 million parameters (for which a machine may have memory for some exchanges only: --exchanges), PyTorch or
+# TensorFlow. Prints times, and their ratios to one flat allreduce.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
