@@ -203,6 +203,11 @@ class GroupVectors(Generic[V]):
     def _read_all(self, stores: Mapping[str, Store[V]], bucket: Bucket) -> State[V]:
         return {key: store.read(bucket) for key, store in stores.items()}
 
+    def _view_all(self, stores: Mapping[str, Store[V]], bucket: Bucket) -> State[V]:
+        """Return the vectors of a bucket; their memory, where that is at hand."""
+        views = {key: store.view(bucket) for key, store in stores.items()}
+        return {key: stores[key].read(bucket) if view is None else view for key, view in views.items()}
+
     def _write(self, stores: Mapping[str, Store[V]], bucket: Bucket, old: State[V], new: State[V]) -> None:
         """Write vectors, but for those that are the views which were read."""
         for key, value in new.items():

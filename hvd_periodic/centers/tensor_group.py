@@ -227,7 +227,7 @@ class TensorGroup(GroupVectors[V]):
         for block in pending.blocks:
             share, moved = self._share_of(block.place), None
             if share.size:
-                center = self._read_all(self.center_state, share)
+                center = self._view_all(self.center_state, share)
                 changed = self._move(share, center, _part(total, bucket, block.place), exchange)
                 moved = center | changed
                 if self.center_state:

@@ -16,7 +16,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import Replica
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.tensorflow.store import VariableStore, layout_of
+from hvd_periodic.tensorflow.store import CenterStore, VariableStore, layout_of
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
@@ -162,12 +162,18 @@ class VariableReplica(Replica[Any]):
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return variables of zeros, one per variable of the layout."""
+        return VariableStore(layout, self._new_variables(layout, name))
+
+    def new_resting_store(self, layout: Layout, name: str) -> Store[Any]:
+        """Return such variables that change in place."""
+        return CenterStore(layout, self._new_variables(layout, name))
+
+    def _new_variables(self, layout: Layout, name: str) -> list[tf.Variable]:
         self._made[name] = len(layout.specs)
-        variables = [
+        return [
             self._new_variable(f"{name}.{i}", spec.shape, tf.as_dtype(spec.kind), 0)
             for i, spec in enumerate(layout.specs)
         ]
-        return VariableStore(layout, variables)
 
     def drop_store(self, name: str) -> None:
         """Let the variables of a store no longer be saved with the others."""

@@ -8,13 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.coding import GraphCoding
+from hvd_periodic.tensorflow.flat_variable import FlatVariable
 from hvd_periodic.vectors.space import VectorSpace
 
 
 class TensorSpace(VectorSpace[Any]):
     """Flat tensors, in a graph or not; scalars take the dtype of the vectors.
 
-    A ``tf.Variable`` that a verb may overwrite is updated in place, and sparsely where what is added to it is sparse.
+    A variable that a verb may overwrite is updated in place, and sparsely where what is added to it is sparse.
     """
 
     coding = GraphCoding()
@@ -25,6 +26,9 @@ class TensorSpace(VectorSpace[Any]):
 
     def axpy(self, a: Any, x: Any, y: Any) -> Any:
         """Return ``a x + y``; ``x`` or ``y`` may be ``tf.IndexedSlices``."""
+        if isinstance(y, FlatVariable):
+            y.add(in_dtype(a, y.dtype), tf.cast(x, y.dtype))
+            return y
         x = scaled(a, tf.cast(x, y.dtype))
         if isinstance(y, tf.Variable):
             if isinstance(x, tf.IndexedSlices):

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_periodic.tensorflow.flat_variable import FlatVariable
 from hvd_periodic.vectors.layout import Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.store import Store
 
@@ -63,6 +64,18 @@ class VariableStore(Store[Any]):
     def _assign(self, index: int, value: tf.Tensor) -> None:
         variable = self._variables[index]
         variable.assign(tf.cast(value, variable.dtype))
+
+
+class CenterStore(VariableStore):
+    """Variables of our own, which are changed in place where a part is one of them."""
+
+    def view(self, bucket: Bucket) -> Any:
+        """Return the memory of a part that is a whole variable; None of others."""
+        if len(bucket.pieces) != 1:
+            return None
+        piece = bucket.pieces[0]
+        whole = (piece.start, piece.stop) == (0, self.layout.specs[piece.tensor].size)
+        return FlatVariable(self._variables[piece.tensor]) if whole else None
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:

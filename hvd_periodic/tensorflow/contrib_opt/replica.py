@@ -50,6 +50,10 @@ class GraphReplica(VariableReplica):
         self.stores.append(TensorStore(layout, self._vectors[name]))
         return self.stores[-1]
 
+    def new_resting_store(self, layout: Layout, name: str) -> Store[Any]:
+        """Return the same: outside of functions nothing orders what changes in place."""
+        return self.new_store(layout, name)
+
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Say whether there are gradients; what the local rule makes of them is not part of a function."""
         return int(any(gradient is not None for gradient in self.gradients))
