@@ -214,6 +214,13 @@ class GroupVectors(Generic[V]):
             if value is not old.get(key) or stores[key].away:
                 stores[key].write(bucket, value)
 
+    def _settled(self, stores: Mapping[str, Store[V]], bucket: Bucket, old: State[V], new: State[V]) -> State[V]:
+        """Return vectors as others may have them: those that are the views which were read, are read."""
+        return {
+            key: stores[key].read(bucket) if value is old.get(key) and not stores[key].away else value
+            for key, value in new.items()
+        }
+
     def _share_of(self, place: Bucket) -> Bucket:
         """Return what this rank holds of a bucket, or of a part of it where it holds all."""
         return place if self.placement.everywhere else self.share.buckets[place.index]

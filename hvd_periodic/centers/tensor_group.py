@@ -229,9 +229,9 @@ class TensorGroup(GroupVectors[V]):
             if share.size:
                 center = self._view_all(self.center_state, share)
                 changed = self._move(share, center, _part(total, bucket, block.place), exchange)
-                moved = center | changed
                 if self.center_state:
                     self._write(self.center_state, share, center, changed)
+                moved = self._settled(self.center_state, share, center, center | changed)
             yield block, moved
 
     def _keep_gradient(self, pending: Pending[V], total: V, exchange: Exchange) -> None:
