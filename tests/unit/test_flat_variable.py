@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorflow")
+pytest.importorskip("horovod.tensorflow")
 
+import keras
 import tensorflow as tf
 
-from hvd_periodic import EASGD, Averaging
+import hvd_periodic.tensorflow as hvdp
+from hvd_periodic import EASGD, Averaging, LocalCommunicator
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
 from hvd_periodic.tensorflow.space import TensorSpace
@@ -44,23 +46,31 @@ def test_what_was_read_before_stays_what_it_was() -> None:
     variable = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
 
     @compiled
-    def exchange(total: Any) -> Any:
+    def exchange(total: Any) -> tuple[Any, ...]:
         flat = FlatVariable(variable)
         before = flat.value()
         SPACE.axpy(0.5, total, flat)
         between = SPACE.sub(flat, before)
         SPACE.axpy(1.0, total, flat)
-        return before, between, flat.value(), flat[1:3], flat * 2.0, flat + 1.0, tf.maximum(flat, 4.5)
+        return (
+            before,
+            between,
+            flat.value(),
+            flat[1:3],
+            2.0 * flat,
+            flat - flat,
+            1.0 - flat,
+            -flat / 2.0,
+            tf.maximum(flat, 4.5),
+        )
 
     total = tf.constant([2.0, 4.0, 6.0, 8.0])
-    before, between, after, part, product, added, largest = (value.numpy().tolist() for value in exchange(total))
+    before, between, after, part, *computed = (value.numpy().tolist() for value in exchange(total))
     assert before == [1, 2, 3, 4]
     assert between == [1, 2, 3, 4]
     assert after == [4, 8, 12, 16] == variable.numpy().ravel().tolist()
     assert part == [8, 12]
-    assert product == [8, 16, 24, 32]
-    assert added == [5, 9, 13, 17]
-    assert largest == [4.5, 8, 12, 16]
+    assert computed == [[8, 16, 24, 32], [0] * 4, [-3, -7, -11, -15], [-2, -4, -6, -8], [4.5, 8, 12, 16]]
 
 
 def test_a_center_shows_whole_variables_only() -> None:
@@ -73,6 +83,39 @@ def test_a_center_shows_whole_variables_only() -> None:
     views[0].add(tf.constant(2.0), tf.constant([1.0, 2.0, 3.0, 4.0]))
     assert named[0][1].numpy().tolist() == [[2, 4], [6, 8]]
     assert all(VariableStore.view(center, bucket) is None for bucket in layout.buckets)
+
+
+class WithoutVerbs(EASGD):
+    """Elastic averaging by operators of tensors, as somebody may write it."""
+
+    def move(self, space: Any, center: Any, total: Any, exchange: Exchange) -> Any:
+        return {"center": 1.0 * center["center"] + self.rate(exchange) * total}
+
+
+@pytest.mark.parametrize("run", [compiled, lambda function: function], ids=["compiled", "eager"])
+def test_who_writes_an_algorithm_needs_no_verbs(run: Any) -> None:
+    found = []
+    for algorithm in (EASGD(0.3), WithoutVerbs(0.3)):
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+        optimizer = hvdp.PeriodicOptimizer(
+            keras.optimizers.SGD(0.1), model, algorithm, 2, process_set=LocalCommunicator()
+        )
+        optimizer.build(model.trainable_variables)
+        step = run(lambda: optimizer.apply([tf.ones([3, 2]), tf.ones([2])]))  # noqa: B023
+        for _ in range(5):
+            step()
+        with optimizer.center():
+            center = [weight.numpy() for weight in model.trainable_variables]
+        found.append([*center, *(weight.numpy() for weight in model.trainable_variables)])
+    for own, other in zip(*found, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-6)
+    assert np.abs(found[0][0] - 1).min() > 0.05, "the center has moved"
+
+
+def test_it_is_an_array_where_one_is_wanted() -> None:
+    flat = FlatVariable(tf.Variable([[1.0, 2.0]]))
+    assert np.asarray(flat).tolist() == [1, 2]
+    assert flat.shape == (2,)
 
 
 @pytest.mark.parametrize("algorithm", [EASGD(0.3), Averaging()], ids=readable)
