@@ -94,7 +94,7 @@ class Method:
 
     def own(self, nbytes: float, decoded: float = 0.0, fragments: int = 1) -> float:
         """Return V, what a worker does itself while other buckets travel, of one of so many fragments."""
-        uncached = self.uncached if fragments * nbytes > self.cache else 0.0
+        uncached = self.uncached if nbytes > self.cache / fragments else 0.0
         return (self.work + uncached) * nbytes + self.decode * decoded
 
 

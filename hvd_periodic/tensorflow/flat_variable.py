@@ -25,26 +25,30 @@ class FlatVariable:
         ([[2.0, 4.0]], [-1.0, -3.0])
     """
 
+    __array_priority__ = 100
+    """Operators of numpy leave it to those of here."""
+
     def __init__(self, variable: tf.Variable) -> None:
         self._variable = variable
         self.dtype, self.shape = variable.dtype.base_dtype, tf.TensorShape([variable.shape.num_elements()])
+
+    __hash__ = object.__hash__
 
     def value(self) -> tf.Tensor:
         """Return what it holds now."""
         return tf.reshape(self._variable, [-1])
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:
-        return np.asarray(self.value(), dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value(), dtype)
 
     def add(self, a: tf.Tensor, x: tf.Tensor) -> None:
-        """Add ``a x``, a scalar times a vector, both of the variable's dtype: in one pass, rounded as in two."""
+        """Add ``a x``, a scalar times a vector of the variable's dtype, in one pass; a CPU rounds as in two."""
         delta = tf.reshape(x, self._variable.shape)
         tf.raw_ops.ResourceApplyGradientDescent(var=self._variable.handle, alpha=-a, delta=delta)
 
 
 def _converted(flat: FlatVariable, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
-    value = flat.value()
-    return value if dtype is None or dtype == value.dtype else NotImplemented
+    return tf.convert_to_tensor(flat.value(), dtype)
 
 
 def _of_value(operator: str) -> Callable[..., Any]:
@@ -57,5 +61,5 @@ def _of_value(operator: str) -> Callable[..., Any]:
 
 
 tf.register_tensor_conversion_function(FlatVariable, _converted)
-for _operator in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
+for _operator in tf.Tensor.OVERLOADABLE_OPERATORS:
     setattr(FlatVariable, _operator, _of_value(_operator))

@@ -2,9 +2,9 @@
 
     bash run_scripts/benchmark_exchange.sh 2 --model resnet-50
 
-Each figure is the median of alternating repetitions, taken on the slowest rank; each begins with another exchange, for
-what comes before one is in the caches when it begins. Asynchronous exchanges of all ranks begin at the same moment
-here, which is the worst case: they wait for each other at the center.
+Each figure is the median of alternating repetitions, taken on the slowest rank; each repetition begins with another
+exchange. Asynchronous exchanges of all ranks begin at the same moment here, which is the worst case: they wait for each
+other at the center.
 """
 
 from __future__ import annotations

@@ -196,6 +196,19 @@ def test_a_fit_finds_what_no_longer_fits_into_a_cache() -> None:
     assert found["largest"].uncached == pytest.approx(3e-9, rel=1e-3)
 
 
+def test_a_fit_takes_exchanges_of_nothing() -> None:
+    made = [Measurement("averaging", 2, nbytes, 1e-3 + 1e-8 * nbytes) for nbytes in (0.0, 1e6, 4e6)]
+    costs = fit(made)
+    assert [costs.predicted(each) for each in made] == pytest.approx([each.seconds for each in made])
+
+
+@pytest.mark.parametrize("fragments", range(1, 30))
+def test_what_just_fits_into_the_cache_does_in_any_number_of_fragments(fragments: int) -> None:
+    method = Method(0.0, 1e-9, bucket=math.inf, uncached=2e-9, cache=4e6)
+    job = Job(workers=1, nbytes=4e6, step=0.0, period=30, fragments=fragments)
+    assert seconds_per_step(job, method, NETWORK) == pytest.approx(4e-3 / 30)
+
+
 def test_a_fragment_is_found_in_the_cache_where_all_of_them_are() -> None:
     method = Method(0.0, 1e-9, bucket=math.inf, uncached=2e-9, cache=1e6)
     job = Job(workers=1, nbytes=2e6, step=0.0, period=10, fragments=4)

@@ -112,6 +112,19 @@ def test_who_writes_an_algorithm_needs_no_verbs(run: Any) -> None:
     assert np.abs(found[0][0] - 1).min() > 0.05, "the center has moved"
 
 
+def test_operators_of_numpy_and_comparisons_are_those_of_tensors() -> None:
+    flat = FlatVariable(tf.Variable([[1.0, 2.0]]))
+
+    @compiled
+    def computed() -> Any:
+        return np.float32(0.5) * flat, tf.where(flat == 1.0, flat, 0.0), flat != 1.0
+
+    product, chosen, other = (value.numpy().tolist() for value in computed())
+    assert (product, chosen, other) == ([0.5, 1], [1, 0], [False, True])
+    with pytest.raises(ValueError, match="float64"):
+        tf.convert_to_tensor(flat, tf.float64)
+
+
 def test_it_is_an_array_where_one_is_wanted() -> None:
     flat = FlatVariable(tf.Variable([[1.0, 2.0]]))
     assert np.asarray(flat).tolist() == [1, 2]
