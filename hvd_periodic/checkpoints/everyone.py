@@ -4,12 +4,54 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.together import Together
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """The outcome of some work on this rank, of which all ranks have to hear.
+
+    Attributes:
+        done: the result, where the work succeeded.
+        failure: the error, where it failed.
+    """
+
+    done: T | None
+    failure: Exception | None
+
+    @classmethod
+    def of(cls, work: Callable[[], T]) -> Outcome[T]:
+        """Return the outcome of some work."""
+        try:
+            return cls(work(), None)
+        except Exception as error:
+            return cls(None, error)
+
+    @property
+    def told(self) -> tuple[T | None, str | None]:
+        """What the other ranks hear: the result, or the error in words."""
+        return self.done, None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+
+    def on_all(self, told: Mapping[int, Any]) -> dict[int, T]:
+        """Return the results of all ranks, given what all have told, by rank.
+
+        Raises:
+            Exception: the work failed on this rank: its error.
+            RuntimeError: it succeeded here and failed elsewhere; cites the first error.
+        """
+        if self.failure is not None:
+            raise self.failure
+        failed = {rank: report for rank, (_, report) in told.items() if report}
+        if failed:
+            rank, report = next(iter(failed.items()))
+            raise RuntimeError(f"The checkpoint failed on rank {rank} ({len(failed)} of {len(told)} ranks): {report}")
+        return {rank: value for rank, (value, _) in told.items()}
 
 
 class Everyone:
@@ -23,7 +65,7 @@ class Everyone:
         rank: this one, counted over the job.
         root: as given.
         levels: sets of global ranks, innermost first, which tell whether a training goes on among the same ranks.
-        from_any_thread: a thread may talk to other ranks while training does.
+        one_level: all of them meet at an exchange of the outermost optimizer.
     """
 
     def __init__(self, levels: Sequence[Together], root: int) -> None:
@@ -37,9 +79,7 @@ class Everyone:
             if any(members not in self.levels for members in ranks):
                 self.levels += [members for members in ranks if members not in self.levels]
                 self._levels.append(level)
-        self.from_any_thread = all(
-            each.from_any_thread for level in levels for each in (level.group, level.exchanging) if each is not None
-        )
+        self.one_level = len(levels) == 1
 
     @property
     def is_root(self) -> bool:
@@ -60,23 +100,16 @@ class Everyone:
         return dict(sorted(known.items()))
 
     def attempt(self, name: str, work: Callable[[], T]) -> dict[int, T]:
-        """Return what the work of all ranks has come to; where it fails on one, raise on all. Collective.
+        """Return the results of some work on all ranks; where it fails on one, raise on all. Collective.
 
         Raises:
-            Exception: what ``work`` raised on this rank.
-            RuntimeError: it succeeded here and failed elsewhere; cites the first error.
+            Exception: as :meth:`Outcome.on_all`.
         """
-        failure: Exception | None = None
-        done: Any = None
-        try:
-            done = work()
-        except Exception as error:
-            failure = error
-        told = self.gather((done, failure and f"{type(failure).__name__}: {failure}"), name)
-        if failure is not None:
-            raise failure
-        failed = {rank: report for rank, (_, report) in told.items() if report}
-        if failed:
-            rank, report = next(iter(failed.items()))
-            raise RuntimeError(f"The checkpoint failed on rank {rank} ({len(failed)} of {len(told)} ranks): {report}")
-        return {rank: value for rank, (value, _) in told.items()}
+        outcome = Outcome.of(work)
+        return outcome.on_all(self.gather(outcome.told, name))
+
+    def alive(self) -> bool:
+        """Return whether the ranks can still reach each other."""
+        return all(
+            each.alive() for level in self._levels for each in (level.group, level.exchanging) if each is not None
+        )

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_periodic.checkpoints.everyone import Everyone
 from hvd_periodic.checkpoints.files import naming, read_content
-from hvd_periodic.checkpoints.saving import join_last
+from hvd_periodic.checkpoints.saving import require_complete
 from hvd_periodic.checkpoints.sets import Source, find_file
 from hvd_periodic.checkpoints.tree import Leaves, decode
 
@@ -42,10 +42,11 @@ def resume(
     Raises:
         ValueError: a damaged file, or of something else; as ``put_back``.
         FileNotFoundError: there is no set of this ``step``.
+        RuntimeError: a save into the folder is under way in the background.
     """
-    join_last()
     failed("")
     try:
+        require_complete(path)
         source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
         if source is None:
             return {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,71 +14,186 @@ from pathlib import Path
 from typing import Any
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.checkpoints.everyone import Everyone
+from hvd_periodic.checkpoints.everyone import Everyone, Outcome
 from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
-from hvd_periodic.comm.attendance import aside
 
 logger = logging.getLogger("hvd_periodic")
 
 
 class Saving:
-    """A save that is over, or under way in a thread of its own, which Python waits for before it ends.
+    """A save, in which each rank writes its file, and all ranks together make the files a set.
+
+    In the background a thread writes, and communicates nothing: Horovod numbers the collectives that have no name, in
+    the order in which a process begins them, and confuses eager operations of TensorFlow that two threads run at once.
+    The thread that trains tells the others, when all ranks are in one place: at an exchange, in :meth:`wait`, in the
+    next save, at the end of training, or at that of the process.
 
     Args:
-        work: writes.
-        background: beside training.
+        saved: the set.
+        everyone: the ranks.
+        run: which training.
+        content: of the file of this rank.
+        keep: complete sets that are left, this one included. Default: all.
+        meet: finds out whether all ranks are in one place; called where they may not be.
+        background: a thread writes.
+
+    Attributes:
+        everyone: as given.
+        over: the set is complete, or will never be.
     """
 
-    def __init__(self, work: Callable[[], None], background: bool) -> None:
-        self._work = work
+    def __init__(
+        self,
+        saved: SavedSet,
+        everyone: Everyone,
+        run: str,
+        content: Content,
+        keep: int | None,
+        meet: Callable[[], object],
+        background: bool,
+    ) -> None:
+        self._saved, self.everyone, self._run, self._keep, self._meet = saved, everyone, run, keep, meet
+        self._background = background
+        self._started = time.perf_counter()
+        self._outcome: Outcome[Entry] | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        if not background:
-            work()
-            return
-        self._thread = threading.Thread(target=self._run, name="hvd_periodic.checkpoint", daemon=False)
-        self._thread.start()
+        self.over = False
+        self._run_or_begin(lambda: self._write(content))
 
     def wait(self) -> None:
-        """Wait until all ranks have written; all ranks hear of what went wrong.
+        """Wait until all ranks have written, and complete the set; on all ranks, in the same place.
 
         Raises:
-            RuntimeError: on one of them a file could not be written; on all.
+            RuntimeError: a file could not be written on one of them; or ranks wait in different places; on all.
         """
-        error = self.outcome()
+        if not self.over:
+            self._meet()
+        self.conclude()
+        error = self.take_error()
         if error is not None:
             raise RuntimeError(f"A checkpoint that was written in the background failed: {error}") from error
 
-    def outcome(self) -> Exception | None:
-        """Wait, and return what went wrong, once."""
-        self.join()
+    def conclude(self, wait: bool = True) -> None:
+        """Complete the set once all ranks have written. Collective; the error, if there is one, is kept.
+
+        Args:
+            wait: for files that are still being written; otherwise nothing happens as long as there are any.
+        """
+        if self.over:
+            return
+        if wait:
+            self.join()
+        outcome = self._outcome  # The thread may set it meanwhile.
+        told = self.everyone.gather(None if outcome is None else outcome.told, "written")
+        if outcome is None or None in told.values():
+            return
+        self.over = True
+        try:
+            self._complete(outcome.on_all(told))
+        except Exception as error:
+            self._error = error
+            if self._background and outcome.failure is None:
+                logger.error(_FAILED, error)
+
+    def abandon(self, why: str) -> None:
+        """Leave the set incomplete: its ranks can no longer complete it together."""
+        if not self.over:
+            self.over, self._error = True, RuntimeError(f"{self._saved.folder} is not complete: {why}")
+            logger.warning("%s", self._error)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the set."""
+        return self._saved.folder
+
+    def take_error(self) -> Exception | None:
+        """Return what went wrong, once."""
         error, self._error = self._error, None
         return error
 
     def join(self) -> None:
-        """Wait, whatever comes of it."""
+        """Wait for the thread of this rank; local."""
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        try:
-            with aside():
-                self._work()
-        except Exception as error:
-            logger.error("A checkpoint that was written in the background failed: %s", error)
-            self._error = error
+    def conclude_at_exit(self) -> None:
+        """Complete the set where the process ends, unless an error ends it or its ranks cannot reach each other."""
+        if self.over or getattr(sys, "last_value", None) is not None:
+            return
+        if not self.everyone.alive():
+            self.abandon("the ranks were shut down before. Call wait() or finalize() on all of them before that")
+        else:
+            self.join()
+            self._background = False  # At the end of a process no thread can begin.
+            self._meet()
+            self.conclude()
 
+    def _run_or_begin(self, work: Callable[[], None]) -> None:
+        """Run some work; in the background, begin it in a thread."""
+        if not self._background:
+            work()
+            return
+        self._thread = threading.Thread(target=work, name="hvd_periodic.checkpoint", daemon=False)
+        self._thread.start()
+
+    def _write(self, content: Content) -> None:
+        """Write the file of this rank; communicates nothing."""
+
+        def write() -> Entry:
+            folder, name = self._saved.folder, f"rank-{self.everyone.rank}.npz"
+            folder.mkdir(exist_ok=True)
+            sync_folder(folder.parent)
+            return Entry(name, *write_content(folder / name, content), self.everyone.among)
+
+        outcome = Outcome.of(write)
+        if self._background and outcome.failure is not None:
+            logger.error(_FAILED, outcome.failure)
+        self._outcome = outcome
+
+    def _complete(self, files: dict[int, Entry]) -> None:
+        """Write the manifest, on the disk of the root first; then remove the sets that are not kept."""
+        saved, everyone = self._saved, self.everyone
+        manifest = Manifest(saved.step, self._run, everyone.root, files)
+
+        def write(wanted: bool) -> None:
+            if wanted and not saved.complete:
+                saved.write_manifest(manifest)
+
+        everyone.attempt("manifest", lambda: write(everyone.is_root))
+        everyone.attempt("manifests", lambda: write(True))  # On disks that are not the root's.
+        if everyone.is_root:
+            size, seconds = sum(entry.size for entry in files.values()) / 1e6, time.perf_counter() - self._started
+            logger.info("Saved %s: %d files, %.1f MB, in %.1f s", saved.folder, len(files), size, seconds)
+        self._run_or_begin(lambda: remove_old(saved.folder.parent, saved, self._keep))
+
+
+_FAILED = "A checkpoint that was written in the background failed: %s"
 
 _last: Saving | None = None
-"""One is under way in a process at a time: memory holds one copy of the state, and ranks meet in one place."""
+"""A process writes one at a time: memory holds one copy of the state."""
 
 
-def join_last() -> None:
-    """Wait for a save that is under way, whatever comes of it, before files are looked for."""
-    if _last is not None:
-        _last.join()
+_unfinished: list[Saving] = []
+"""Saves in the background that were not over when the last one began, in the order of all ranks."""
+
+
+def require_complete(path: Path) -> None:
+    """Raise a RuntimeError where a save into a folder is under way, of which this rank alone cannot know the end."""
+    for saving in _unfinished:
+        if not saving.over and saving.folder.parent.resolve() == path.resolve():
+            raise RuntimeError(
+                f"{saving.folder} is being written in the background: call wait() of what save() returned, on all "
+                "ranks, before load()"
+            )
+
+
+def _conclude_at_exit(process: int) -> None:
+    """Complete what is left when the process ends, and not when a child that it has forked does."""
+    for saving in _unfinished if os.getpid() == process else []:
+        saving.conclude_at_exit()
 
 
 @dataclass(frozen=True)
@@ -102,13 +220,12 @@ def save_set(
     *,
     keep: int | None = None,
     background: bool = False,
+    meet: Callable[[], object] = lambda: None,
+    before: Saving | None = None,
 ) -> Saving:
     """Save a file of every rank; collective. A set is complete once its manifest is there, which is written last.
 
-    In the background, the thread of each rank tells those of the others that its file is on the disk by collectives
-    with names of their own: a set is complete seconds after its last file, not at the next call of all ranks, before
-    which a job may be stopped. A rank that dies fails them, and leaves files without a manifest, which the next save
-    removes; Python does not end, nor Horovod with it, before the threads of all ranks are done.
+    In the background, a rank that dies leaves files without a manifest, which the next save removes.
 
     Args:
         path: folder of the sets.
@@ -118,22 +235,51 @@ def save_set(
         leaves: knows the tensors of a framework.
         keep: complete sets that are left, this one included. Default: all.
         background: let a thread write a copy while training goes on.
+        meet: of the :class:`Saving`.
+        before: the last save of the same ranks in the background.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold; on all ranks.
-        RuntimeError: as ``check``; this save, or the one before that a thread has written, has failed on one of them.
+        RuntimeError: as ``check``; this save, or the one before, has failed on one of them.
     """
     global _last
-    failed = None if _last is None else _last.outcome()
-    _last = None
+    if _last is not None:
+        _last.join()
+    _last, failed = None, None
+    if before is not None:
+        before.conclude()
+        failed = before.take_error()
+
+    saved, run = _next_set(path, everyone, check, keep, failed)
+    content: list[Content] = []
+    everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
+    saving = Saving(saved, everyone, run, content.pop(), keep, meet, background)
+    if background:
+        if not _unfinished:
+            atexit.register(_conclude_at_exit, os.getpid())
+        _unfinished[:] = [*(other for other in _unfinished if not other.over), saving]
+        _last = saving
+    else:
+        saving.conclude()
+        error = saving.take_error()
+        if error is not None:
+            raise error
+    return saving
+
+
+def _next_set(
+    path: Path, everyone: Everyone, check: Callable[[], Occasion], keep: int | None, failed: Exception | None
+) -> tuple[SavedSet, str]:
+    """Return the set that a save makes, and of which training it is, if all ranks can save at this step. Collective.
+
+    The arguments are those of :func:`save_set`; ``failed`` is the error of the save before.
+    """
 
     def look() -> tuple[int, Occasion]:
         if failed is not None:
             raise RuntimeError(f"The checkpoint before this one, written in the background, failed: {failed}")
         if keep is not None:
             require_int(keep, "`keep`", minimum=1)
-        if background and not everyone.from_any_thread:
-            raise ValueError("`background=True` needs Horovod, Gloo or NCCL, whose collectives may be those of threads")
         occasion = check()
         path.mkdir(parents=True, exist_ok=True)
         there = sets_in(path)
@@ -145,33 +291,4 @@ def save_set(
     if occasion.steps_agree and len(set(steps.values())) > 1:
         at = "; ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
         raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
-    saved = SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step)
-    content: list[Content] = []
-    everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
-    saving = Saving(lambda: _write(saved, everyone, occasion.run, content.pop(), keep), background)
-    _last = saving if background else None
-    return saving
-
-
-def _write(saved: SavedSet, everyone: Everyone, run: str, content: Content, keep: int | None) -> None:
-    """Write this rank's file, and once all are there the manifest; then remove what is not kept."""
-    started, path = time.perf_counter(), saved.folder.parent
-
-    def write_file() -> Entry:
-        saved.folder.mkdir(exist_ok=True)
-        sync_folder(path)
-        name = f"rank-{everyone.rank}.npz"
-        return Entry(name, *write_content(saved.folder / name, content), everyone.among)
-
-    manifest = Manifest(saved.step, run, everyone.root, everyone.attempt("written", write_file))
-
-    def complete(wanted: bool) -> None:
-        if wanted and not saved.complete:
-            saved.write_manifest(manifest)
-
-    everyone.attempt("manifest", lambda: complete(everyone.is_root))
-    everyone.attempt("manifests", lambda: complete(True))  # On disks that are not the root's.
-    remove_old(path, saved, keep)
-    if everyone.is_root:
-        size, seconds = sum(entry.size for entry in manifest.files.values()) / 1e6, time.perf_counter() - started
-        logger.info("Saved %s: %d files, %.1f MB, in %.1f s", saved.folder, len(manifest.files), size, seconds)
+    return SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step), occasion.run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -45,24 +44,6 @@ class Counts(Protocol):
     @property
     def local_steps(self) -> int:
         """Iterations so far."""
-
-
-_thread = threading.local()
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Let collectives of this thread count nowhere inside a ``with`` block: they come in an order of their own."""
-    _thread.aside = True
-    try:
-        yield
-    finally:
-        _thread.aside = False
-
-
-def is_aside() -> bool:
-    """Return whether this thread is inside of :func:`aside`."""
-    return getattr(_thread, "aside", False)
 
 
 class Wait:
@@ -123,9 +104,7 @@ class Attendance:
         self._counts: dict[int, weakref.ref[Counts]] = {}
 
     def come(self) -> int:
-        """Note that this rank comes to the next collective; return its number, 0 where it does not count."""
-        if is_aside():
-            return 0
+        """Note that this rank comes to the next collective; return its number."""
         self.begun += 1
         return self.begun
 
@@ -171,9 +150,8 @@ class Attendance:
         """
         if done():
             return
-        wait, pause = Wait(number, raises=True), min(_FIRST, longest)
-        if not is_aside():
-            self.wait = wait
+        self.wait = wait = Wait(number, raises=True)
+        pause = min(_FIRST, longest)
         try:
             while not done():
                 if wait.error is not None:
@@ -213,8 +191,6 @@ class Attendance:
 
     def during(self, call: Callable[[], T]) -> T:
         """Return what a collective returns that cannot be interrupted."""
-        if is_aside():
-            return call()
         around = self.wait
         self.enter()
         try:

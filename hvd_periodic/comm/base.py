@@ -38,8 +38,6 @@ class Communicator(ABC):
     sums: ClassVar[frozenset[str]] = frozenset()
     encloses: int = 0
     """Bytes of the messages of all ranks up to which they travel with what ranks tell each other."""
-    from_any_thread: bool = False
-    """A thread may run collectives while another does, which are told apart by their names."""
     waits_busily: bool = False
     """Waiting for messages takes processor time from the cores that train."""
     constructed: int = 0

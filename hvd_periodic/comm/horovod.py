@@ -51,7 +51,6 @@ class HorovodCommunicator(JobCommunicator):
     """
 
     sums = frozenset({"f2"})
-    from_any_thread = True
 
     def __init__(self, framework: str, process_set: Any, tensor: Callable[[np.ndarray], Any]) -> None:
         self._hvd: Any = importlib.import_module(framework)

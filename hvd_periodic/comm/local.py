@@ -21,7 +21,6 @@ class LocalCommunicator(Communicator):
     size = 1
     description = "one process"
     processes = False
-    from_any_thread = True
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Return the buffer itself."""

@@ -49,6 +49,7 @@ class Purpose(IntEnum):
     BROADCAST = 7
     COMMIT = 8
     TRAINER = 9
+    COMPLETE = 10
 
 
 TRAINER_PLACES = ("a collective of the trainer", "construction of a strategy", "the end of training")
@@ -202,6 +203,8 @@ def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | N
         advice = (
             "All ranks construct an optimizer together; elastic Horovod, which restarts some of them, is not supported"
         )
+    elif Purpose.COMPLETE in purposes:
+        advice = "After save(background=True) all ranks call wait() together, and finalize() before their program ends"
     elif Purpose.SAVE in purposes:
         advice = "All ranks save together, at the same local step"
     elif Purpose.COMMIT in purposes:
@@ -242,6 +245,7 @@ def _place(record: Record) -> str:
         Purpose.AUDIT: "audit()",
         Purpose.BROADCAST: "broadcast()",
         Purpose.COMMIT: "commit()",
+        Purpose.COMPLETE: "completion of a background save",
     }
     where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
     return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

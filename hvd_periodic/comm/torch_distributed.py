@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvd_periodic.comm.attendance import is_aside
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.objects import pass_object
 from hvd_periodic.comm.presence import number_of
@@ -84,7 +83,6 @@ class TorchDistributedCommunicator(JobCommunicator):
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
         over_mpi = "mpi" in self._backends.values()
         self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
-        self.from_any_thread = not over_mpi
         self.host = number_of(socket.gethostname())
 
     @property
@@ -252,10 +250,10 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     @property
     def _group(self) -> Any:
-        """The group of this package's own, or that of a thread beside training; collective among its ranks at first."""
+        """The group of this package's own; collective among its ranks at first."""
         if "mpi" in self._backends.values():  # It makes no group that not all ranks of the job make.
             return self.process_set
-        name = f"{self.meeting_name}.{'aside' if is_aside() else 'own'}"
+        name = f"{self.meeting_name}.own"
         known = self._own.get(name)
         if known is None or known.given is not self.process_set:
             number = 1 if known is None else known.number + 1

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.centers.saved_vectors import SavedVectors
+from hvd_periodic.checkpoints import Everyone, Leaves, Saving, save_set
+from hvd_periodic.checkpoints.saving import Occasion
+from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.counters import Counters, Notes
 from hvd_periodic.sync.course import Course
 
@@ -50,6 +54,45 @@ class Checkpoint(Generic[V]):
         return self.assembled(
             {group: vectors.save(communicator, name) for group, vectors in self._vectors()}, optimizer_state
         )
+
+    def save_files(
+        self,
+        path: Path,
+        everyone: Everyone,
+        refuse_inside: Callable[[str], object],
+        state: Callable[[], Any],
+        leaves: Leaves,
+        *,
+        keep: int | None,
+        background: bool,
+    ) -> Saving:
+        """Save a file of every rank; collective, also where others wait for this rank at an exchange.
+
+        Args:
+            path: folder of this training.
+            everyone: all ranks that train together.
+            refuse_inside: raises inside of ``center()``.
+            state: returns what is to be saved.
+            leaves: knows the tensors of a framework.
+            keep: complete sets that are left.
+            background: a thread writes.
+        """
+        setting, meeting = self._course.setting, self._course.setting.meeting
+
+        def check() -> Occasion:
+            refuse_inside("save")
+            return Occasion(setting.ledger.local_steps, self.run, self._course.steps_agree)
+
+        meeting.meet(Purpose.SAVE)
+        saving = save_set(
+            *(path, everyone, check, state, leaves),
+            keep=keep,
+            background=background,
+            meet=lambda: meeting.come_for(Purpose.COMPLETE),
+            before=meeting.background_save,
+        )
+        meeting.background_save = saving if background else None
+        return saving
 
     def save_own(self) -> dict[str, Any]:
         """Return copies of what this rank has whole: of a center of shares, nothing. Local."""

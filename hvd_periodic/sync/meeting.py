@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree, join
 from hvd_periodic.comm.meeting import Purpose, Record, leading, meet
 from hvd_periodic.outer.framework import Hyperparameters
@@ -42,6 +43,7 @@ class Meeting:
     Attributes:
         checks: of what else might keep this rank from going on.
         everyone_trains: at the last exchange no rank was leaving.
+        background_save: the last save of these ranks that a thread has written, or writes.
         failure: why this rank can never exchange again; None while it can.
         came: when this rank was ready to meet the others last, in seconds since 1970.
         waited: seconds in which ranks met last: until all had come, and had told each other why.
@@ -62,6 +64,7 @@ class Meeting:
         self.checks: list[Check] = []
         self.failure: str | None = None
         self.everyone_trains = True
+        self.background_save: Saving | None = None
         self.came = self.waited = 0.0
         self._warned = False
 
@@ -96,7 +99,29 @@ class Meeting:
         self.came, came = time.time(), time.perf_counter()
         met = meet(communicator, record, failure, enclosed)
         self.waited = time.perf_counter() - came
+        self.have_met(purpose)
         return met
+
+    def have_met(self, purpose: Purpose) -> None:
+        """Do what waits for a moment at which all ranks are in one place: complete a save in the background.
+
+        Ranks that meet are not all ranks where there are several levels.
+        """
+        save = self.background_save
+        if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
+            save.conclude(wait=False)
+
+    def have_left(self) -> None:
+        """Complete a save in the background, at the end of training, of all levels."""
+        if self.background_save is not None:
+            self.background_save.conclude()
+
+    def rejoin(self) -> None:
+        """Meet other ranks from now on, of which none has failed; a save of those before stays incomplete."""
+        self.failure, self.everyone_trains = None, True
+        if self.background_save is not None:
+            self.background_save.abandon("the ranks of the job have changed before all of them had written it")
+            self.background_save = None
 
     def come_for(self, purpose: Purpose, problem: str | None = None) -> None:
         """Find out whether all ranks have come to the same call, before its data travels.

@@ -173,6 +173,7 @@ class ReplicaSynchronizer(Parts[V]):
         self.course.check_alive()
         self.begin(Moment.END)
         self.course.leave()
+        self.meeting.have_left()
         self.tell_end()
 
     def audit(self) -> None:

@@ -11,10 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.checkpoints import Everyone, Saving, save_set
+from hvd_periodic.checkpoints import Everyone, Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.checkpoints.saving import Occasion
-from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import described
@@ -44,13 +42,14 @@ def save(
         optimizer: of this package, and built; or a synchronizer: pass the optimizer of a loop of your own among
             ``more``.
         keep: checkpoints that are left, this one included; older ones are removed when it is complete. Default: all.
-        background: let a thread write, from a copy, while training goes on. A save that comes before the last one is
-            over waits for it. Python does not end before it is over.
+        background: let a thread write, from a copy, while training goes on. All ranks complete the set together, once
+            each has written: at an exchange, in the next save, which waits for this one, in ``finalize()``, in
+            ``wait()``, or at the end of the program.
         more: what else is saved, by name: Keras optimizers, models and layers, and plain values: numbers, strings,
             dicts, lists, tuples, arrays, tensors.
 
     Returns:
-        The saving, to ``wait()`` for; it is over already without ``background``.
+        The saving, to ``wait()`` for on all ranks; it is over already without ``background``.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.
@@ -63,10 +62,6 @@ def save(
     _check(model, optimizer)
     levels = _levels(optimizer)
 
-    def check() -> Occasion:
-        levels[0].view.refuse_inside("save")
-        return Occasion(levels[0].local_steps, levels[0].checkpoint.run, levels[0].course.steps_agree)
-
     def state() -> dict[str, Any]:
         return {
             "exchanges": [level.state_dict() for level in levels],
@@ -76,8 +71,8 @@ def save(
             MORE: {name: value for name, value in more.items() if not _has_variables(value)},
         }
 
-    levels[0].meeting.meet(Purpose.SAVE)  # Others may wait for this rank at an exchange.
-    return save_set(Path(path), _everyone(levels), check, state, Tensors(), keep=keep, background=background)
+    refuse_inside, save_files = levels[0].view.refuse_inside, levels[0].checkpoint.save_files
+    return save_files(Path(path), _everyone(levels), refuse_inside, state, Tensors(), keep=keep, background=background)
 
 
 def load(
@@ -102,6 +97,7 @@ def load(
     Raises:
         ValueError: a damaged file; or one of another model, algorithm or optimizer.
         FileNotFoundError: there is no checkpoint of this step.
+        RuntimeError: a save into the folder is under way in the background: ``wait()`` for it on all ranks.
 
     Example::
 

@@ -129,7 +129,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
         self.join(communicator, self.membership.asked_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
-        self.meeting.failure, self.meeting.everyone_trains = None, True
+        self.meeting.rejoin()
         self.beginning.begun, self.started, self.opened, self.rejoined = False, True, True, True
         if self._share is not None and not cut_for_others:
             self._share.assign(self._place)

@@ -122,6 +122,7 @@ class GraphMeeting:
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
         kind = RuntimeError if communicator.changed() is None else ValueError
         check(communicator, records, None if problem is None else kind(problem))
+        self._setting.meeting.have_met(purpose)
         return records
 
     def left_out(self, before: list[int]) -> str | None:

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_periodic.checkpoints import Everyone, Saving, save_set
+from hvd_periodic.checkpoints import Everyone, Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
-from hvd_periodic.checkpoints.saving import Occasion
-from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.model import original_name
@@ -48,14 +46,15 @@ def save(
         model: that is trained.
         optimizer: of this package, or a synchronizer; pass the optimizer of a loop of your own among ``more``.
         keep: checkpoints that are left, this one included; older ones are removed when it is complete. Default: all.
-        background: let a thread write, from a copy in host memory, while training goes on. A save that comes before the
-            last one is over waits for it. Python does not end before it is over.
+        background: let a thread write, from a copy in host memory, while training goes on. All ranks complete the set
+            together, once each has written: at an exchange, in the next save, which waits for this one, in
+            ``finalize()``, in ``wait()``, or at the end of the program.
         more: what else is saved, by name: all that has ``state_dict()`` and ``load_state_dict()`` (schedulers, a
             ``GradScaler``, samplers), and plain values: numbers, strings, dicts, lists, tuples, tensors. Of random
             generators pass the states, such as ``random=torch.get_rng_state()``.
 
     Returns:
-        The saving, to ``wait()`` for; it is over already without ``background``.
+        The saving, to ``wait()`` for on all ranks; it is over already without ``background``.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.
@@ -66,11 +65,6 @@ def save(
         hvdp.save("checkpoints", model, optimizer, keep=3, scheduler=scheduler, epoch=epoch)
     """
     _check(model, optimizer)
-    synchronizer = _levels(optimizer)[0]
-
-    def check() -> Occasion:
-        synchronizer.view.refuse_inside("save")
-        return Occasion(synchronizer.local_steps, synchronizer.checkpoint.run, synchronizer.course.steps_agree)
 
     def state() -> dict[str, Any]:
         saved: dict[str, Any] = {"optimizer": optimizer.state_dict()}
@@ -82,8 +76,9 @@ def save(
         saved[MORE] = {name: value for name, value in more.items() if not _has_state(value)}
         return saved
 
-    synchronizer.meeting.meet(Purpose.SAVE)  # Others may wait for this rank at an exchange.
-    return save_set(Path(path), _everyone(optimizer), check, state, Tensors(), keep=keep, background=background)
+    synchronizer, everyone = _levels(optimizer)[0], _everyone(optimizer)
+    refuse_inside, save_files = synchronizer.view.refuse_inside, synchronizer.checkpoint.save_files
+    return save_files(Path(path), everyone, refuse_inside, state, Tensors(), keep=keep, background=background)
 
 
 @neutrally
@@ -118,6 +113,7 @@ def load(
     Raises:
         ValueError: a damaged file; or one of another model, algorithm or optimizer.
         FileNotFoundError: there is no checkpoint of this step.
+        RuntimeError: a save into the folder is under way in the background: ``wait()`` for it on all ranks.
 
     Example::
 

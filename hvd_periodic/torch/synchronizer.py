@@ -177,6 +177,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             ValueError: hyper-parameters that make no sense for so many ranks.
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
+        self.meeting.rejoin()
         _, moving, arguments = self._constructed()
         communicator = self.membership.communicator.anew(communicator_of(None))
         changed = {"communicator": communicator, "name": name, "journal": self.journal}

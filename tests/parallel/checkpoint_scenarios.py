@@ -134,8 +134,9 @@ def exact() -> Any:
         train(model, optimizer, 0, SAVED, scheduler)
         center = hvdp.center_state_dict(model, optimizer)
         options = {"background": number % 2 == 0, "keep": 2}
-        hvdp.save(path, model, optimizer, scheduler=scheduler, epoch=number, seen=(name, [1.5]), **options)
+        saving = hvdp.save(path, model, optimizer, scheduler=scheduler, epoch=number, seen=(name, [1.5]), **options)
         train(model, optimizer, SAVED, END, scheduler)
+        saving.wait()
         uninterrupted = everything(model, optimizer)
         model, optimizer, scheduler = made(name)
         values = hvdp.load(path, model, optimizer, scheduler=scheduler, epoch=-1, new="default")
@@ -370,6 +371,24 @@ def failing_in_the_background() -> Any:
     optimizer.finalize()
     hvd.barrier()
     return [*results, sorted(file.name for file in path.glob("*/*"))]
+
+
+@scenario
+def beside_collectives_without_names() -> Any:
+    """The writer of one rank is held back, that of the others is not, while ranks take means: these, and the sets."""
+    path, means = folder("unnamed"), []
+    model, optimizer, _ = made("easgd")
+    with Held() as held:
+        if hvd.rank() > 0:
+            held.go.set()
+        hvdp.save(path, model, optimizer, background=True)
+        for step in range(20):
+            means.append(float(hvd.allreduce(torch.tensor(float(step + hvd.rank())))))
+            train(model, optimizer, step, step + 1)
+        held.go.set()
+    meanwhile = len(list(path.glob("*/manifest.json")))
+    optimizer.finalize()
+    return [means, meanwhile, len(list(path.glob("*/manifest.json")))]
 
 
 @scenario

@@ -211,6 +211,22 @@ def fit() -> Any:
 
 
 @scenario
+def beside_collectives_of_the_user() -> Any:
+    """Wrong values that the user's own collectives return beside saves in the background; sets after finalize()."""
+    model, optimizer = made("easgd")
+    wrong = []
+    for step in range(30):
+        train(model, optimizer, step, step + 1)
+        if step % 10 == 9:
+            hvdp.save(folder("beside"), model, optimizer, background=True)
+        for number in range(20):
+            gathered = hvd.allgather(tf.constant([1000 * hvd.rank() + number]), name="mine").numpy().tolist()
+            wrong += [] if gathered == [1000 * rank + number for rank in range(hvd.size())] else [gathered]
+    optimizer.finalize()
+    return [wrong, len(list(folder("beside").glob("*/manifest.json")))]
+
+
+@scenario
 def a_loop_of_its_own() -> Any:
     """A synchronizer around any loop, with the local optimizer among what is saved besides: both ends."""
     ends = []

@@ -172,6 +172,12 @@ def test_what_a_thread_cannot_write_is_an_error_on_all_ranks(ranks: Reports) -> 
         assert left == ["manifest.json", "rank-0.npz", "rank-1.npz"]
 
 
+def test_a_thread_that_writes_disturbs_no_collectives_without_names(ranks: Reports) -> None:
+    for means, meanwhile, at_last in column(ranks, "beside_collectives_without_names"):
+        assert means == [step + (len(ranks) - 1) / 2 for step in range(20)]
+        assert (meanwhile, at_last) == (0, 1)
+
+
 def test_around_the_beginning(ranks: Reports) -> None:
     for report in column(ranks, "around_the_beginning"):
         for name, (nothing, same, steps, inside) in report.items():

@@ -97,6 +97,10 @@ def test_the_callback_saves_epochs_and_steps(ranks: Reports) -> None:
         assert values == [0, "mine"]
 
 
+def test_a_thread_that_writes_disturbs_no_collectives_of_the_user(ranks: Reports) -> None:
+    assert column(ranks, "beside_collectives_of_the_user") == [[[], 3]] * len(ranks)
+
+
 def test_loops_of_ones_own(ranks: Reports) -> None:
     for (uninterrupted, none), (resumed, first) in column(ranks, "a_loop_of_its_own"):
         assert (none, first) == (0, 5)

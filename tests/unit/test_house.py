@@ -17,7 +17,7 @@ SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob
 LINES = {"file": 450, "class": 300, "function": 60}
 """What a reader is asked to keep in mind at a time; docstrings and decorators count."""
 
-STRICTER = {"sync/synchronizer.py": 250}
+STRICTER = {"sync/synchronizer.py": 260}
 """Files that put parts together, and are to stay short."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import SGD, ModelAverageOptimizer
-from hvd_periodic.comm.attendance import Attendance, Wait, aside
+from hvd_periodic.comm.attendance import Attendance, Wait
 from hvd_periodic.comm.meeting import Purpose, Record
 from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, from_integers, own_hosts, packed, unpacked
 from hvd_periodic.comm.watcher import VARIABLE, Watcher, warn_seconds
@@ -311,20 +311,3 @@ def test_the_longest_limit_counts() -> None:
     for seconds in (None, 2.0, 3.0, 1.0, None):
         attendance.limit(seconds)
     assert attendance.timeout == 3.0
-
-
-def test_what_a_thread_does_aside_is_not_counted() -> None:
-    """A checkpoint that is written beside training; the one who waits meanwhile is still seen to."""
-    attendance = Attendance("some ranks", 0, [0, 1])
-    waiting = Wait(attendance.come())
-    attendance.wait = waiting
-
-    def write() -> None:
-        with aside():
-            attendance.wait_for(attendance.come(), iter([False, False, True]).__next__)
-            assert attendance.during(lambda: attendance.begun) == 1
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join()
-    assert (attendance.begun, attendance.wait) == (1, waiting)
