@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
+from hvd_periodic.checkpoints import saving as checkpoint_saving
 from tests.parallel.program import Scenarios, attempt
 
 scenario = Scenarios()
@@ -224,6 +226,40 @@ def beside_collectives_of_the_user() -> Any:
             wrong += [] if gathered == [1000 * rank + number for rank in range(hvd.size())] else [gathered]
     optimizer.finalize()
     return [wrong, len(list(folder("beside").glob("*/manifest.json")))]
+
+
+@scenario
+def in_the_background_of_fit() -> Any:
+    """How many sets are complete at each batch, of a save whose writer one rank holds back for some batches."""
+    model, optimizer = made("easgd")
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    path, go, write, seen = folder("beside-fit"), threading.Event(), checkpoint_saving.write_content, []
+
+    def held(*arguments: Any) -> Any:
+        assert go.wait(100)
+        return write(*arguments)
+
+    class Save(keras.callbacks.Callback):
+        begun: Any = None
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                self.begun = hvdp.save(path, model, optimizer, background=True)
+            if batch == 7:
+                go.set()
+                self.begun.join()
+                hvd.allgather_object(None)
+            seen.append(len(list(path.glob("*/manifest.json"))))
+
+    data = np.random.default_rng(hvd.rank()).standard_normal((96, 3)).astype("float32")
+    if hvd.rank() == 0:
+        checkpoint_saving.write_content = held
+    try:
+        model.fit(data, data[:, :2], batch_size=8, epochs=1, verbose=0, callbacks=[Save()])
+    finally:
+        checkpoint_saving.write_content = write
+    optimizer.finalize()
+    return seen
 
 
 @scenario

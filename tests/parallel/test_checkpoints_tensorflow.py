@@ -101,6 +101,11 @@ def test_a_thread_that_writes_disturbs_no_collectives_of_the_user(ranks: Reports
     assert column(ranks, "beside_collectives_of_the_user") == [[[], 3]] * len(ranks)
 
 
+def test_an_exchange_of_a_compiled_step_completes_the_set(ranks: Reports) -> None:
+    """Steps 3 and 6 exchange while a file is being written, step 9 after it."""
+    assert column(ranks, "in_the_background_of_fit") == [[0] * 8 + [1] * 4] * len(ranks)
+
+
 def test_loops_of_ones_own(ranks: Reports) -> None:
     for (uninterrupted, none), (resumed, first) in column(ranks, "a_loop_of_its_own"):
         assert (none, first) == (0, 5)

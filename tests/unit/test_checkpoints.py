@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic import SGD, Communicator, LocalCommunicator, ModelAverageOptimizer
 from hvd_periodic.checkpoints import Arrays, Content, Everyone, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
@@ -494,9 +494,12 @@ def test_a_set_that_is_being_written_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_set_whose_ranks_are_lost_stays_incomplete(tmp_path: Path) -> None:
-    saving = save(tmp_path, LocalCommunicator(), 1, background=True)
-    saving.abandon("the ranks have changed")
-    with pytest.raises(RuntimeError, match="000001-step1 is not complete: the ranks have changed"):
+    """As under elastic Horovod."""
+    meeting = ModelAverageOptimizer(SGD(0.1), {"x": np.zeros(1)}, 2).synchronizer.meeting
+    saving = meeting.background_save = save(tmp_path, LocalCommunicator(), 1, background=True)
+    meeting.rejoin()
+    meeting.have_left()
+    with pytest.raises(RuntimeError, match="000001-step1 is not complete: the ranks of the job have changed"):
         saving.wait()
     saving.wait()
     assert steps(tmp_path) == []
