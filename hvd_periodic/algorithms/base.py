@@ -97,6 +97,10 @@ class Algorithm(ABC):
         """
         return None
 
+    def in_force(self, exchange: Exchange) -> str:
+        """Return the algorithm in words, for logs, with the values in force at such an exchange as its defaults."""
+        return str(self)
+
     def one_by_one(self, size: int) -> Algorithm:
         """Return the algorithm with which ``size`` workers exchange one by one, each on its own clock.
 

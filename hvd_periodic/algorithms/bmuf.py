@@ -63,6 +63,10 @@ class BMUF(Consensus):
         """Return η of one exchange."""
         return 1 - 1 / exchange.size if self.block_momentum is None else self.block_momentum
 
+    def in_force(self, exchange: Exchange) -> str:
+        """Return the algorithm in words, with η in place of a default."""
+        return str(self).replace("block_momentum=None", f"block_momentum={self.momentum(exchange):.4g}")
+
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
         """Return the center and Δ = 0."""
         return {"center": space.copy(x), "block_update": space.zeros_like(x)}

@@ -92,6 +92,10 @@ class EASGD(Algorithm):
         """Return the moving rate α where none was passed."""
         return min(BETA / exchange.size, 1 / (exchange.size + 1))
 
+    def in_force(self, exchange: Exchange) -> str:
+        """Return the algorithm in words, with α in place of a default."""
+        return str(self).replace("moving_rate=None", f"moving_rate={self.rate(exchange):.4g}")
+
     def closes(self, exchange: Exchange) -> float:
         """Return α(n+1)."""
         return self.rate(exchange) * (exchange.size + 1)
@@ -117,7 +121,7 @@ class EASGD(Algorithm):
             warnings.warn(
                 f"`{self._name}({argument}={value!r})` makes the center overshoot at every exchange; with "
                 f"n={size} workers it approaches their mean monotonically up to {limit / 2:.4g}",
-                stacklevel=2,
+                stacklevel=1,  # Of one place Python shows a text once, however often an optimizer checks its rate.
             )
 
     def one_by_one(self, size: int) -> Algorithm:
@@ -185,3 +189,7 @@ class ContribEASGD(EASGD):
     def default_rate(self, exchange: Exchange) -> float:
         """Return 0.9/(τ n)."""
         return BETA / exchange.period / exchange.size
+
+    def in_force(self, exchange: Exchange) -> str:
+        """Return it as plain elastic averaging at that rate: nobody writes the name of this class."""
+        return super().in_force(exchange).removeprefix("Contrib")

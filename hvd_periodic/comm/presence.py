@@ -122,9 +122,9 @@ class Peer:
 
 def as_integers(peer: Peer) -> np.ndarray:
     """Return what the others have to know, for a meeting."""
-    hosts = [int(ipaddress.IPv4Address(host)) for host, _ in peer.addresses[:_ADDRESSES]]
-    hosts += [0] * (_ADDRESSES - len(hosts))
-    return np.array([*struct.unpack("<2q", peer.token), peer.begun, peer.addresses[0][1], *hosts], np.int64)
+    found = [int(ipaddress.IPv4Address(host)) << 16 | port for host, port in peer.addresses[:_ADDRESSES]]
+    found += [0] * (_ADDRESSES - len(found))
+    return np.array([*struct.unpack("<2q", peer.token), peer.begun, *found], np.int64)
 
 
 def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
@@ -134,10 +134,10 @@ def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
         >>> from_integers(as_integers(Peer(b"0123456789abcdef", (("127.0.0.1", 80),), 3)))
         Peer(token=b'0123456789abcdef', addresses=(('127.0.0.1', 80),), begun=3)
     """
-    if len(integers) != 4 + _ADDRESSES:
+    if len(integers) != 3 + _ADDRESSES:
         return None
-    first, second, begun, port, *hosts = map(int, integers)
-    found = tuple((str(ipaddress.IPv4Address(host)), port) for host in hosts if host)
+    first, second, begun, *told = map(int, integers)
+    found = tuple((str(ipaddress.IPv4Address(each >> 16)), each & 0xFFFF) for each in told if each)
     return Peer(struct.pack("<2q", first, second), found, begun)
 
 

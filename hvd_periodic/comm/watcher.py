@@ -11,7 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,9 @@ _GRACE = 5.0
 
 _SOON = 1.0
 """Seconds in which the reason of its end comes from a rank, after Horovod has noticed that."""
+
+_SENDING = 1.0
+"""Seconds for which sending a datagram may take."""
 
 _ADVICE = (
     "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
@@ -74,13 +80,11 @@ class Watcher:
         self, warns_after: float, one_host: bool, of_process: Callable[[], Sequence[Attendance]] = attendances
     ) -> None:
         self._warns_after, self._one_host, self._attendances = warns_after, one_host, of_process
-        hosts = own_hosts(one_host)
-        if not hosts:
-            raise OSError("this host has no IPv4 address")
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind((hosts[0] if len(hosts) == 1 else "", 0))
-        port = self._socket.getsockname()[1]
-        self.own = Peer(secrets.token_bytes(16), tuple((host, port) for host in hosts))
+        self._sockets = _opened(own_hosts(one_host))
+        self._readable = DefaultSelector()
+        for each in self._sockets:
+            self._readable.register(each, EVENT_READ)
+        self.own = Peer(secrets.token_bytes(16), tuple(each.getsockname() for each in self._sockets))
         self._next: dict[str, tuple[Wait, float]] = {}
         self._inquiries: dict[str, Inquiry] = {}
         self._ending: dict[int, float] = {}
@@ -100,20 +104,20 @@ class Watcher:
         """End the thread."""
         self._closed = True
         self._thread.join()
-        self._socket.close()
+        self._readable.close()
+        for each in self._sockets:
+            each.close()
 
     def _run(self) -> None:
         looks_at = 0.0
         while not self._closed:
-            self._socket.settimeout(self._pause())
-            try:
-                data, source = self._socket.recvfrom(SIZE + 1)
-            except TimeoutError:
-                pass
-            except OSError:  # What was sent to a process that has ended comes back as an error.
-                pass
-            else:
-                self._receive(data, source)
+            for key, _ in self._readable.select(self._pause()):
+                receiver: Any = key.fileobj
+                try:
+                    data, source = receiver.recvfrom(SIZE + 1)
+                except OSError:  # A datagram sent to a process that has ended comes back as an error.
+                    continue
+                self._receive(data, source, receiver)
             now = time.monotonic()
             if now >= looks_at:
                 self._look(now)
@@ -126,7 +130,7 @@ class Watcher:
         limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._attendances())) if limit]
         return min([1.0, *(limit / 4 for limit in limits)])
 
-    def _receive(self, data: bytes, source: tuple[str, int]) -> None:
+    def _receive(self, data: bytes, source: tuple[str, int], receiver: socket.socket) -> None:
         note = unpacked(data)
         if note is None or not secrets.compare_digest(note.token, self.own.token):
             return
@@ -135,7 +139,8 @@ class Watcher:
         if attendance is None or peer is None:
             return
         if note.kind == Kind.ASK:
-            self._socket.sendto(packed(self._answer(note, attendance, peer)), source)
+            with suppress(OSError):
+                receiver.sendto(packed(self._answer(note, attendance, peer)), source)
         elif note.kind == Kind.ANSWER:
             inquiry = self._inquiries.get(attendance.name)
             if inquiry is not None and inquiry.number == note.wait:
@@ -275,11 +280,33 @@ class Watcher:
 
     def send(self, note: Note, peer: Peer) -> None:
         """Send a note to another process, in every way that it may be reached."""
-        for address in peer.addresses:
+        for each, address in product(self._sockets, peer.addresses):
             try:
-                self._socket.sendto(packed(note), address)
+                each.sendto(packed(note), address)
             except OSError:  # No way there: the rank will not have answered, and is named for that.
                 continue
+
+
+def _opened(hosts: Sequence[str]) -> list[socket.socket]:
+    """Return a socket on each of these addresses of this host.
+
+    Raises:
+        OSError: there is none, or a datagram can be received on none.
+    """
+    found, refusal = [], OSError("this host has no IPv4 address")
+    for host in hosts:
+        opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            opened.bind((host, 0))
+        except OSError as error:  # The name of a host may have addresses that none of its interfaces has.
+            opened.close()
+            refusal = error
+            continue
+        opened.settimeout(_SENDING)
+        found.append(opened)
+    if not found:
+        raise refusal
+    return found
 
 
 def _is_over(wait: Wait) -> bool:

@@ -73,7 +73,7 @@ def _facts(course: Course[Any], counters: Counters) -> Facts:
         "size": communicator.size,
         "ranks": list(communicator.global_ranks),
         "root": membership.global_root,
-        "algorithm": str(exchanged.algorithm),
+        "algorithm": exchanged.algorithm.in_force(Exchange(communicator.size, period)),
         "outer_optimizer": None if exchanged.outer is None else exchanged.outer.name,
         "schedule": described(schedule),
         "period": period,

@@ -208,7 +208,7 @@ def test_optimizers_count_from_the_first(caplog: pytest.LogCaptureFixture, monke
     """One alone has no number in the log; of two, each has that of its exchanges."""
     caplog.set_level("INFO", logger="hvd_periodic")
     monkeypatch.setattr("hvd_periodic.comm.job.JobCommunicator._constructed", Counter())
-    for expected in (["ContribEASGD"], ["Optimizer 2: ContribEASGD", "Optimizer 3: ContribEASGD"]):
+    for expected in (["EASGD"], ["Optimizer 2: EASGD", "Optimizer 3: EASGD"]):
         caplog.clear()
         with tf.Graph().as_default(), tf.Session() as session:
             getters = [contrib_opt.ElasticAverageCustomGetter("") for _ in expected]

@@ -256,6 +256,63 @@ def test_a_rank_that_is_not_chief_waits_for_nobody() -> None:
         assert session.run(w).tolist() == [0.5, 1.5]
 
 
+UNUSED = "created without the hook that `AGNOptimizer.make_session_run_hook.* made.*pass it"
+
+
+@pytest.mark.parametrize("is_chief", [True, False], ids=["chief", "not chief"])
+@pytest.mark.parametrize("getter", [True, False], ids=["getter", "no getter"])
+def test_a_hook_that_was_not_passed_is_named(is_chief: bool, getter: bool) -> None:
+    """Instead of a wait for variables that nothing initializes. Without a getter training needs the chief alone."""
+    given = getter_of("AGNOptimizer") if getter else None
+    w = variable(given) if getter else tf.get_variable("w", initializer=tf.constant([1.0, 2.0]))
+    optimizer = contrib_opt.AGNOptimizer(tf.train.GradientDescentOptimizer(0.5), 1, given)
+    train = optimizer.minimize(tf.reduce_sum(w), global_step=tf.train.get_or_create_global_step())
+    optimizer.make_session_run_hook(is_chief, 0)
+    if is_chief and not getter:
+        with tf.train.MonitoredTrainingSession() as session:
+            session.run(train)
+            assert session.run(w).tolist() == [0.5, 1.5]
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=UNUSED):
+            tf.train.MonitoredTrainingSession(is_chief=is_chief)
+
+
+def test_each_of_several_hooks_has_to_be_passed() -> None:
+    optimizers = []
+    for name in ("ModelAverageOptimizer", "AGNOptimizer"):
+        w = variable(getter := getter_of(name), name)
+        optimizers.append(optimizer := make(name, getter))
+        step = tf.train.get_or_create_global_step()
+        optimizer.minimize(tf.reduce_sum(w), global_step=step, var_list=[w])
+    passed, _ = optimizers[0].make_session_run_hook(), optimizers[1].make_session_run_hook(False, 1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=UNUSED):
+        tf.train.MonitoredTrainingSession(hooks=[passed], is_chief=False)
+
+
+def test_get_init_op_may_take_the_place_of_the_hook() -> None:
+    w = variable(getter := getter_of("AGNOptimizer"))
+    optimizer = make("AGNOptimizer", getter)
+    train = optimizer.minimize(tf.reduce_sum(w))
+    optimizer.make_session_run_hook(True, 0)
+    with tf.control_dependencies([tf.local_variables_initializer()]):
+        initialize = optimizer.get_init_op(0)
+    with tf.train.MonitoredSession(
+        tf.train.ChiefSessionCreator(tf.train.Scaffold(local_init_op=initialize))
+    ) as session:
+        session.run(train)
+        assert session.run(w).tolist() == [0.5, 1.5]
+
+
+def test_a_moving_rate_that_overshoots_is_warned_of_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        w = variable(getter := getter_of("ElasticAverageOptimizer"))
+        make("ElasticAverageOptimizer", getter, moving_rate=0.75).minimize(tf.reduce_sum(w))
+    told = [str(each.message) for each in caught if "overshoot" in str(each.message)]
+    assert len(told) == 1
+    assert told[0].startswith("`ElasticAverageOptimizer(moving_rate=0.75)` makes the center overshoot")
+
+
 def test_the_local_center_is_what_was_read_at_the_last_exchange() -> None:
     """Also where rho = 0 and nothing of ours needs it."""
     getter = getter_of("ElasticAverageOptimizer")

@@ -17,17 +17,21 @@ import numpy as np
 import pytest
 
 from hvd_periodic import (
+    BMUF,
     EASGD,
     SGD,
+    Algorithm,
     Communicator,
     ElasticAverageOptimizer,
     Listener,
     LocalCommunicator,
     ModelAverageOptimizer,
+    PeriodicOptimizer,
     Report,
     Total,
     read_run_log,
 )
+from hvd_periodic.algorithms.easgd import ContribEASGD
 from hvd_periodic.journal import base, lines
 from tests.helpers import errors, run_ranks
 
@@ -253,6 +257,29 @@ def test_the_root_says_what_training_is_and_what_it_came_to(said: pytest.LogCapt
         "In 4 exchanges the center has gone 76 % of its way to the replicas, and may be worse than they are: exchange "
         "more often (a shorter period), or move it further (a larger moving rate)"
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shown"),
+    [
+        (EASGD(), "EASGD(moving_rate=0.3333, beta=None, rho=0.0)"),
+        (EASGD(beta=0.5), "EASGD(moving_rate=0.25, beta=0.5, rho=0.0)"),
+        (ContribEASGD(), "EASGD(moving_rate=0.15, beta=None, rho=0.0)"),
+        (BMUF(), "BMUF(block_momentum=0.5, block_learning_rate=1.0, nesterov=True)"),
+    ],
+)
+def test_the_log_shows_the_rates_in_force(
+    said: pytest.LogCaptureFixture, tmp_path: Path, algorithm: Algorithm, shown: str
+) -> None:
+    def train(communicator: Communicator) -> None:
+        parameters = {"x": np.zeros(3)}
+        optimizer = PeriodicOptimizer(SGD(0.1), parameters, algorithm, 3, communicator=communicator, run_log=tmp_path)
+        for _ in range(3):
+            optimizer.step([np.ones(3)])
+
+    run_ranks(2, train)
+    assert said.messages[0].startswith(f"{shown} of 2 ranks")
+    assert read_run_log(tmp_path)[0][0]["algorithm"] == shown
 
 
 def test_lines_name_one_of_several_optimizers(said: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,18 @@ import pytest
 from hvd_periodic import SGD, ModelAverageOptimizer
 from hvd_periodic.comm.attendance import Attendance, Wait
 from hvd_periodic.comm.meeting import Purpose, Record
-from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, from_integers, own_hosts, packed, unpacked
+from hvd_periodic.comm.presence import (
+    SIZE,
+    Kind,
+    Note,
+    Peer,
+    as_integers,
+    from_integers,
+    number_of,
+    own_hosts,
+    packed,
+    unpacked,
+)
 from hvd_periodic.comm.watcher import VARIABLE, Watcher, warn_seconds
 
 pytestmark = pytest.mark.timeout(60)
@@ -265,8 +276,8 @@ def test_what_strangers_send_is_passed_over(heard: Heard) -> None:
     with ranks(2) as (first, second):
         stranger = Note(Kind.END, bytes(16), 0, 1, text="no")
         second.watcher.send(stranger, first.watcher.own)
-        second.watcher._socket.sendto(b"GET / HTTP/1.1", first.watcher.own.addresses[0])
-        second.watcher._socket.sendto(bytes(SIZE), first.watcher.own.addresses[0])
+        second.watcher._sockets[0].sendto(b"GET / HTTP/1.1", first.watcher.own.addresses[0])
+        second.watcher._sockets[0].sendto(bytes(SIZE), first.watcher.own.addresses[0])
         second.watcher.tell_end("yes")
         assert first.watcher.told.wait(PATIENCE)
         assert [note.text for note in first.attendance.gone.values()] == ["yes"]
@@ -276,7 +287,7 @@ def test_a_note_arrives_as_it_was_sent() -> None:
     note = Note(Kind.ANSWER, bytes(range(16)), 7, 2, 3, 4, 5, 6.5, "in load(), train.py:8, größer")
     assert unpacked(packed(note)) == note
     assert len(packed(replace(note, text="ä" * 1000))) == SIZE
-    peer = Peer(bytes(range(240, 256)), (("10.0.0.1", 65535), ("255.255.255.254", 65535)), 9)
+    peer = Peer(bytes(range(240, 256)), (("10.0.0.1", 1), ("255.255.255.254", 65535)), 9)
     assert from_integers(as_integers(peer)) == peer
     assert from_integers(np.empty(0, np.int64)) is None
 
@@ -286,6 +297,26 @@ def test_addresses_are_those_the_launcher_was_told_to_use(monkeypatch: pytest.Mo
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "127.0.0.0/8,no_such_interface")
     assert own_hosts(one_host=False) == ["127.0.0.1"]
+
+
+def test_it_listens_on_the_named_addresses_alone(monkeypatch: pytest.MonkeyPatch, heard: Heard) -> None:
+    """Of an address that no interface has, as the name of a host may have one, nothing is told to the others."""
+    named = ["127.0.0.2", "203.0.113.7", "127.0.0.3"]
+    monkeypatch.setattr("hvd_periodic.comm.watcher.own_hosts", lambda one_host: named)
+    with ranks(2) as (first, second):
+        for rank in (first, second):
+            bound = [each.getsockname() for each in rank.watcher._sockets]
+            assert [host for host, _ in bound] == ["127.0.0.2", "127.0.0.3"]
+            assert list(rank.watcher.own.addresses) == bound
+        for address in first.watcher.own.addresses:
+            only = replace(first.watcher.own, addresses=(address,))
+            first.watcher.told.clear()
+            note = Note(Kind.END, only.token, number_of("some ranks"), 1, text="over there")
+            second.watcher.send(note, only)
+            assert first.watcher.told.wait(PATIENCE)
+    monkeypatch.setattr("hvd_periodic.comm.watcher.own_hosts", lambda one_host: named[1:2])
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        Watcher(0, False, list)
 
 
 def test_the_environment_says_when_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:

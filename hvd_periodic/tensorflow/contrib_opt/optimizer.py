@@ -29,7 +29,7 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
     GraphReplica,
     HostCenterOptimizer,
 )
-from hvd_periodic.tensorflow.contrib_opt.request import Request
+from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.saver import saver_of_centers
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
@@ -80,6 +80,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._getter = request.getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
         self._synchronizers: list[VariableSynchronizer] = []
+        self._hooks: list[InitializationHook] = []
         until = self._schedule.synchronous_until
         self._counters = CounterVariables(self, self._getter.collection, saved=until is not None)
         self._phase = SynchronousPhase(
@@ -124,7 +125,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 )
             pairs = checked(grads_and_vars, self._getter, self._adopts)
             self._require_global_step(global_step)
-            return pairs, self._synchronizer(trained_by(pairs), prefix)
+            with spelled_as(type(self).__name__):
+                return pairs, self._synchronizer(trained_by(pairs), prefix)
 
         found = self._getter.found()
         pairs, synchronizer = build_on_all(communicator, prefix, construct)
@@ -206,6 +208,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _initialize(self) -> tf.Operation:
         """Return the operation that gives all ranks the root's centers, and starts the local replicas from them."""
+        for hook in self._hooks:
+            hook.use()
         moved = self._center_optimizer
         return self._initialization.operation([] if moved is None else moved.variables())
 
@@ -252,7 +256,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             return tf.group(*self._told(), name=f"{self._name}.end")
 
     def _hook(self, get_init_op: Callable[[], tf.Operation], is_chief: bool) -> InitializationHook:
-        return InitializationHook(get_init_op, is_chief, self.finalize, self._get_end_op)
+        needed, cls = not self._adopts, type(self).__name__
+        hook = InitializationHook(get_init_op, is_chief, self.finalize, self._get_end_op, cls, needed)
+        self._hooks.append(hook)
+        return hook
 
     def _first_companion(self, center: tf.Tensor) -> tf.Tensor:
         """Return what the second variable per trainable variable starts from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,11 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
 from hvd_periodic.wires.given import Compression, as_wire
+
+
+def spelled_as(cls: str) -> AbstractContextManager[None]:
+    """Let messages inside a ``with`` block name the class of an optimizer where the core names an algorithm."""
+    return spelled({"ContribEASGD": cls, "AGN": cls})
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Request:
         as_wire(self.compression)
         name, period = self.period
         planned = as_schedule(period, name)
-        with spelled({"ContribEASGD": cls, "AGN": cls}):
+        with spelled_as(cls):
             algorithm = self.algorithm()
             (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
         averaged = gradient_group_of(self.opt)
