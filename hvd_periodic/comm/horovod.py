@@ -14,16 +14,8 @@ import numpy as np
 
 from hvd_periodic.comm.attendance import attendance_of
 from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.launchers import started_alone, started_several
 from hvd_periodic.comm.objects import pass_object
-
-_LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": "Slurm",
-    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
-    "PMI_SIZE": "mpiexec of an MPICH",
-    "WORLD_SIZE": "torchrun, or another launcher of torch.distributed,",
-}
-"""Where launchers tell each process how many there are."""
-
 
 _EVERYONE = "hvd_periodic.0.meeting"
 """Under which all ranks of the job meet."""
@@ -221,9 +213,11 @@ def ranks_of_host(hvd: Any) -> range:
         hvd: Horovod's module of a framework; None where it is not initialized.
 
     Raises:
-        RuntimeError: Horovod is not initialized.
+        RuntimeError: Horovod is not initialized, and this process is one of several.
     """
     if hvd is None or not hvd.is_initialized():
+        if started_alone():
+            return range(1)
         raise RuntimeError("node_ranks() asks Horovod, which is not initialized: call hvd.init() before")
     first = hvd.rank() - hvd.local_rank()
     return range(first, first + hvd.local_size())
@@ -267,11 +261,11 @@ def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
 
 def _refuse_unknown_launcher(size: int) -> None:
     """Raise where a launcher has started several processes of which each takes itself for the whole job."""
-    for variable, launcher in _LAUNCHERS.items():
-        processes = os.environ.get(variable, "1")
-        if size == 1 and processes.isdigit() and int(processes) > 1:
-            raise RuntimeError(
-                f"{launcher} has started {processes} processes ({variable}), and Horovod knows of one: each would "
-                "train alone. Start them by horovodrun; or by the mpirun, or srun --mpi=pmix (see srun --mpi=list), "
-                f"of the MPI that Horovod was built with. For independent runs: unset {variable}"
-            )
+    found = started_several()
+    if size == 1 and found is not None:
+        launcher, processes, variable = found
+        raise RuntimeError(
+            f"{launcher} has started {processes} processes ({variable}), and Horovod knows of one: each would "
+            "train alone. Start them by horovodrun; or by the mpirun, or srun --mpi=pmix (see srun --mpi=list), "
+            f"of the MPI that Horovod was built with. For independent runs: unset {variable}"
+        )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
+
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.launchers import started_alone
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
+
+logger = logging.getLogger("hvd_periodic")
 
 
 class LocalCommunicator(Communicator):
@@ -42,6 +49,14 @@ class LocalCommunicator(Communicator):
         """Return the buffer itself."""
         return lambda: buffer
 
+    def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Sequence[int]]]:
+        """Return the buffer itself."""
+        return lambda: (buffer, [len(buffer)])
+
+    def repeated(self, buffer: Any, times: int) -> Any:
+        """Return the buffer itself: it is wanted once for each rank."""
+        return buffer
+
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the one value."""
         return [value]
@@ -53,3 +68,15 @@ class LocalCommunicator(Communicator):
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return memory of this process."""
         return LocalMemory(nbytes)
+
+
+def only_rank() -> LocalCommunicator | None:
+    """Return this process as the only rank of its job, where no launcher has started others; otherwise None."""
+    return _only_rank() if started_alone() else None
+
+
+@cache
+def _only_rank() -> LocalCommunicator:
+    """Return one communicator, by which all optimizers of this process are numbered; say so once."""
+    logger.warning("No launcher has started other processes: this one trains alone, as the only rank")
+    return LocalCommunicator()

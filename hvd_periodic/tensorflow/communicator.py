@@ -6,11 +6,13 @@ from collections.abc import Callable
 from inspect import isfunction
 from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
+from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
@@ -145,7 +147,7 @@ def communicator_of(process_set: Any) -> Communicator:
 
     Args:
         process_set: a process set of Horovod, or a function that returns the ranks of this one's group. None: all
-            ranks.
+            ranks; where Horovod is not initialized, and no launcher has started other processes, this one alone.
 
     Raises:
         RuntimeError, ValueError: as :class:`TensorFlowCommunicator` and :class:`~hvd_periodic.comm.subset.Subset`.
@@ -153,8 +155,14 @@ def communicator_of(process_set: Any) -> Communicator:
     if isinstance(process_set, Communicator):
         return process_set
     if isfunction(process_set):
-        return Subset(TensorFlowCommunicator(hosted=True), process_set)
-    return TensorFlowCommunicator(process_set)
+        return Subset(ranks_of(None, hosted=True), process_set)
+    return ranks_of(process_set)
+
+
+def ranks_of(process_set: Any, hosted: bool = False) -> Communicator:
+    """Return the communicator over a process set; of None, over all ranks, as :func:`communicator_of`."""
+    alone = None if process_set is not None or hvd.is_initialized() else only_rank()
+    return TensorFlowCommunicator(process_set, hosted) if alone is None else alone
 
 
 def _label(name: str, operation: str) -> str:

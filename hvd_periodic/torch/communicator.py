@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator, register
 from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
 from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator, register_group
 
@@ -31,10 +32,10 @@ def communicator_of(process_set: Any) -> Communicator:
         process_set: a process set of Horovod; a ``torch.distributed.ProcessGroup``; a ``DeviceMesh`` of one dimension;
             a function that returns the ranks of this one's group, over Horovod; or a communicator. None: all ranks, of
             what ``HVD_PERIODIC_COMM`` says; else of Horovod where it is initialized, and of torch.distributed where
-            only that is.
+            only that is. Where that is not initialized, and no launcher has started other processes: this one alone.
 
     Raises:
-        RuntimeError: what is chosen is not initialized.
+        RuntimeError: what is chosen is not initialized, and this process is one of several.
         ValueError: this rank is not in the set; or a mesh of several dimensions.
     """
     if isinstance(process_set, Communicator):
@@ -46,8 +47,13 @@ def communicator_of(process_set: Any) -> Communicator:
                 f"Received: {process_set!r}"
             )
         return Subset(communicator_of(None), process_set)
+    unknown = _unknown()
+    if process_set is None and not _initialized(_chosen()) and (alone := only_rank()) is not None:
+        if unknown is not None:
+            raise unknown
+        return alone
     communicator = _made(process_set, _chosen())
-    communicator.problem = _unknown() or _disagreement()
+    communicator.problem = unknown or _disagreement()
     return communicator
 
 
@@ -61,7 +67,7 @@ def everyone() -> tuple[Communicator, Callable[[list[int]], Any]]:
         return TorchDistributedCommunicator(), register_group
     if horovod() is None and find_spec("horovod") is not None:
         importlib.import_module("horovod.torch").init(process_sets="dynamic")
-    return communicator_of(None), lambda ranks: register(horovod(), ranks)
+    return _made(None, _chosen()), lambda ranks: register(horovod(), ranks)
 
 
 def _chosen() -> str:
@@ -76,6 +82,10 @@ def horovod() -> Any:
     """Return Horovod's module where it is initialized; None otherwise: it need not be installed."""
     module = sys.modules.get("horovod.torch")
     return module if module is not None and module.is_initialized() else None
+
+
+def _initialized(chosen: str) -> bool:
+    return _has_torch() if chosen == "torch" else horovod() is not None
 
 
 def _made(process_set: Any, chosen: str) -> JobCommunicator:

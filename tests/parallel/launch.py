@@ -50,8 +50,12 @@ LAUNCHERS = {
     "horovodrun --gloo": ["horovodrun", "--gloo"],
     "horovodrun --mpi": ["horovodrun", "--mpi", "--mpi-args=--oversubscribe"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    "accelerate launch": [sys.executable, "-m", "accelerate.commands.launch", "--cpu"],
 }
 """``--standalone``: at a port that is free."""
+
+NUMBER = {"torchrun": "--nproc-per-node", "accelerate launch": "--num_processes"}
+"""How launchers that start Python themselves, and anew, are told the number of ranks."""
 
 
 def environment() -> dict[str, str]:
@@ -132,8 +136,8 @@ def run(
         AssertionError: the job ran out of time; with its output.
     """
     words = _words(launcher)
-    if launcher == "torchrun":  # It starts Python itself, and anew.
-        return _run([*words, "--nproc-per-node", str(ranks), *command], timeout_seconds)
+    if launcher in NUMBER:
+        return _run([*words, NUMBER[launcher], str(ranks), *command], timeout_seconds)
     numbers = ["-np", str(ranks)] if words else []
     return _run([*words, *numbers, *python(framework), *command], timeout_seconds)
 

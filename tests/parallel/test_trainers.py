@@ -36,6 +36,17 @@ def test_an_example_learns(name: str, launcher: str, tmp_path: Path) -> None:
     assert float(found[0]) > 0.95
 
 
+ALONE = [("accelerate", "python"), ("accelerate", "accelerate launch"), thorough("huggingface", "python")]
+
+
+@pytest.mark.parametrize(("name", "launcher"), ALONE)
+def test_an_example_learns_alone(name: str, launcher: str, tmp_path: Path) -> None:
+    """Without a launcher, and by one that starts one process."""
+    output = start(launcher, 1, [f"examples/{name}_digits.py", str(tmp_path)], 120)
+    assert re.findall(r"accuracy of the center: 0\.9[5-9]", output)
+    assert output.count("this one trains alone, as the only rank") == 1
+
+
 FAILING = [
     ("lightning", "mpirun"),
     ("huggingface", "torchrun"),

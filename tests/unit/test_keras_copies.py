@@ -99,7 +99,8 @@ def test_a_file_of_another_number_of_fragments(tmp_path: Any) -> None:
 def test_a_file_that_needs_to_know_the_ranks(
     options: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Horovod is not initialized, whatever other tests of this process have done."""
+    """Horovod is not initialized in one of several processes, whatever other tests of this process have done."""
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
     monkeypatch.setattr("horovod.tensorflow.is_initialized", lambda: False)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile(wrap("easgd", keras.optimizers.SGD(0.1), model, **options), loss="mse")

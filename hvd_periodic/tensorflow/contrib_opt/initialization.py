@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.together import Together
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
@@ -34,7 +34,7 @@ class Initialization:
     def __init__(
         self,
         name: str,
-        communicator: TensorFlowCommunicator,
+        communicator: Communicator,
         getter: CustomGetter,
         counters: CounterVariables,
         first_companion: Callable[[tf.Tensor], tf.Tensor],

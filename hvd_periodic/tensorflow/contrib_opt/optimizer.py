@@ -12,7 +12,7 @@ from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
@@ -62,7 +62,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def __init__(self, request: Request, use_locking: bool, name: str, process_set: Any = None) -> None:
         super().__init__(use_locking, name)
-        communicator = self._communicator = TensorFlowCommunicator(process_set)
+        communicator = self._communicator = ranks_of(process_set)
         prefix = communicator.unique_name(provisional=True)  # Its number is that of its exchanges.
         cls = type(self).__name__
 

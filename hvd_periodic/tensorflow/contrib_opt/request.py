@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.phase import schedule_around
@@ -54,7 +55,7 @@ class Request:
     center_file: PathLike | None = None
 
     def granted(
-        self, cls: str, communicator: TensorFlowCommunicator
+        self, cls: str, communicator: Communicator
     ) -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
         """Return the algorithm, the schedule, and the ranks whose gradients a DistributedOptimizer inside averages.
 

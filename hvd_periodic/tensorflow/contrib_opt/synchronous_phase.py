@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.comm.base import Communicator
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
@@ -33,7 +33,7 @@ class SynchronousPhase:
         distributed: bool,
         until: int | None,
         counters: CounterVariables,
-        communicator: TensorFlowCommunicator | None,
+        communicator: Communicator | None,
         name: str,
     ) -> None:
         self._opt = opt
