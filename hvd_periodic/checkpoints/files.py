@@ -10,7 +10,7 @@ import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,16 +29,25 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, 
 
     Returns:
         The number of its bytes, and their SHA-256.
+
+    Raises:
+        OSError: it cannot be written, as the disk is full; names it.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    stream = _Digesting()
     try:
         with partial.open("wb", buffering=0) as file:
-            stream = _Digesting(file)
+            stream.file = file
             write(stream)  # type: ignore[arg-type]
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        cause = stream.failure or error  # torch.save raises one of its own in its place.
+        if isinstance(cause, OSError) and cause.filename is None:
+            cause.filename = str(path)
+        if cause is not error:
+            raise cause from error
         raise
     sync_folder(path.parent)
     return stream.size, stream.digest.hexdigest()
@@ -152,8 +161,10 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 class _Digesting:
     """A file that can only be appended to, so that a digest of it is known at its end."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    file: FileIO
+    failure: OSError | None = None
+
+    def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self.size = 0
 
@@ -162,8 +173,12 @@ class _Digesting:
         left = memoryview(data).cast("B")
         self.digest.update(left)
         self.size += len(left)
-        while left:  # A file without a buffer of its own may take a part.
-            left = left[self._file.write(left) :]
+        try:
+            while left:  # A file without a buffer of its own may take a part.
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            self.failure = error
+            raise
         return len(data)
 
     def flush(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,10 +160,11 @@ def _write(saved: SavedSet, everyone: Everyone, run: str, content: Content, keep
     started, path = time.perf_counter(), saved.folder.parent
 
     def write_file() -> Entry:
-        saved.folder.mkdir(exist_ok=True)
-        sync_folder(path)
         name = f"rank-{everyone.rank}.npz"
-        return Entry(name, *write_content(saved.folder / name, content), everyone.among)
+        with _saying_what_is_needed(path, everyone.rank, content.nbytes):
+            saved.folder.mkdir(exist_ok=True)
+            sync_folder(path)
+            return Entry(name, *write_content(saved.folder / name, content), everyone.among)
 
     manifest = Manifest(saved.step, run, everyone.root, everyone.attempt("written", write_file))
 
@@ -175,3 +178,17 @@ def _write(saved: SavedSet, everyone: Everyone, run: str, content: Content, keep
     if everyone.is_root:
         size, seconds = sum(entry.size for entry in manifest.files.values()) / 1e6, time.perf_counter() - started
         logger.info("Saved %s: %d files, %.1f MB, in %.1f s", saved.folder, len(manifest.files), size, seconds)
+
+
+@contextmanager
+def _saying_what_is_needed(path: Path, rank: int, nbytes: int) -> Iterator[None]:
+    """Let an OSError say which rank was to write how much, and how much room there is."""
+    try:
+        yield
+    except OSError as error:
+        needed, free = nbytes / 1e6, shutil.disk_usage(path).free / 1e6
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}. Rank {rank} has to write {needed:.1f} MB there, and {free:.1f} MB are free",
+            error.filename or str(path),
+        ) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import re
 import struct
 import zipfile
 from dataclasses import replace
@@ -15,10 +17,11 @@ import numpy as np
 import pytest
 
 from hvd_periodic import LocalCommunicator
-from hvd_periodic.checkpoints import Arrays, Content
-from hvd_periodic.checkpoints.files import digest_of, read_content, write_content
+from hvd_periodic.checkpoints import Arrays, Content, files
+from hvd_periodic.checkpoints.files import digest_of, read_content, write_content, write_whole
 from hvd_periodic.checkpoints.resuming import resume
 from hvd_periodic.checkpoints.sets import SavedSet, _digest, sets_in
+from tests.helpers import outcomes
 from tests.unit.test_checkpoints import everyone_of, found, save, steps
 
 
@@ -182,3 +185,41 @@ def test_entries_that_nobody_wrote_are_refused_by_name(path: Path, changed: dict
     (saved.folder / "manifest.json").write_text(json.dumps(text))
     with pytest.raises(ValueError, match=r"manifest\.json is damaged: ValueError: a file of "):
         SavedSet.of(path, 1, 1).manifest()
+
+
+def test_a_full_disk_is_told_with_folder_rank_and_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(stream: Any, data: Any) -> int:
+        if "rank-1" in Path(f"/proc/self/fd/{stream.file.fileno()}").readlink().name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(stream, data)
+
+    write = files._Digesting.write
+    monkeypatch.setattr(files._Digesting, "write", full)
+    of_root, of_other = outcomes(2, lambda communicator: save(path, communicator, 7))
+    text = (
+        r"\[Errno 28\] No space left on device\. Rank 1 has to write 0\.0 MB there, and \d+\.\d MB are free: "
+        rf"'{path}/000001-step7/rank-1\.npz'"
+    )
+    assert isinstance(of_other, OSError)
+    assert (of_other.errno, of_other.filename) == (errno.ENOSPC, str(path / "000001-step7" / "rank-1.npz"))
+    assert re.fullmatch(text, str(of_other))
+    assert re.fullmatch(rf"The checkpoint failed on rank 1 \(1 of 2 ranks\): OSError: {text}", str(of_root))
+
+
+def test_an_error_of_the_disk_comes_before_that_of_a_writer(tmp_path: Path) -> None:
+    """``torch.save`` raises its own, which tells nothing of the disk."""
+    file = tmp_path / "best.pt"
+
+    def write(stream: Any) -> None:
+        stream.file.close()
+        stream.file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb", buffering=0)
+        try:
+            stream.write(b"x")
+        except OSError:
+            raise RuntimeError("unexpected pos 832 vs 726") from None
+        finally:
+            stream.file.close()
+
+    with pytest.raises(OSError, match=rf"\[Errno 28\] No space left on device: '{file}'"):
+        write_whole(file, write)
+    assert not list(tmp_path.iterdir())
