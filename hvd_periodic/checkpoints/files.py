@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +19,9 @@ import numpy as np
 from hvd_periodic.checkpoints.tree import TREE, Content
 
 _PIECE_BYTES = 16 * 2**20
-"""Written at once."""
+"""Written and read at once."""
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, str]:
@@ -24,16 +29,25 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, 
 
     Returns:
         The number of its bytes, and their SHA-256.
+
+    Raises:
+        OSError: it cannot be written, as the disk is full; names it.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    stream = _Digesting()
     try:
         with partial.open("wb", buffering=0) as file:
-            stream = _Digesting(file)
+            stream.file = file
             write(stream)  # type: ignore[arg-type]
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        cause = stream.failure or error  # torch.save raises one of its own in its place.
+        if isinstance(cause, OSError) and cause.filename is None:
+            cause.filename = str(path)
+        if cause is not error:
+            raise cause from error
         raise
     sync_folder(path.parent)
     return stream.size, stream.digest.hexdigest()
@@ -66,9 +80,25 @@ def read_content(path: Path) -> Content:
     Raises:
         ValueError: another kind of file, or one with a pickle inside, which is not loaded; names it.
     """
-    with naming(path), np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+    with open_regular(path) as file, naming(path), zipfile.ZipFile(file) as archive:
+        size = os.fstat(file.fileno()).st_size
+        arrays = {
+            entry.filename.removesuffix(".npy"): _read_array(archive, entry, size) for entry in archive.infolist()
+        }
         return Content(json.loads(arrays.pop(TREE).tobytes()), arrays)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it.
+
+    Raises:
+        ValueError: it is a pipe or a device, which a reader might wait for, or a folder; names it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # So that opening a pipe does not wait for a writer.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is damaged: it is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 @contextmanager
@@ -76,13 +106,13 @@ def naming(path: Path) -> Iterator[None]:
     """Turn what a file of another kind may raise into a ValueError that names it."""
     try:
         yield
-    except (ValueError, LookupError, AttributeError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+    except Exception as error:  # Parsers of zip archives raise errors of many kinds.
         raise ValueError(f"{path} is no checkpoint of hvd_periodic: {error}") from error
 
 
 def digest_of(path: Path) -> tuple[int, str]:
     """Return the bytes and the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
@@ -95,16 +125,46 @@ def _write_array(entry: IO[bytes], array: np.ndarray) -> None:
     """Write an array as numpy does, but for its copies: Python's lock is free while a piece goes to the disk."""
     whole = np.ascontiguousarray(array).reshape(array.shape)
     np.lib.format.write_array_header_2_0(entry, np.lib.format.header_data_from_array_1_0(whole))
-    data = memoryview(whole.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    data = _bytes_of(whole)
     for start in range(0, len(data), _PIECE_BYTES):
         entry.write(data[start : start + _PIECE_BYTES])
+
+
+def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> np.ndarray:
+    """Return an array of an archive of so many bytes; take memory for it only if its bytes are there."""
+    with archive.open(entry) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version not in _HEADERS:
+            raise ValueError(f"{entry.filename} is in version {version} of numpy's format")
+        shape, column_major, dtype = _HEADERS[version](stream)
+        if dtype.hasobject:
+            raise ValueError(f"{entry.filename} is a pickle, which is not loaded")
+        needed, there = math.prod(shape) * dtype.itemsize, min(entry.file_size, size) - stream.tell()
+        if needed != there:
+            raise ValueError(f"{entry.filename} says that it is {dtype}{list(shape)}, {needed} bytes, and has {there}")
+        array = np.empty(shape[::-1] if column_major else shape, dtype)
+        data = _bytes_of(array)
+        while data:
+            read = stream.read(min(len(data), _PIECE_BYTES))
+            if not read:
+                raise EOFError(f"{entry.filename} ends early")
+            data[: len(read)] = read
+            data = data[len(read) :]
+    return array.T if column_major else array
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """Return the memory of an array that is row-major."""
+    return memoryview(array.reshape(-1).view(np.uint8) if array.nbytes else b"")  # type: ignore[arg-type]
 
 
 class _Digesting:
     """A file that can only be appended to, so that a digest of it is known at its end."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    file: FileIO
+    failure: OSError | None = None
+
+    def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self.size = 0
 
@@ -113,8 +173,12 @@ class _Digesting:
         left = memoryview(data).cast("B")
         self.digest.update(left)
         self.size += len(left)
-        while left:  # A file without a buffer of its own may take a part.
-            left = left[self._file.write(left) :]
+        try:
+            while left:  # A file without a buffer of its own may take a part.
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            self.failure = error
+            raise
         return len(data)
 
     def flush(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,10 +145,12 @@ class Saving:
         """Write the file of this rank; communicates nothing."""
 
         def write() -> Entry:
-            folder, name = self._saved.folder, f"rank-{self.everyone.rank}.npz"
-            folder.mkdir(exist_ok=True)
-            sync_folder(folder.parent)
-            return Entry(name, *write_content(folder / name, content), self.everyone.among)
+            folder, rank = self._saved.folder, self.everyone.rank
+            with _saying_what_is_needed(folder.parent, rank, content.nbytes):
+                folder.mkdir(exist_ok=True)
+                sync_folder(folder.parent)
+                name = f"rank-{rank}.npz"
+                return Entry(name, *write_content(folder / name, content), self.everyone.among)
 
         outcome = Outcome.of(write)
         if self._background and outcome.failure is not None:
@@ -292,3 +296,17 @@ def _next_set(
         at = "; ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
         raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
     return SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step), occasion.run
+
+
+@contextmanager
+def _saying_what_is_needed(path: Path, rank: int, nbytes: int) -> Iterator[None]:
+    """Let an OSError say which rank was to write how much, and how much room there is."""
+    try:
+        yield
+    except OSError as error:
+        needed, free = nbytes / 1e6, shutil.disk_usage(path).free / 1e6
+        raise OSError(
+            error.errno,
+            f"{error.strerror or error}. Rank {rank} has to write {needed:.1f} MB there, and {free:.1f} MB are free",
+            error.filename or str(path),
+        ) from error

@@ -24,13 +24,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_periodic.checkpoints.files import digest_of, write_whole
+from hvd_periodic.checkpoints.files import digest_of, open_regular, write_whole
 
 logger = logging.getLogger("hvd_periodic")
 
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
 _MANIFEST = "manifest.json"
+_OURS = re.compile(r"\.?(rank-\d+\.npz|manifest\.json)(\.\d+\.partial)?")
+"""Names of the files that a save writes: nothing else is removed."""
+
 _VERSION = 1
+_LONGEST = 2**28
+"""Bytes that are read of a manifest: a longer one is damaged."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Entry:
     size: int
     sha256: str
     among: str
+
+    def __post_init__(self) -> None:
+        if tuple(map(type, (self.file, self.size))) != (str, int) or Path(self.file).name != self.file:
+            raise ValueError(f"a file of {self.size!r} bytes in this folder cannot have the name {self.file!r}")
 
 
 @dataclass(frozen=True)
@@ -104,24 +113,33 @@ class SavedSet:
             ValueError: it was altered, or another version has written it; names it.
         """
         file = self.folder / _MANIFEST
+        with open_regular(file) as stream:
+            read = stream.read(_LONGEST)
         try:
-            text = json.loads(file.read_bytes())
+            text = json.loads(read)
             version, said = text["version"], text["manifest"]
             if version == _VERSION and _digest(said) == text["sha256"]:
                 files = {int(rank): Entry(**entry) for rank, entry in said["files"].items()}
                 return Manifest(said["step"], said["run"], said["root"], files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         if version != _VERSION:
             raise ValueError(f"{file} is of version {version!r}, and this is a hvd_periodic that knows {_VERSION}")
         raise ValueError(f"{file} is damaged: it was altered after it was written")
 
     def remove(self) -> None:
-        """Remove it, the manifest first; another rank may be doing the same."""
+        """Remove what saves have written, the manifest first; another rank may be doing the same.
+
+        Of a folder that is elsewhere, and here a symbolic link, the link is removed. A folder with other files remains.
+        """
         with suppress(FileNotFoundError):
+            if self.folder.is_symlink():
+                self.folder.unlink()
+                return
             (self.folder / _MANIFEST).unlink(missing_ok=True)
             for file in self.folder.iterdir():
-                file.unlink(missing_ok=True)
+                if _OURS.fullmatch(file.name):
+                    file.unlink(missing_ok=True)
             self.folder.rmdir()
 
 
@@ -140,8 +158,8 @@ def remove_old(path: Path, newest: SavedSet, keep: int | None) -> None:
 
 
 def remove_unfinished(found: Sequence[SavedSet]) -> None:
-    """Remove what crashes have left: sets without a manifest."""
-    _remove([saved for saved in found if not saved.complete])
+    """Remove what crashes have left: folders without a manifest; a link to one may be to a disk that is not there."""
+    _remove([saved for saved in found if not saved.complete and not saved.folder.is_symlink()])
 
 
 def _remove(found: Sequence[SavedSet], keep: int = 0) -> None:

@@ -71,6 +71,11 @@ class Content:
     tree: Any
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
 
 def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Content:
     """Return nested values as JSON and arrays.

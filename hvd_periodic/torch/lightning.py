@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,8 @@ class PeriodicStrategy(ParallelStrategy):
         own = self._file_of_rank(filepath)
         if own.is_file():
             self.checkpoint_io.remove_checkpoint(own)
+        with suppress(OSError):  # Of the ranks that see the folder, the last one leaves it empty.
+            own.parent.rmdir()
 
     def _file_of_rank(self, filepath: Any) -> Path:
         return Path(f"{filepath}.ranks") / f"{self.global_rank}.ckpt"

@@ -195,7 +195,8 @@ def resumed(folder: Path, damage: Callable[[], object] = lambda: None, every_ran
 def resumes_to_the_bit() -> dict[str, Any]:
     whole, parts, _, steps = resumed(FOLDER / "exact")
     own = FOLDER / "exact" / "epoch=1-step=10.ckpt.ranks" / f"{RANK}.ckpt"
-    return {"equal": whole == parts, "steps": steps, "own": own.is_file()}
+    folders = sorted(folder.name for folder in own.parent.parent.glob("*.ranks"))
+    return {"equal": whole == parts, "steps": steps, "own": own.is_file(), "folders": folders}
 
 
 @scenario

@@ -384,7 +384,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path, monkeypatch
     assert second[0] is TypeError
 
     def full(stream: Any, data: Any) -> int:
-        if "rank-1" in Path(f"/proc/self/fd/{stream._file.fileno()}").readlink().name:
+        if "rank-1" in Path(f"/proc/self/fd/{stream.file.fileno()}").readlink().name:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(stream, data)
 
