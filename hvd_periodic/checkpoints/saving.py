@@ -138,8 +138,9 @@ class Saving:
         if not self._background:
             work()
             return
-        self._thread = threading.Thread(target=work, name="hvd_periodic.checkpoint", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=work, name="hvd_periodic.checkpoint", daemon=False)
+        thread.start()
+        self._thread = thread
 
     def _write(self, content: Content) -> None:
         """Write the file of this rank; communicates nothing."""
