@@ -199,9 +199,7 @@ def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | N
         ranks.setdefault(_place(record), []).append(rank)
     places = "; ".join(f"{place} on rank {join(members)}" for place, members in ranks.items())
     if Purpose.CONSTRUCT in purposes:
-        advice = (
-            "All ranks construct an optimizer together; elastic Horovod, which restarts some of them, is not supported"
-        )
+        advice = "All ranks construct their optimizers together, in the same order and equally many"
     elif Purpose.SAVE in purposes:
         advice = "All ranks save together, at the same local step"
     elif Purpose.COMMIT in purposes:
