@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.agreement import join
 from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.ranks import titled
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, unite, whole_of
@@ -227,7 +227,7 @@ class Commits:
         common = set.intersection(*holders.values()) if holders else {-1}
         if not common:
             raise RuntimeError(
-                f"Ranks {join(sorted(holders))} hold no commit in common: commit() was not called equally often on all "
+                f"{titled(holders)} hold no commit in common: commit() was not called equally often on all "
                 "ranks. Start the job anew from a checkpoint"
             )
         with nullcontext() if holders else self._loaded_still():

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.ranks import named
 from hvd_periodic.sync.shares import Share, Whole, put_together
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
@@ -87,11 +88,11 @@ def recovered(
     now = {found[0]: rank for rank, (found, _) in enumerate(told) if found is not None}
     _, holders, chosen = next(found for found, _ in told if found is not None)
     givers = {holder: now.get(holder, now.get(chosen[holder])) for holder in holders}
-    lost = [f"rank {holder} with rank {chosen[holder]}" for holder, giver in givers.items() if giver is None]
+    lost = [holder for holder, giver in givers.items() if giver is None]
     if lost:
         raise RuntimeError(
-            "Shares of the center were lost together with their copies, which other ranks had: those of "
-            f"{', of '.join(lost)}. Start the job anew from a checkpoint"
+            f"Shares of the center were lost together with their copies: those of {named(lost)}, with copies on "
+            f"{named(chosen[holder] for holder in lost)}. Start the job again from a checkpoint"
         )
     mine = {} if mirror is None else {h: mirror.shares[h] for h, giver in givers.items() if giver == communicator.rank}
     for holder in mine:

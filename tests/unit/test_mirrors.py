@@ -100,15 +100,15 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
     for kind, text in errors(3, work):
         assert kind is RuntimeError
         assert text == (
-            "Shares of the center were lost together with their copies, which other ranks had: those of rank 1 with "
-            "rank 3, of rank 3 with rank 1. Start the job anew from a checkpoint"
+            "Shares of the center were lost together with their copies: those of ranks 1 and 3, with copies on ranks 1 "
+            "and 3. Start the job again from a checkpoint"
         )
 
 
 def test_who_had_a_share_does_not_matter_where_the_root_has_all() -> None:
     kept = [mirror for mirror, _, _ in train("elastic", 4, "root")]
     recover("elastic", "root", [kept[0]])
-    with pytest.raises(RuntimeError, match="those of rank 0 with rank 2"):
+    with pytest.raises(RuntimeError, match="those of rank 0, with copies on rank 2"):
         recover("elastic", "root", [kept[1], kept[3]])
 
 
