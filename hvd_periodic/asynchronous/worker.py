@@ -28,6 +28,7 @@ from hvd_periodic.comm.memory import NoSharedMemoryError
 from hvd_periodic.comm.watcher import tell_leaving
 from hvd_periodic.journal.lines import Log, log_of
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.ranks import titled
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Bucket, chunk
 
@@ -350,9 +351,9 @@ class Worker:
         lost = self.communicator.lost()
         if lost and lost != self._lost:
             logger.warning(
-                "Rank %s has died: the center holds what it had pushed, and the others go on. Collectives of Horovod "
-                "would wait for it",
-                ", ".join(map(str, lost)),
+                "%s died: the center holds what was pushed before, and the others go on. Collectives of Horovod would "
+                "wait for ever",
+                titled(lost),
             )
         self._lost = lost
 

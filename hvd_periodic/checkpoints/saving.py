@@ -20,6 +20,7 @@ from hvd_periodic.checkpoints.everyone import Everyone, Outcome
 from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
+from hvd_periodic.ranks import by_value
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -294,7 +295,7 @@ def _next_set(
     told = everyone.attempt("place", look)
     occasion, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank) in told.items()}
     if occasion.steps_agree and len(set(steps.values())) > 1:
-        at = "; ".join(f"step {step} on rank {rank}" for rank, step in steps.items())
+        at = by_value({rank: f"step {step}" for rank, step in steps.items()})
         raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
     return SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step), occasion.run
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from hvd_periodic.cli import output
 from hvd_periodic.cli.refusal import RefusalError, refusing
 from hvd_periodic.journal.runs import Run, read_run
+from hvd_periodic.ranks import named
 
 
 def add_runs(parser: argparse.ArgumentParser, several: bool = True) -> None:
@@ -34,7 +35,7 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
         missing = {rank for training in run.trainings for part in training.parts for rank in part.missing}
         if missing and not partial:
             raise RefusalError(
-                f"{run.path} has no log of ranks {', '.join(map(str, sorted(missing)))}: each rank writes where it "
+                f"{run.path} has no log of {named(missing)}: each rank writes where it "
                 "runs. Copy the files of all hosts into one folder; or --partial, for those that are there"
             )
     return found

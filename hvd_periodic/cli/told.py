@@ -14,6 +14,7 @@ from hvd_periodic.cli import output
 from hvd_periodic.journal.base import Report
 from hvd_periodic.journal.lines import ENOUGH, seconds_of
 from hvd_periodic.journal.runs import Part, Run, Segment, Training
+from hvd_periodic.ranks import named
 
 POINTS = 200
 """Of a curve, at most; where there are more exchanges, points are means over several."""
@@ -146,7 +147,7 @@ def told_of(runs: Sequence[Run]) -> list[Told]:
             for training in run.trainings:
                 advance(0, f"adding up {label}")
                 ranks = list(_of_ranks(training, advance))
-                several = f", optimizer {training.number} of ranks {_listed(training.ranks)}"
+                several = f", optimizer {training.number} of {named(training.ranks)}"
                 full = label + (several if len(run.trainings) > 1 else "")
                 told = Told(full, run, training, ranks, [])
                 found.append(Told(full, run, training, ranks, list(_findings(told))))
@@ -328,7 +329,7 @@ def _of_files(told: Told) -> Iterator[str]:
         yield f"{name} without {lines} that could not be read: the job ended before it was written."
     for part in told.training.parts:
         if part.missing:
-            yield f"There is no log of ranks {_listed(part.missing)}: what is said of all ranks is of the others."
+            yield f"There is no log of {named(part.missing)}: what is said of all ranks is of the others."
     if len(told.training.parts) > 1:
         begun = ", ".join(f"{part.facts.get('step', 0):,}" for part in told.training.parts)
         yield f"Training has begun {len(told.training.parts)} times, at local steps {begun}: curves have a gap there."
@@ -336,8 +337,7 @@ def _of_files(told: Told) -> Iterator[str]:
     open_ends = [rank for rank, segment in last.segments.items() if segment.total is None]
     if open_ends:
         yield (
-            f"The log of ranks {_listed(open_ends)} has no end: training goes on, was stopped, or finalize() was not "
-            "called."
+            f"The log of {named(open_ends)} has no end: training goes on, was stopped, or finalize() was not called."
         )
 
 
@@ -367,7 +367,3 @@ def _of_waiting(told: Told) -> Iterator[str]:
                 f"Rank {most.rank} ({most.host}) misses {most.staleness:.3g} pushes of others between its own, and the "
                 f"others {others:.3g}: it is slower than they are, and pulls by a center that has gone on."
             )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

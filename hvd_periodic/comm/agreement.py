@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
+
+from hvd_periodic.ranks import by_value, named
 
 T = TypeVar("T")
 
@@ -75,12 +77,9 @@ def agree(communicator: Ranks, name: str, facts: Mapping[str, object], advice: s
         return
     by_rank = dict(communicator.allgather_object((communicator.global_rank, texts), f"{name}.facts"))
     for key in dict.fromkeys(key for rank_facts in by_rank.values() for key in rank_facts):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, rank_facts in by_rank.items():
-            ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
-        if len(ranks_by_value) > 1:
-            values = "; ".join(f"{value} on rank {join(ranks)}" for value, ranks in ranks_by_value.items())
-            told = f"All ranks must run the same optimizer. They differ in {key}: {values}"
+        values = {rank: rank_facts.get(key, "nothing") for rank, rank_facts in by_rank.items()}
+        if len(set(values.values())) > 1:
+            told = f"All ranks must run the same optimizer. They differ in {key}: {by_value(values)}"
             raise ValueError(f"{told}. {advice}" if advice else told)
     raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
 
@@ -120,11 +119,5 @@ def audit(
     of_ranks = communicator.allgather_object(own, f"{name}.audit.vectors")
     first = next((alike[0][0] for alike in zip(*of_ranks, strict=False) if len(set(alike)) > 1), "their number")
     raise RuntimeError(
-        f"The center variables differ between ranks: rank {join(different)} from rank {base}, first in {first!r}. "
-        f"{advice}"
+        f"The center variables differ between ranks: {named(different)} from rank {base}, first in {first!r}. {advice}"
     )
-
-
-def join(ranks: Sequence[int]) -> str:
-    """Return ranks as text."""
-    return ", ".join(map(str, ranks))

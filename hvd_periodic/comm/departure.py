@@ -7,45 +7,68 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
+
+from hvd_periodic.comm.failures import OVER, wants_all
 
 _HANGS = 10.0
 """Seconds after which a process that has waited too long ends, also where a library waits for others then."""
 
-OVER = "its program is over, or has called sys.exit()"
-"""Why a process ends that no error has ended: Python tells its exit code to nobody before its end."""
+
+class Others(Protocol):
+    """The other ranks, as a process reaches them."""
+
+    def first_error(self, error: BaseException) -> str | None:
+        """Return why another rank has ended before an error, if one has."""
+
+    def is_first(self, text: str) -> bool:
+        """Tell the others of an error; return whether this process prints it, or another has printed one."""
+
+    def summary(self, text: str) -> str | None:
+        """Return which ranks have ended with this error, and which with others; None if the job may go on."""
+
+    def tell_end(self, text: str) -> None:
+        """Tell all others that this process ends, and why."""
 
 
-def watch_end(tell: Callable[[str], None], first_error: Callable[[BaseException], str | None]) -> None:
+def watch_end(others: Others) -> None:
     """Tell others when this process ends, and why where an error ends it.
 
-    ``sys.excepthook`` is chained: what was there before comes first, and prints.
+    ``sys.excepthook`` is chained: what was there before comes first. Python's own hook, which prints the traceback,
+    is called by one of the ranks that fail.
 
     Args:
-        tell: sends a reason to all others.
-        first_error: returns why another rank has ended before an error, if one has.
+        others: the ranks that are told.
     """
     before, process = sys.excepthook, os.getpid()
     failed: list[str] = []
 
     def failing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        by_all = wants_all() or before is not sys.__excepthook__ or hasattr(sys, "ps1") or os.getpid() != process
+        if by_all:
+            before(kind, error, trace)
         if hasattr(sys, "ps1") or os.getpid() != process:  # An interactive session goes on; a child is no rank.
             return
-        first = first_error(error)
+        text = reason(kind, error, trace)
+        first = others.first_error(error)
+        prints = others.is_first(text)
+        if prints and not by_all:
+            before(kind, error, trace)
         if first is not None and str(error) and str(error) in first:
             first = None  # The other has ended of the same error, which all were told of, or of this one.
-        if first is not None and first not in str(error):
+        if (prints or by_all) and first is not None and first not in str(error):
             print(f"Before that: {first}", file=sys.stderr, flush=True)
-        failed.append(first or reason(kind, error, trace))
-        tell(failed[-1])
+        elif prints and (summary := others.summary(text)) is not None:
+            print(summary, file=sys.stderr, flush=True)
+        failed.append(first or text)
+        others.tell_end(failed[-1])
         if isinstance(error, TimeoutError) and "timeout_seconds=" in str(error):
             atexit.register(_end_soon)  # Horovod waits for all ranks at its end, and one of them does not come.
 
     def leaving() -> None:
         if os.getpid() == process:
-            tell(failed[-1] if failed else OVER)
+            others.tell_end(failed[-1] if failed else OVER)
 
     sys.excepthook = failing
     atexit.register(leaving)

@@ -20,6 +20,7 @@ from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_
 from hvd_periodic.comm.objects import gather_objects
 from hvd_periodic.comm.roster import sign
 from hvd_periodic.comm.watcher import watcher
+from hvd_periodic.ranks import named
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class JobCommunicator(Communicator):
         if global_rank is None:
             return 0
         if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
-            raise ValueError(f"`root_rank` must be one of the ranks {self.ranks} of the set. Received: {global_rank!r}")
+            raise ValueError(f"`root_rank` must be one of {named(self.ranks)} of the set. Received: {global_rank!r}")
         return self.ranks.index(global_rank)
 
     def shares_memory(self) -> bool:

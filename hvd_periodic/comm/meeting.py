@@ -13,9 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from hvd_periodic.comm.agreement import Ranks, join, raise_on_all
+from hvd_periodic.comm.agreement import Ranks, raise_on_all
 from hvd_periodic.comm.attendance import Attendance
 from hvd_periodic.comm.packing import pack, unpack
+from hvd_periodic.ranks import by_value
 
 
 class MeetingRanks(Ranks, Protocol):
@@ -195,14 +196,9 @@ def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | N
     together = len(purposes) == 1 or purposes <= {Purpose.EXCHANGE, Purpose.LEAVE}
     if together and (Purpose.CONSTRUCT in purposes or len({record.optimizer for record in records}) == 1):
         return None
-    ranks: dict[str, list[int]] = {}
-    for rank, record in zip(numbers, records, strict=True):
-        ranks.setdefault(_place(record), []).append(rank)
-    places = "; ".join(f"{place} on rank {join(members)}" for place, members in ranks.items())
+    places = by_value(dict(zip(numbers, map(_place, records), strict=True)))
     if Purpose.CONSTRUCT in purposes:
-        advice = (
-            "All ranks construct an optimizer together; elastic Horovod, which restarts some of them, is not supported"
-        )
+        advice = "All ranks construct their optimizers together, in the same order and equally many"
     elif Purpose.COMPLETE in purposes:
         advice = "After save(background=True) all ranks call wait() together, and finalize() before their program ends"
     elif Purpose.SAVE in purposes:

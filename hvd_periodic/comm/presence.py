@@ -17,7 +17,10 @@ from enum import IntEnum
 
 import numpy as np
 
-_FORM = struct.Struct("<4sB16sqqqqqd400s")
+TEXT_BYTES = 400
+"""Bytes of the text in a datagram."""
+
+_FORM = struct.Struct(f"<4sB16sqqqqqd{TEXT_BYTES}s")
 _MAGIC = b"hvdp"
 _ADDRESSES = 4
 """IPv4 addresses of a host that others try, at most."""
@@ -39,6 +42,7 @@ class Kind(IntEnum):
         LEAVE: it only takes part in assemblies from now on.
         GIVE_UP: the receiver is to end, so that the others can go on without it.
         GIVEN_UP: another was told so.
+        FAIL: the sender has an error, and will end.
     """
 
     ASK = 0
@@ -47,6 +51,7 @@ class Kind(IntEnum):
     LEAVE = 3
     GIVE_UP = 4
     GIVEN_UP = 5
+    FAIL = 6
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Note:
 
 def packed(note: Note) -> bytes:
     """Return a note as it travels."""
-    text = note.text.encode()[:400]
+    text = note.text.encode()[:TEXT_BYTES]
     numbers = note.ranks, note.rank, note.wait, note.begun, note.local_steps, note.seconds
     return _FORM.pack(_MAGIC, note.kind, note.token, *numbers, text)
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.agreement import join
 from hvd_periodic.comm.attendance import Attendance, Wait, attendances
-from hvd_periodic.comm.departure import OVER, watch_end
+from hvd_periodic.comm.departure import watch_end
+from hvd_periodic.comm.failures import OVER, Failures, wants_all
 from hvd_periodic.comm.inquiry import TICK, Inquiry, at_step, position, report
 from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
+from hvd_periodic.ranks import named
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -91,6 +92,7 @@ class Watcher:
         self._given_up: dict[str, Wait] = {}
         self.told = threading.Event()
         """Another process has said that it ends."""
+        self.failures = Failures()
         self._asked = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hvd_periodic watcher", daemon=True)
@@ -145,8 +147,11 @@ class Watcher:
             inquiry = self._inquiries.get(attendance.name)
             if inquiry is not None and inquiry.number == note.wait:
                 inquiry.answers[note.rank] = note
+        elif note.kind == Kind.FAIL:
+            self.failures.hear(note)
         elif note.kind in (Kind.END, Kind.LEAVE):
             attendance.note_end(note)
+            self.failures.hear(note)
             self.told.set()
         elif note.kind == Kind.GIVEN_UP and attendance.wait is not None:
             self._given_up[attendance.name] = attendance.wait
@@ -218,7 +223,7 @@ class Watcher:
         attendance, wait = inquiry.attendance, inquiry.wait
         sick = inquiry.holding_up() if attendance.elastic else []
         if sick:
-            logger.warning("%s. Rank %s is told to end; the others go on without it", text, join(sick))
+            logger.warning("%s. This rank tells %s to end; the others go on", text, named(sick))
             self._given_up[attendance.name] = wait
             for rank in inquiry.others():
                 self._send(Kind.GIVE_UP if rank in sick else Kind.GIVEN_UP, attendance, rank, begun=wait.number)
@@ -239,21 +244,20 @@ class Watcher:
         """Let this rank end, too: the one that has will never come."""
         since = self._ending.setdefault(id(wait), now)
         if wait.raises or now - since >= _GRACE:
-            self._raise(
-                wait,
-                RuntimeError(
-                    f"Rank {attendance.rank} waits in {attendance.place()}, and rank {gone.rank}"
-                    f"{at_step(gone.local_steps)} has ended: {gone.text}"
-                ),
+            error = RuntimeError(
+                f"Rank {attendance.rank} waits in {attendance.place()}, and rank {gone.rank}"
+                f"{at_step(gone.local_steps)} has ended: {gone.text}"
             )
+            self._raise(wait, error, prints=wants_all() or gone.text == OVER)
 
-    def _raise(self, wait: Wait, error: Exception) -> None:
-        """Raise an error where this rank waits, or end the process if that is inside of a library."""
+    def _raise(self, wait: Wait, error: Exception, prints: bool = True) -> None:
+        """Raise an error where this rank waits; if that is inside of a library, print it and end the process."""
         if wait.raises:
             wait.error = error
             return
         line = f"{type(error).__name__}: {error}"
-        print(line, file=sys.stderr, flush=True)
+        if prints:
+            print(line, file=sys.stderr, flush=True)
         self.tell_end(line)
         os._exit(1)
 
@@ -263,6 +267,25 @@ class Watcher:
             self.told.wait(_SOON)
         notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
         return f"rank {notes[0].rank}{at_step(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
+
+    def is_first(self, text: str) -> bool:
+        """Tell all processes that were met of an error; return whether this one prints it."""
+        met = [attendance for attendance in self._attendances() if attendance.peers and not attendance.elastic]
+        if not met:
+            return True
+        rank = met[0].rank
+        others = {other for attendance in met for other in attendance.peers} - {rank}
+        self.tell_end(text, Kind.FAIL)
+        return self.failures.is_first(rank, text, others, _SOON)
+
+    def summary(self, text: str) -> str | None:
+        """Return which ranks have ended with this error, and which with others; None if the job may go on."""
+        met = [attendance for attendance in self._attendances() if attendance.peers and not attendance.elastic]
+        if not met:
+            return None
+        steps = met[0].local_steps()
+        size = len({rank for attendance in met for rank in attendance.ranks})
+        return self.failures.summary(met[0].rank, text, size, at_step(-1 if steps is None else steps))
 
     def tell_end(self, text: str, kind: Kind = Kind.END) -> None:
         """Tell all processes that were met that this one ends, and why; or that only assemblies will see it."""
@@ -332,7 +355,7 @@ def watcher(one_host: bool) -> Watcher | None:
         if _watcher is None:
             try:
                 _watcher = Watcher(seconds, one_host)
-                watch_end(_watcher.tell_end, _watcher.first_error)
+                watch_end(_watcher)
             except OSError as error:
                 logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
         return _watcher

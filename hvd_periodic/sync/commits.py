@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.agreement import join
 from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.ranks import titled
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, unite, whole_of
@@ -191,6 +191,24 @@ class Commits:
             return objects
         return self._put_back(self.held[max(self.held)], {})
 
+    def share_centers(self, communicator: Communicator) -> None:
+        """Give every rank the whole of divided centers, in the newest commit that all ranks hold; all of them together.
+
+        Horovod is about to remove some of these ranks, and says which only once they are gone.
+        """
+        exchanges = {name: kept for name, kept in self._exchanges().items() if kept.divided}
+        if not exchanges:
+            return
+        common = set.intersection(*communicator.allgather_object(set(self.held), "hvd_periodic.held"))
+        if not common:
+            return
+        commit = self.held[max(common)]
+        states = dict(commit.states)
+        for name, mirror in commit.mirrors.items():
+            whole = exchanges[name].recovered(communicator, states[name], mirror)
+            states[name] = exchanges[name].completed(states[name], whole)
+        self.held[max(common)] = replace(commit, states=states, mirrors={})
+
     def sync(self, communicator: Communicator, objects: Objects, change: Callable[[], None]) -> Objects:
         """Let all ranks go on from the newest commit of those that have one; return the objects that all share.
 
@@ -209,7 +227,7 @@ class Commits:
         common = set.intersection(*holders.values()) if holders else {-1}
         if not common:
             raise RuntimeError(
-                f"Ranks {join(sorted(holders))} hold no commit in common: commit() was not called equally often on all "
+                f"{titled(holders)} hold no commit in common: commit() was not called equally often on all "
                 "ranks. Start the job anew from a checkpoint"
             )
         with nullcontext() if holders else self._loaded_still():
@@ -351,7 +369,7 @@ class CommittedState(ABC):
         self.commits.keep(self._saved_state)
 
     def check_host_updates(self) -> None:
-        """Let all ranks begin anew where hosts were added or removed.
+        """Where hosts were added or removed, copy divided centers to every rank, and interrupt training on all ranks.
 
         Raises:
             HostsUpdatedInterrupt: they were; on all ranks. They always meet in :meth:`sync` then; Horovod would let
@@ -362,6 +380,7 @@ class CommittedState(ABC):
         except RuntimeError as interrupt:
             if hasattr(interrupt, "skip_sync"):
                 interrupt.skip_sync = False
+                self.commits.share_centers(self._communicator())
             raise
 
     def on_reset(self) -> None:

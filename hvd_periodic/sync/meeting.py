@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.checkpoints.saving import Saving
-from hvd_periodic.comm.agreement import agree, join
+from hvd_periodic.comm.agreement import agree
 from hvd_periodic.comm.meeting import Purpose, Record, leading, meet
 from hvd_periodic.outer.framework import Hyperparameters
+from hvd_periodic.ranks import named
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.membership import Membership
@@ -248,10 +249,10 @@ class Meeting:
             self._warned = True
             self._membership.log.warning(
                 "The learning rates of the ranks differ at local step %d: the optimizer of the center takes that of "
-                "rank %d, and not those of rank %s. A scheduler has to decide alike on all ranks",
+                "rank %d, and not those of %s. A scheduler has to decide alike on all ranks",
                 first.local_steps,
                 communicator.global_ranks[decides],
-                join([communicator.global_ranks[rank] for rank in others]),
+                named(communicator.global_ranks[rank] for rank in others),
             )
         return of_ranks[decides]
 

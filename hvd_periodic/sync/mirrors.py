@@ -10,6 +10,7 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.ranks import named
 from hvd_periodic.sync.shares import Share, Whole, put_together
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
@@ -32,21 +33,26 @@ class Mirror:
 
 
 def keepers(hosts: Sequence[int]) -> list[int]:
-    """Return who keeps the copy of the share of each rank: one of the next host, where there are several.
+    """Return the rank that keeps the copy of each rank's share: on the host half of the hosts further.
+
+    So a host and its neighbour may both be lost, if there are more than three. On a single host, each rank counts as a
+    host of its own.
 
     Args:
         hosts: of the ranks, each by a number.
 
     Example:
-        >>> keepers([0, 0, 0]), keepers([0, 0, 2, 2]), keepers([0, 1, 1])
-        ([1, 2, 0], [2, 3, 0, 1], [1, 0, 0])
+        >>> keepers([0, 0, 0]), keepers([0, 0, 2, 2]), keepers([0, 1, 2, 3])
+        ([1, 2, 0], [2, 3, 0, 1], [2, 3, 0, 1])
     """
-    members = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
-    following = dict(zip(members, [*list(members)[1:], *list(members)[:1]], strict=True))
-    if len(members) == 1:
-        return [(rank + 1) % len(hosts) for rank in range(len(hosts))]
-    places = [(members[following[host]], members[host].index(rank)) for rank, host in enumerate(hosts)]
-    return [ranks[place % len(ranks)] for ranks, place in places]
+    if len(set(hosts)) == 1:
+        hosts = range(len(hosts))
+    members = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+    chosen: dict[int, int] = {}
+    for number, ranks in enumerate(members):
+        others = members[(number + max(1, len(members) // 2)) % len(members)]
+        chosen |= {rank: others[place % len(others)] for place, rank in enumerate(ranks)}
+    return [chosen[rank] for rank in range(len(hosts))]
 
 
 def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> Mirror:
@@ -82,11 +88,11 @@ def recovered(
     now = {found[0]: rank for rank, (found, _) in enumerate(told) if found is not None}
     _, holders, chosen = next(found for found, _ in told if found is not None)
     givers = {holder: now.get(holder, now.get(chosen[holder])) for holder in holders}
-    lost = [f"rank {holder} with rank {chosen[holder]}" for holder, giver in givers.items() if giver is None]
+    lost = [holder for holder, giver in givers.items() if giver is None]
     if lost:
         raise RuntimeError(
-            "Shares of the center were lost together with their copies, which other ranks had: those of "
-            f"{', of '.join(lost)}. Start the job anew from a checkpoint"
+            f"Shares of the center were lost together with their copies: those of {named(lost)}, with copies on "
+            f"{named(chosen[holder] for holder in lost)}. Start the job again from a checkpoint"
         )
     mine = {} if mirror is None else {h: mirror.shares[h] for h, giver in givers.items() if giver == communicator.rank}
     for holder in mine:

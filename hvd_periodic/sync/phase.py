@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
+from hvd_periodic.ranks import named
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.planner import Planner
@@ -74,7 +75,7 @@ def schedule_around(
     if around is not None and exchanging == set(averaged.ranks):
         return around
     raise ValueError(
-        f"The hvd.DistributedOptimizer inside averages the gradients of ranks {averaged.ranks} at every step, and "
+        f"The hvd.DistributedOptimizer inside averages the gradients of {named(averaged.ranks)} at every step, and "
         f"these exchange among themselves ({sorted(exchanging)}), so that nothing would be left to exchange. Remove "
         "it; or average inside of groups and exchange between them, with groups = hvdp.node_groups(), "
         "hvd.DistributedOptimizer(..., process_set=groups.local) and process_set=groups.cross here; or stop averaging "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from hvd_periodic.comm.agreement import join
+from hvd_periodic.ranks import by_value, named, titled
 
 
 class Moment(Enum):
@@ -71,9 +71,12 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
         >>> decide({0: old, 1: new}, root=0)
         <Start.FROM_ROOT: 'what the root has loaded'>
     """
-    failures = [f"rank {rank}: {standing.failure}" for rank, standing in standings.items() if standing.failure]
+    failures = {rank: standing.failure for rank, standing in standings.items() if standing.failure}
     if failures:
-        raise RuntimeError(f"Training cannot begin from a checkpoint that was not loaded on {'; '.join(failures)}")
+        raise RuntimeError(
+            f"Training cannot begin from a checkpoint that was not loaded on {named(failures)}: "
+            f"{next(iter(failures.values()))}"
+        )
     loaded = {rank: standing for rank, standing in standings.items() if standing.loaded}
     if not loaded:
         known = any(standing.moment is Moment.BEFORE_UPDATE for standing in standings.values())
@@ -87,8 +90,8 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
             )
         if root not in loaded:
             raise RuntimeError(
-                f"Rank {join(sorted(loaded))} has loaded a state, and the root, rank {root}, has none: load it on the "
-                "root, from which all then start, or on every rank"
+                f"{titled(loaded)} {'has' if len(loaded) == 1 else 'have'} loaded a state, and the root, rank {root}, "
+                "has none: load it on the root, from which all then start, or on every rank"
             )
         if not asynchronous and not standings[root].center:
             raise RuntimeError(
@@ -132,7 +135,4 @@ def _require_one(standings: Mapping[int, Standing], text: Callable[[Standing], s
 
 
 def _by_rank(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, standing in sorted(standings.items()):
-        ranks.setdefault(text(standing) or "unknown", []).append(rank)
-    return "; ".join(f"{of_ranks} on rank {join(members)}" for of_ranks, members in ranks.items())
+    return by_value({rank: text(standing) or "unknown" for rank, standing in sorted(standings.items())})

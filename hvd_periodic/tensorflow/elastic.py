@@ -38,7 +38,8 @@ class State(CommittedState, ObjectState):
 
     A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
     root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
-    a rank of the next host, on a single host to the next rank; only where both are lost at once, the job cannot go on.
+    a rank of another host; only if both are killed at once, the job cannot go on. Before ranks are removed, every rank
+    gets the whole center.
     Where ranks change, shares have new variables, among those of the optimizer. With ``commit="exchange"``
     every exchange is one, in ``fit``, in compiled and in eager steps, and ``commit()`` need not be called: what a lost
     rank takes with it is one period.
@@ -114,6 +115,11 @@ class State(CommittedState, ObjectState):
         """Keep a copy of everything; let all ranks begin anew where hosts were added or removed."""
         with _lost_ranks():
             super().commit()
+
+    def check_host_updates(self) -> None:
+        """Interrupt training on all ranks where hosts were added or removed, as every such state does."""
+        with _lost_ranks():
+            super().check_host_updates()
 
     def _commit_after_exchanges(self, synchronizer: VariableSynchronizer) -> None:
         """Commit after every exchange, as long as nobody is at the end, where not all ranks come by here."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator
+from hvd_periodic.ranks import named
 
 
 def island_of(
@@ -39,7 +40,7 @@ def island_of(
         exchanging = set(communicator.global_ranks)
         if communicator.size > 1 and exchanging <= set(averaged.ranks):
             raise ValueError(
-                f"The DistributedDataParallel averages the gradients of ranks {averaged.ranks} at every step, and "
+                f"The DistributedDataParallel averages the gradients of {named(averaged.ranks)} at every step, and "
                 f"these exchange among themselves ({sorted(exchanging)}), so that nothing would be left to "
                 "exchange. Train the module inside of it, and pass that, model.module; or average inside of groups and "
                 "exchange between them, with groups = hvdp.node_groups(), "

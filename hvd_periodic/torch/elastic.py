@@ -32,7 +32,8 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
     root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
-    a rank of the next host, on a single host to the next rank; only where both are lost at once, the job cannot go on.
+    a rank of another host; only if both are killed at once, the job cannot go on. Before ranks are removed, every rank
+    gets the whole center.
     With ``commit="exchange"``
     every exchange is one, and ``commit()`` need not be called: what a lost rank takes with it is one period. That is at
     the end of ``optimizer.step()``: count batches before it. Where a loop does more for a batch after it, such as a
@@ -91,6 +92,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
             self._optimizer.after_exchange = self._after_exchange
 
     save = neutrally(CommittedState.save)
+    check_host_updates = neutrally(CommittedState.check_host_updates)
     reset = neutrally(CommittedState.reset)
     sync = neutrally(CommittedState.sync)
 

@@ -17,11 +17,11 @@ class Event:
 
     Attributes:
         what: ``kill``; ``before``, ``in`` or ``after``: the same there in a collective, counted from this step on;
-            ``hang``, for ever; ``wait`` for other ranks; ``dismiss`` the last one; ``forget`` the newest commit.
+            ``hang``, for ever; ``wait`` for other ranks; ``dismiss`` the last hosts; ``forget`` the newest commit.
         step: local steps before it.
         size: of the job at that time.
         rank: to whom; None: all.
-        number: of the collective.
+        number: of the collective; of the hosts that are dismissed.
     """
 
     what: str
@@ -130,6 +130,9 @@ SCENARIOS = {
     "a rank is dismissed": Scenario("easgd", 2, [Event("dismiss", 5, 2, rank=0)], [(2, 0), (1, 8)]),
     "shares of a host": Scenario("agn", 4, [Event("kill", 9, 4, rank=3)], [(4, 0), (2, 8)], center="sharded", slots=2),
     "a share is dismissed": Scenario("agn", 3, [Event("dismiss", 5, 3, rank=0)], [(3, 0), (2, 8)], center="sharded"),
+    "shares are dismissed": Scenario(
+        "agn", 4, [Event("dismiss", 5, 4, rank=0, number=3)], [(4, 0), (1, 8)], center="sharded"
+    ),
     "shares, all replaced": Scenario(
         "agn",
         2,
@@ -219,6 +222,9 @@ KERAS = {
     ),
     "a share is dismissed": Scenario(
         "agn", 3, [Event("dismiss", 5, 3, rank=0)], [(3, 0), (2, 8)], center="sharded", loop="eager"
+    ),
+    "shares are dismissed": Scenario(
+        "agn", 4, [Event("dismiss", 5, 4, rank=0, number=3)], [(4, 0), (1, 8)], center="sharded", loop="fit"
     ),
 }
 

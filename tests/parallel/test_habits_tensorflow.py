@@ -42,7 +42,7 @@ def test_weights_of_a_compiled_model_loaded_on_the_root(ranks: Reports) -> None:
 
 def test_weights_of_another_step_are_named(ranks: Reports) -> None:
     for error in column(ranks, "weights_of_another_step_on_one_rank"):
-        assert "have loaded states of different runs or steps: step 3 on rank 0" in error
+        assert "have loaded states of different runs or steps: step 3 on rank" in error
         assert f"step 6 on rank {len(ranks) - 1}" in error
 
 
@@ -52,7 +52,7 @@ def test_models_loaded_from_files(ranks: Reports) -> None:
         assert found[0][case][:3] == ["", 5, 2], case
         assert column(found, case) == [found[0][case]] * len(ranks), case
     for error in column(found, "apart"):
-        assert "have loaded states of different runs or steps: step 3 on rank 0" in error[0]
+        assert "have loaded states of different runs or steps: step 3 on rank" in error[0]
 
 
 def test_a_state_loaded_after_a_compiled_step(ranks: Reports) -> None:

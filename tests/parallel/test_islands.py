@@ -120,7 +120,7 @@ REFUSED = {
     r"Shard\(dim=0\) over a mesh of \[2\] on rank [01]; \[4, 2\] of \[4, 4\] by Shard\(dim=1\) .* on rank [23]",
     "other size": "uneven sharding across islands|their places in islands",
     "one island": r"their places in islands, which hold different shards .*: \[0\] on rank [02]; \[1\] on rank [13]",
-    "all ranks": r"their places in islands, .*: \[0\] on rank 0, 2; \[1\] on rank 1, 3",
+    "all ranks": r"their places in islands, .*: \[0\] on ranks 0 and 2; \[1\] on ranks 1 and 3",
     "one mesh": "their places in islands|This rank has no element of any parameter: divide the model between fewer",
     "asynchronous": "does not go with asynchronous=True",
     "skip": "does not go with nonfinite='skip'",

@@ -166,11 +166,11 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
         assert all(f"Rank {last} failed" in report[case] for report in found[:last])
     if last:
         fragments = {
-            "period": "differ in schedule: Every(period=2) on rank 0",
-            "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank ",
+            "period": "differ in schedule: Every(period=2) on rank",
+            "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank",
             "shape": "w float32[3] on rank",
             "dtype": "w float64[2] on rank",
-            "algorithm": "Averaging() on rank ",
+            "algorithm": "Averaging() on rank",
         }
         for case, fragment in fragments.items():
             for error in column(found, case):

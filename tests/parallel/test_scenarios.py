@@ -137,13 +137,13 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
     if len(ranks) == 1:
         return
     fragments = {
-        "period": "differ in schedule: Every(period=2) on rank 0",
-        "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank ",
+        "period": "differ in schedule: Every(period=2) on rank",
+        "rate": "EASGD(moving_rate=0.05, beta=None, rho=0.0) on rank",
         "shape": "weight float32[3, 2]",
         "dtype": "weight float64[2, 2]",
         "name": "x.weight",
         "root": "differ in root rank",
-        "algorithm": "Averaging() on rank ",
+        "algorithm": "Averaging() on rank",
     }
     for case, fragment in fragments.items():
         for error in column(found, case):
@@ -246,7 +246,7 @@ def test_fragments_refused(ranks: list[dict[str, Any]]) -> None:
     for report in column(ranks, "fragments_refused"):
         for case, text in texts.items():
             assert text in report[case], case
-        assert len(ranks) == 1 or "fragments=3) on rank 0" in report["different"]
+        assert len(ranks) == 1 or "fragments=3) on rank" in report["different"]
 
 
 def test_process_set(ranks: list[dict[str, Any]]) -> None:

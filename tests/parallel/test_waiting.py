@@ -162,7 +162,18 @@ def test_what_ends_one_rank_ends_all_and_is_told_last(
         return
     told = last_told(output, how)
     if how == "exit":
-        assert re.search(r"rank 1 at local step \d has ended: ", told)
+        assert re.search(r"rank 1 at local step \d has ended: |Rank 1 of 2 has ended at local step \d", told)
+
+
+def test_many_ranks_end_with_one_traceback() -> None:
+    """And with one line that says which rank has failed, below which is only what the launcher says."""
+    code, output = run("mpirun", 8, ["-m", "tests.parallel.ending_program", "numpy", "loader", "error"], 120)
+    assert code != 0
+    assert output.count("Traceback (most recent call last)") == 1, output
+    told = last_told(output, "error")
+    assert told.startswith("Rank 1 of 8 has ended at local step 4, and the job with it: ValueError: a bad batch"), (
+        output
+    )
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_several_optimizers_and_sets_of_ranks_in_one_folder(tmp_path: Path, caps
         (tmp_path / "two" / f"rank-{rank}.jsonl").write_text("\n".join(map(json.dumps, part)))
     found = told(capsys, tmp_path / "two")
     assert [[rank["rank"] for rank in each["ranks"]] for each in found] == [[2, 3], [0, 1], [0, 1]]
-    assert {each["label"] for each in found[1:]} == {f"two, optimizer {i} of ranks 0, 1" for i in (1, 2)}
+    assert {each["label"] for each in found[1:]} == {f"two, optimizer {i} of ranks 0 and 1" for i in (1, 2)}
     assert [each["ranks"][0]["exchanges"] for each in found] == [2, 2, 2]
 
 
@@ -263,10 +263,10 @@ def test_logs_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_ranks_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "run")
     (tmp_path / "run" / "rank-1.jsonl").unlink()
-    assert "has no log of ranks 1: each rank writes where it runs" in refused(capsys, "report", str(tmp_path / "run"))
+    assert "has no log of rank 1: each rank writes where it runs" in refused(capsys, "report", str(tmp_path / "run"))
     [found] = told(capsys, tmp_path / "run", more=("--partial",))
     assert [rank["rank"] for rank in found["ranks"]] == [0]
-    assert "There is no log of ranks 1" in found["findings"][0]
+    assert "There is no log of rank 1" in found["findings"][0]
 
 
 def test_files_that_cannot_be_written(

@@ -44,40 +44,40 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], object], Callable[[Commu
     "names": (
         easgd,
         lambda c: easgd(c, {"weight": np.zeros((2, 3)), "b": np.zeros(3)}),
-        "parameter 0: w float64[2, 3] on rank 0, 2; weight float64[2, 3] on rank 1",
+        "parameter 0: w float64[2, 3] on ranks 0 and 2; weight float64[2, 3] on rank 1",
     ),
     "order": (
         easgd,
         lambda c: easgd(c, {"b": np.zeros(3), "w": np.zeros((2, 3))}),
-        "parameter 0: w float64[2, 3] on rank 0, 2; b float64[3] on rank 1",
+        "parameter 0: w float64[2, 3] on ranks 0 and 2; b float64[3] on rank 1",
     ),
     "shapes": (
         easgd,
         lambda c: easgd(c, {"w": np.zeros((2, 3)), "b": np.zeros((3, 1))}),
-        "parameter 1: b float64[3] on rank 0, 2; b float64[3, 1] on rank 1",
+        "parameter 1: b float64[3] on ranks 0 and 2; b float64[3, 1] on rank 1",
     ),
     "dtype": (
         easgd,
         lambda c: easgd(c, {"w": np.zeros((2, 3)), "b": np.zeros(3, "float32")}),
-        "parameter 1: b float64[3] on rank 0, 2; b float32[3] on rank 1",
+        "parameter 1: b float64[3] on ranks 0 and 2; b float32[3] on rank 1",
     ),
     "number": (
         easgd,
         lambda c: easgd(c, {"w": np.zeros((2, 3))}),
-        "number of parameters: 2 on rank 0, 2; 1 on rank 1",
+        "number of parameters: 2 on ranks 0 and 2; 1 on rank 1",
     ),
-    "algorithm": (average, easgd, "algorithm: Averaging() on rank 0, 2; EASGD("),
+    "algorithm": (average, easgd, "algorithm: Averaging() on ranks 0 and 2; EASGD("),
     "moving_rate": (
         lambda c: easgd(c, moving_rate=0.1),
         lambda c: easgd(c, moving_rate=0.2),
-        "algorithm: EASGD(moving_rate=0.1, beta=None, rho=0.0) on rank 0, 2; EASGD(moving_rate=0.2,",
+        "algorithm: EASGD(moving_rate=0.1, beta=None, rho=0.0) on ranks 0 and 2; EASGD(moving_rate=0.2,",
     ),
     "beta": (lambda c: easgd(c, beta=0.1), lambda c: easgd(c, beta=0.2), "algorithm: EASGD("),
     "rho": (easgd, lambda c: easgd(c, rho=0.2), "algorithm: EASGD("),
     "op": (
         lambda c: agn(c, "sum"),
         lambda c: agn(c, "average"),
-        "algorithm: AGN(op='sum') on rank 0, 2; AGN(op='average') on rank 1",
+        "algorithm: AGN(op='sum') on ranks 0 and 2; AGN(op='average') on rank 1",
     ),
     "period": (easgd, lambda c: easgd(c, period=3), "schedule: Every(period=2)"),
     "start of a schedule": (
@@ -90,7 +90,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], object], Callable[[Commu
         lambda c: easgd(c, period=PostLocal(100, 20)),
         "schedule",
     ),
-    "root": (easgd, lambda c: easgd(c, root_rank=2), "root rank: 0 on rank 0, 2; 2 on rank 1"),
+    "root": (easgd, lambda c: easgd(c, root_rank=2), "root rank: 0 on ranks 0 and 2; 2 on rank 1"),
 }
 
 
@@ -101,7 +101,7 @@ def test_ranks_that_disagree(what: str) -> None:
     assert [kind for kind, _ in found] == [ValueError] * 3
     assert len({text for _, text in found}) == 1, "the ranks tell different stories"
     assert "They differ in " + message in found[0][1]
-    assert re.search(r"on rank 0, 2; .*on rank 1", found[0][1])
+    assert re.search(r"on ranks 0 and 2; .*on rank 1", found[0][1])
 
 
 BAD_ARGUMENTS: dict[str, tuple[Callable[[Communicator], object], str]] = {
@@ -378,7 +378,7 @@ def test_finalize_audits() -> None:
 
     for kind, text in errors(3, work):
         assert kind is RuntimeError
-        assert "rank 1, 2 from rank 0" in text
+        assert "ranks 1 and 2 from rank 0" in text
 
 
 def test_build_on_all() -> None:

@@ -38,7 +38,7 @@ def test_ranks_of_a_group_are_named_as_the_job_numbers_them() -> None:
         (Record(Purpose.EXCHANGE, 1), Record(Purpose.LEAVE, 2), "finalize() of optimizer 2"),
         (Record(Purpose.EXCHANGE, 1), Record(Purpose.START, 1), "has to be loaded on every rank"),
         (Record(Purpose.START, 1), Record(Purpose.START, 2), "first step of optimizer 2 on rank 1"),
-        (Record(Purpose.EXCHANGE, 1), Record(Purpose.CONSTRUCT, 0), "elastic"),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.CONSTRUCT, 0), "construct their optimizers together"),
     ],
 )
 def test_cross_purposes(first: Record, second: Record, message: str | None) -> None:

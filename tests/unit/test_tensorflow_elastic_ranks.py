@@ -180,7 +180,7 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
 
     def prepare() -> list[Worker]:
         zero, one, two, _ = together([lambda: new(center=center)] * 4, first)
-        return [zero, two, one]  # Rank 2 has the copy of the share of rank 1.
+        return [zero, one, two]  # Rank 0 has the copy of the share of rank 2.
 
     def again(worker: Worker) -> Any:
         worker.begin_again()
@@ -188,10 +188,10 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
 
     left = lost_anywhere(prepare, Worker.begin_again, ahead)
     assert len(left) > 10
-    for zero, two in left:
-        found = together([zero, lambda: new(center=center), two], again)
+    for zero, one in left:
+        found = together([zero, lambda: new(center=center), one], again)
         at_center = committed[0][-1]
-        assert found == [committed[0], (3, 3, at_center, at_center), committed[2]]
+        assert found == [committed[0], (3, 3, at_center, at_center), committed[1]]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_one_rank_calls_and_others_exchange(name: str) -> None:
     kind, text = found[0]
     assert kind is RuntimeError
     assert f"{place} of optimizer 1 at local step 1 on rank 1" in text
-    assert "exchange of optimizer 1 at local step 2 on rank 0, 2" in text
+    assert "exchange of optimizer 1 at local step 2 on ranks 0 and 2" in text
     assert "all ranks together" in text
 
 

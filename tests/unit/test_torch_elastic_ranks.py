@@ -14,6 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")
 
+from horovod.common.exceptions import HostsUpdatedInterrupt  # noqa: E402
+from horovod.runner.elastic.worker import HostUpdateResult  # noqa: E402
+
 import hvd_periodic.torch as hvdp  # noqa: E402
 import hvd_periodic.torch.elastic as elastic_module  # noqa: E402
 import hvd_periodic.torch.synchronizer as synchronizer_module  # noqa: E402
@@ -181,7 +184,7 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
 
     def prepare() -> list[Worker]:
         zero, one, two, _ = together([lambda: new(center=center)] * 4, first)
-        return [zero, two, one]  # Rank 2 has the copy of the share of rank 1.
+        return [zero, one, two]  # Rank 0 has the copy of the share of rank 2.
 
     def again(worker: Worker) -> Any:
         worker.begin_again()
@@ -189,10 +192,39 @@ def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
 
     left = lost_anywhere(prepare, Worker.begin_again, ahead)
     assert len(left) > 10
-    for zero, two in left:
-        found = together([zero, lambda: new(center=center), two], again)
+    for zero, one in left:
+        found = together([zero, lambda: new(center=center), one], again)
         at_center = committed[0][-1]
-        assert found == [committed[0], (3, 3, at_center, at_center), committed[2]]
+        assert found == [committed[0], (3, 3, at_center, at_center), committed[1]]
+
+
+@pytest.mark.parametrize("left", [[0], [3, 1]])
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+def test_ranks_are_removed(center: str, left: list[int]) -> None:
+    """Any number of them, also with their neighbours: they have handed over the center of the newest commit."""
+    committed = {}
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(3)
+        worker.state.commit()
+        committed[HERE.communicator.rank] = worker.found()
+        worker.train(1)
+        if HERE.communicator.rank == 0:
+            worker.state.on_hosts_updated(1.0, HostUpdateResult.removed)
+        with pytest.raises(HostsUpdatedInterrupt):
+            worker.state.check_host_updates()
+        return worker
+
+    def again(worker: Worker) -> Any:
+        worker.state.on_reset()
+        worker.state.sync()
+        return worker.found()
+
+    workers = together([lambda: new(center=center)] * 4, first)
+    at_center = committed[0][-1]
+    found = together([lambda: new(center=center), *(workers[rank] for rank in left)], again)
+    assert found == [(3, 3, at_center, at_center), *(committed[rank] for rank in left)]
 
 
 @pytest.mark.parametrize("inside", [hvdp.EASGD, hvdp.DiLoCo])
@@ -263,14 +295,14 @@ def test_a_rank_is_lost_in_sync_on_two_levels(center: str) -> None:
 
     def prepare() -> list[Worker]:
         zero, one, two, _ = together([make] * 4, first)
-        return [zero, two, one]  # Rank 2 has the copy of the share of rank 1.
+        return [zero, one, two]  # Rank 0 has the copy of the share of rank 2.
 
     left = lost_anywhere(prepare, Worker.begin_again, ahead=0)
     assert len(left) > 15
     *_, at_center, inside = committed[0]
-    for zero, two in left:
-        ends = together([zero, make, two], again)
-        assert [each for each, _ in ends] == [committed[0], (3, 3, inside, at_center, inside), committed[2]]
+    for zero, one in left:
+        ends = together([zero, make, one], again)
+        assert [each for each, _ in ends] == [committed[0], (3, 3, inside, at_center, inside), committed[1]]
         assert len({str(end) for _, end in ends}) == 1
 
 

@@ -256,7 +256,7 @@ def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
         for thread in threads:
             thread.join(PATIENCE)
     assert errors == ([], [])
-    assert "Rank 1 is told to end; the others go on without it" in heard.texts[0]
+    assert "This rank tells rank 1 to end; the others go on" in heard.texts[0]
 
 
 def test_who_comes_late_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
