@@ -290,7 +290,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Nothing but exchanges knows the center, whose variables are others where ranks have changed.
         """
         named, ledger = self.replica.named, self.ledger
-        roles = (named.parameters, named.averaged, named.counted, named.constants)
+        roles = (named.parameters, named.averaged, named.counted, named.followed, named.constants)
         found = [variable for role in roles for _, variable in role] + self.watched
         found += [v for group in self.tensor_groups for store in group.worker.values() for v in store.tensors()]
         found += [*ledger.variables.values(), *ledger.note_variables.values()]

@@ -35,20 +35,25 @@ class NamedVariables:
     Attributes:
         parameters: what the algorithm acts on.
         averaged: real statistics, averaged at every exchange.
-        counted: integers, of which the largest wins at every exchange.
+        counted: of which the largest wins at every exchange, such as integers.
+        followed: what becomes the root's at every exchange.
         constants: what is broadcast at the start only.
         frozen: those of them that nothing changes.
         constraints: of the parameters, in their order: what Keras makes a parameter obey after every update, or None.
         deriving: layers that compute with what they once made of their weights: ``finalize_state()`` makes it anew.
+        formerly: for every variable that version 0.1 averaged, whether it is among ``averaged``; empty where the user
+            has said what is.
     """
 
     parameters: Named
     averaged: Named = field(default_factory=list)
     counted: Named = field(default_factory=list)
+    followed: Named = field(default_factory=list)
     constants: Named = field(default_factory=list)
     frozen: Named = field(default_factory=list)
     constraints: Sequence[Callable[[Any], Any] | None] = ()
     deriving: Sequence[Any] = ()
+    formerly: Sequence[bool] = ()
 
 
 class VariableReplica(Replica[Any]):
@@ -98,7 +103,7 @@ class VariableReplica(Replica[Any]):
         self.parameters: Store[Any] = self.store_of(named.parameters)
         self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
-        self.from_root: Store[Any] | None = None
+        self.from_root: Store[Any] | None = self.store_of(named.followed) if named.followed else None
         self.constants: Store[Any] | None = self.store_of(named.constants) if named.constants else None
 
     def facts(self) -> dict[str, object]:
@@ -108,6 +113,7 @@ class VariableReplica(Replica[Any]):
             "parameter": self.named.parameters,
             "buffer": self.named.averaged,
             "integer buffer": self.named.counted,
+            "buffer from the root": self.named.followed,
             "constant": self.named.constants,
         }
         for role, pairs in roles.items():

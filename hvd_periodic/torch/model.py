@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from hvd_periodic.buffers import LOCAL
 from hvd_periodic.named import unique_pairs
-from hvd_periodic.torch.buffers import LOCAL, Buffers, policies, policy_of
+from hvd_periodic.torch.buffers import Buffers, policies, policy_of
 from hvd_periodic.torch.divided import is_divided, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.replica import Replica
-from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.divided import check_divided, facts_of, is_divided, shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors

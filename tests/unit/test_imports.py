@@ -20,7 +20,7 @@ PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"arguments", "choices", "named", "version"},
+    {"arguments", "buffers", "choices", "named", "version"},
     {"vectors"},
     {"outer"},
     {"algorithms", "schedules", "comm"},
