@@ -199,6 +199,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.replica.gradients = list(gradients)
         if len(self.replica.gradients) != parameters:
             raise ValueError(f"{parameters} parameters take as many gradients. Received: {len(self.replica.gradients)}")
+        self.replica.seen.update(i for i, gradient in enumerate(gradients) if gradient is not None)
         super().prepare_gradients()
         prepared: list[Any] = self.replica.gradients
         self.replica.gradients = [None] * parameters

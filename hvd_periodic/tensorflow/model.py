@@ -57,6 +57,20 @@ def described(value: object) -> str:
     )
 
 
+def with_rest_of(model: keras.Model | None, variables: Sequence[AnyVariable]) -> list[AnyVariable]:
+    """Return what takes part where the first step is of some variables: all that the model trains, as if it was built.
+
+    Args:
+        model: that was given to the optimizer, if it was.
+        variables: of the step, which may be others than the model's.
+    """
+    given = set(map(id, variables))
+    trained = [] if model is None else [v for v in model.trainable_variables if id(v) in given or have_values([v])]
+    if given <= set(map(id, trained)):
+        return trained
+    return [*variables, *(variable for variable in trained if id(variable) not in given)]
+
+
 def have_values(variables: Iterable[AnyVariable]) -> bool:
     """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
     with tf.init_scope():
@@ -138,13 +152,15 @@ def named_variables(
     weights = [(_unique(weight, names), weight) for weight in others if _is_number(native(weight))]
     check_patterns(buffers, [name for name, _ in weights])
     roles: dict[str, list[tuple[str, tf.Variable]]] = {policy: [] for policy in POLICIES}
-    frozen, formerly = [], []
+    frozen, unasked, formerly = [], [], []
     for name, weight in weights:
         variable, statistic = native(weight), id(native(weight)) in known
         policy = _policy(buffers, name, weight, statistic)
         roles[policy].append((name, variable))
         if policy == LOCAL and not statistic and not weight.trainable:
             frozen.append((name, variable))
+        if policy == LOCAL and buffers != LOCAL and policy_asked_for(buffers, name, weight) != LOCAL:
+            unasked.append((name, variable))
         if buffers is None and statistic and _has_mean(variable):
             formerly.append(policy == AVERAGE)
     return NamedVariables(
@@ -156,6 +172,7 @@ def named_variables(
         frozen=frozen,
         constraints=[getattr(variable, "constraint", None) for variable in trained],
         deriving=deriving,
+        unasked=unasked,
         formerly=formerly,
     )
 
