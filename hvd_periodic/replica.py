@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,6 +14,9 @@ from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
+
+SOME = 64
+"""Elements of a tensor that tell, well enough, whether it has changed."""
 
 
 class Replica(Protocol, Generic[V]):
@@ -30,6 +33,8 @@ class Replica(Protocol, Generic[V]):
         framework: its name and version, for people.
         uncounted: what is wrong where the local optimizer has stepped and nobody counted it; None where nothing is
             known.
+        how_to_exclude: what users do about parameters that take part and should not.
+        how_to_exchange: what users do about weights that no exchange touches and one should.
     """
 
     space: VectorSpace[V]
@@ -41,6 +46,8 @@ class Replica(Protocol, Generic[V]):
     in_host_memory: bool = False
     framework: str = ""
     uncounted: str | None = None
+    how_to_exclude: str = "Leave them out"
+    how_to_exchange: str = "Exchange them, too"
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return what profilers of this framework show as a range of this name, for a ``with`` block."""
@@ -86,6 +93,18 @@ class Replica(Protocol, Generic[V]):
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[V]]) -> int:
         """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if gradients were there, else 0."""
+
+    def with_gradient(self, among: Set[int]) -> Set[int]:
+        """Return which of some parameters, by their places, have a gradient now, or have had one."""
+        return among
+
+    def unexchanged(self) -> Mapping[str, Any]:
+        """Return the weights that no exchange touches although nobody has asked for that, by name."""
+        return {}
+
+    def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
+        """Return some elements of a tensor or of a center's, spread over it; rounded as another tensor would be."""
+        return np.zeros(0)
 
     def frozen(self) -> bytes:
         """Return a digest of the parameters that no step changes and all need alike; empty if there are none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
-from hvd_periodic.replica import Replica
+from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
@@ -23,6 +23,7 @@ class NumpyReplica(Replica[Array]):
 
     in_host_memory = True
     framework = f"numpy {np.__version__}"
+    how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 
     def __init__(
         self,
@@ -100,6 +101,16 @@ class NumpyReplica(Replica[Array]):
             for key, value in new.items():
                 old[key][...] = value
         return present
+
+    def with_gradient(self, among: Set[int]) -> Set[int]:
+        """Return which have one."""
+        return {i for i in among if self.gradients[i] is not None}
+
+    def some_of(self, tensor: Array, like: Array | None = None) -> np.ndarray:
+        """Return some elements."""
+        flat = tensor.reshape(-1)
+        flat = flat[:: max(1, flat.size // SOME)]
+        return np.array(flat if like is None else flat.astype(like.dtype), np.float64)
 
     def frozen(self) -> bytes:
         """Return nothing: all arrays are trained."""

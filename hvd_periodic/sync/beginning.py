@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.sync.assigned import Assigned
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course, Legacy
 from hvd_periodic.sync.membership import sender
@@ -24,10 +25,12 @@ class Beginning(Generic[V]):
     Args:
         course: how they will exchange.
         checkpoint: what was loaded.
+        assigned: watches weights that only other code changes, from the beginning on.
     """
 
-    def __init__(self, course: Course[V], checkpoint: Checkpoint[V]) -> None:
+    def __init__(self, course: Course[V], checkpoint: Checkpoint[V], assigned: Assigned[V]) -> None:
         self._course, self._checkpoint, self._setting = course, checkpoint, course.setting
+        self.assigned = assigned
         self.begun = False
         """Whether training has begun, since construction and since a state was loaded."""
 
@@ -94,7 +97,8 @@ class Beginning(Generic[V]):
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the journal that training begins, or goes on from other counters."""
+        """Tell the journal, and what watches weights, that training begins, or goes on from other counters."""
+        self.assigned.remember()
         tell_beginning(self._course, self._setting.ledger.counters)
 
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:

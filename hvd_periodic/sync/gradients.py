@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+from hvd_periodic.sync.assigned import Assigned
 from hvd_periodic.sync.course import Course
 
 V = TypeVar("V")
@@ -14,11 +15,17 @@ class Gradients(Generic[V]):
 
     Args:
         course: knows the algorithm and its vectors.
+
+    Attributes:
+        assigned: watches what has no gradients.
     """
 
     def __init__(self, course: Course[V]) -> None:
         self.course, self._algorithm = course, course.setting.exchanged.algorithm
         self._prepared = False
+        setting, groups = course.setting, course.tensor_groups
+        name = type(self._algorithm).__name__
+        self.assigned = Assigned(setting.exchanged.replica, groups, name, lambda: setting.membership.log)
 
     def prepare(self) -> None:
         """Show the gradients of this iteration, unless they are still averaged over all ranks."""
@@ -43,4 +50,6 @@ class Gradients(Generic[V]):
                 f"{type(self._algorithm).__name__} needs every local gradient: call prepare_gradients() before each "
                 "local update, then step()"
             )
+        if updated:
+            self.assigned.see_gradients()
         self._prepared = False

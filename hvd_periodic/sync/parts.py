@@ -138,9 +138,9 @@ class Parts(Generic[V]):
         self.course = course(setting, placement_of(center), use_locking)
         self.gradients = forms.gradients(self.course)
         self.checkpoint = forms.checkpoint(self.course)
-        self.beginning = Beginning(self.course, self.checkpoint)
+        self.beginning = Beginning(self.course, self.checkpoint, self.gradients.assigned)
         self.view = forms.view(self.course, self.checkpoint, self.beginning)
-        self.meeting.checks.append(replica.changes)
+        self.meeting.checks += [replica.changes, self.gradients.assigned.name_parameters]
         if self.ledger.is_new:
             self.course.tensor_groups.reset()
 

@@ -45,6 +45,7 @@ class View(Generic[V]):
         membership = self._course.setting.membership
         with membership.communicator.attendance.at("center()"):
             self.get_ready(begin)
+        self._beginning.assigned.name_others()
         shown = list(self._course.tensor_groups) if self._is_known() else []
         resting = self._course.setting.exchanged.replica.resting
         held = [[resting(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]

@@ -43,11 +43,14 @@ class GraphCoding(Coding[Any]):
         return tf.clip_by_value(x, tf.constant(-limit, x.dtype), tf.constant(limit, x.dtype))
 
     def are_finite(self, tensors: Sequence[Any]) -> bool:
-        """Return whether no element is NaN or infinite; not in a graph."""
-        return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in tensors)
+        """Return whether no element is NaN or infinite, of those types that may be; not in a graph."""
+        real = (tensor for tensor in tensors if tensor.dtype.is_floating)
+        return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in real)
 
     def is_finite_or(self, x: Any, other: Any) -> Any:
         """Return whether every element is finite, or equal to that of another tensor; in a graph, a boolean scalar."""
+        if not x.dtype.is_floating:
+            return tf.constant(True)
         return tf.reduce_all(tf.logical_or(tf.math.is_finite(x), tf.equal(x, tf.cast(other, x.dtype))))
 
     def rows(self, x: Any, count: int, length: int) -> Any:

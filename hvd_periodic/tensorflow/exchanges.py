@@ -114,6 +114,7 @@ class Exchanges:
             **of_exchange(options),
         )
         synchronizer.opening = opening
+        self.saved.variables.formerly = named.formerly
         saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
         if saved is not None:
             synchronizer.course.has_loaded(saved)

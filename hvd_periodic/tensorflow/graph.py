@@ -199,6 +199,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.replica.gradients = list(gradients)
         if len(self.replica.gradients) != parameters:
             raise ValueError(f"{parameters} parameters take as many gradients. Received: {len(self.replica.gradients)}")
+        self.replica.seen.update(i for i, gradient in enumerate(gradients) if gradient is not None)
         super().prepare_gradients()
         prepared: list[Any] = self.replica.gradients
         self.replica.gradients = [None] * parameters
@@ -290,7 +291,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Nothing but exchanges knows the center, whose variables are others where ranks have changed.
         """
         named, ledger = self.replica.named, self.ledger
-        roles = (named.parameters, named.averaged, named.counted, named.constants)
+        roles = (named.parameters, named.averaged, named.counted, named.followed, named.constants)
         found = [variable for role in roles for _, variable in role] + self.watched
         found += [v for group in self.tensor_groups for store in group.worker.values() for v in store.tensors()]
         found += [*ledger.variables.values(), *ledger.note_variables.values()]

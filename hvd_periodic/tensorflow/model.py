@@ -10,6 +10,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.buffers import (
+    AVERAGE,
+    BROADCAST,
+    LOCAL,
+    MAXIMUM,
+    POLICIES,
+    Policies,
+    check_patterns,
+    check_policies,
+    is_statistic,
+    policy_asked_for,
+)
 from hvd_periodic.tensorflow.replica import NamedVariables
 
 AnyVariable = Any
@@ -45,6 +57,20 @@ def described(value: object) -> str:
     )
 
 
+def with_rest_of(model: keras.Model | None, variables: Sequence[AnyVariable]) -> list[AnyVariable]:
+    """Return what takes part where the first step is of some variables: all that the model trains, as if it was built.
+
+    Args:
+        model: that was given to the optimizer, if it was.
+        variables: of the step, which may be others than the model's.
+    """
+    given = set(map(id, variables))
+    trained = [] if model is None else [v for v in model.trainable_variables if id(v) in given or have_values([v])]
+    if given <= set(map(id, trained)):
+        return trained
+    return [*variables, *(variable for variable in trained if id(variable) not in given)]
+
+
 def have_values(variables: Iterable[AnyVariable]) -> bool:
     """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
     with tf.init_scope():
@@ -77,42 +103,41 @@ def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], ne
     tracker.stored_ids["variables"] = set(map(id, listed))
 
 
-def check_policy(buffers: str | None, model: object, loaded: bool = False) -> None:
-    """Raise unless ``buffers`` is a policy that is possible, and ``model`` a Keras model or None.
+def check_policy(buffers: Policies, model: object, loaded: bool = False) -> None:
+    """Raise unless ``buffers`` are policies that are possible, and ``model`` a Keras model or None.
 
     An optimizer that was loaded may be given its model later.
 
     Raises:
-        TypeError: something else in place of the model.
-        ValueError: an unknown policy, or averaging without a model.
+        TypeError: something else in place of the model or of the policies.
+        ValueError: an unknown policy, or one that needs a model without one.
     """
-    if buffers not in (None, "average", "local"):
-        raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+    check_policies(buffers)
     if model is not None and not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {described(model)}")
-    if buffers == "average" and model is None and not loaded:
-        raise ValueError("`buffers='average'` needs the model, which knows its statistics: pass `model`")
+    if buffers not in (None, LOCAL) and model is None and not loaded:
+        raise ValueError(f"`buffers={buffers!r}` needs the model, which knows its statistics: pass `model`")
 
 
 def named_variables(
-    parameters: Iterable[AnyVariable], model: keras.Model | None = None, buffers: str | None = None
+    parameters: Iterable[AnyVariable], model: keras.Model | None = None, buffers: Policies = None
 ) -> NamedVariables:
     """Return variables by role.
 
     Args:
         parameters: what is trained.
-        model: where they come from. Its statistics (batch normalization) follow according to ``buffers``; its frozen
-            weights are broadcast at the start. Seeds and metrics stay local.
-        buffers: ``"average"``: real statistics become their mean over ranks at every exchange, integer ones their
-            maximum; ``"local"``: they are broadcast at the start. Default: average, where a model is given.
+        model: where they come from. Its other weights follow according to ``buffers``, or are broadcast at the start.
+            Seeds and metrics stay local.
+        buffers: a policy for the variables that layers have besides trainable and frozen weights; or policies by
+            patterns or by a function, for all weights that are not trained. Default: average those whose name says that
+            they are statistics, and the maximum of integers.
 
     Raises:
         TypeError: a parameter that is no variable.
-        ValueError: a parameter given twice.
+        ValueError: a parameter given twice; a pattern that matches no weight.
     """
     trained = list(parameters)
     names: set[str] = set()
-    roles: dict[str, list[tuple[str, tf.Variable]]] = {"averaged": [], "counted": [], "constants": []}
     for variable in trained:
         if not isinstance(variable, (keras.Variable, tf.Variable)):
             raise TypeError(f"What is exchanged must be variables. Received: {type(variable).__name__}")
@@ -123,19 +148,33 @@ def named_variables(
         )
     deriving = [] if model is None else _deriving(model)
     known = set() if model is None else _statistics(model, deriving)
-    statistics = set() if buffers == "local" else known
-    frozen: list[tuple[str, tf.Variable]] = []
-    for weight in [] if model is None else model.weights:
-        variable = native(weight)
-        if id(variable) not in held:
-            role = _role(variable) if id(variable) in statistics else "constants"
-            if variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool:
-                roles[role].append((_unique(weight, names), variable))
-                if id(variable) not in known and not weight.trainable:
-                    frozen.append(roles[role][-1])
-    named = [(_unique(variable, names), native(variable)) for variable in trained]
-    constraints = [getattr(variable, "constraint", None) for variable in trained]
-    return NamedVariables(named, **roles, frozen=frozen, constraints=constraints, deriving=deriving)
+    others = [weight for weight in ([] if model is None else model.weights) if id(native(weight)) not in held]
+    weights = [(_unique(weight, names), weight) for weight in others if _is_number(native(weight))]
+    check_patterns(buffers, [name for name, _ in weights])
+    roles: dict[str, list[tuple[str, tf.Variable]]] = {policy: [] for policy in POLICIES}
+    frozen, unasked, formerly = [], [], []
+    for name, weight in weights:
+        variable, statistic = native(weight), id(native(weight)) in known
+        policy = _policy(buffers, name, weight, statistic)
+        roles[policy].append((name, variable))
+        if policy == LOCAL and not statistic and not weight.trainable:
+            frozen.append((name, variable))
+        if policy == LOCAL and buffers != LOCAL and policy_asked_for(buffers, name, weight) != LOCAL:
+            unasked.append((name, variable))
+        if buffers is None and statistic and _has_mean(variable):
+            formerly.append(policy == AVERAGE)
+    return NamedVariables(
+        [(_unique(variable, names), native(variable)) for variable in trained],
+        averaged=roles[AVERAGE],
+        counted=roles[MAXIMUM],
+        followed=roles[BROADCAST],
+        constants=roles[LOCAL],
+        frozen=frozen,
+        constraints=[getattr(variable, "constraint", None) for variable in trained],
+        deriving=deriving,
+        unasked=unasked,
+        formerly=formerly,
+    )
 
 
 def _deriving(model: keras.Model) -> list[Any]:
@@ -153,13 +192,28 @@ def _statistics(model: keras.Model, deriving: Iterable[Any]) -> set[int]:
     }
 
 
-def _role(variable: tf.Variable) -> str:
-    """Return what happens to a statistic; one with infinities is a constant, since its differences would be NaN."""
+def _policy(buffers: Policies, name: str, weight: AnyVariable, statistic: bool) -> str:
+    """Return the policy of a weight; one policy for all is of statistics only."""
+    variable, for_all = native(weight), buffers is None or isinstance(buffers, str)
+    policy = LOCAL if for_all and not statistic else policy_asked_for(buffers, name, weight)
+    if policy is None:
+        for_all = True
+        policy = AVERAGE if statistic and (is_statistic(name) or not variable.dtype.is_floating) else LOCAL
     if not math.prod(variable.shape):
-        return "constants"
-    if not variable.dtype.is_floating:
-        return "counted"
-    return "averaged" if np.isfinite(tf.cast(variable, tf.float64).numpy()).all() else "constants"
+        return LOCAL
+    if policy == AVERAGE and not variable.dtype.is_floating:
+        return MAXIMUM
+    return LOCAL if policy == AVERAGE and for_all and not _has_mean(variable) else policy
+
+
+def _has_mean(variable: tf.Variable) -> bool:
+    """Return whether a variable is real and finite, with elements."""
+    real = variable.dtype.is_floating and math.prod(variable.shape) > 0
+    return bool(real and np.isfinite(tf.cast(variable, tf.float64).numpy()).all())
+
+
+def _is_number(variable: tf.Variable) -> bool:
+    return bool(variable.dtype.is_floating or variable.dtype.is_integer or variable.dtype.is_bool)
 
 
 def _unique(variable: AnyVariable, names: set[str]) -> str:

@@ -32,6 +32,7 @@ from hvd_periodic.tensorflow.model import (
     named_variables,
     native,
     only_makes,
+    with_rest_of,
 )
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
@@ -316,7 +317,7 @@ class PeriodicOptimizer(CopiedUnused, ForwardedSettings):
             if not tf.executing_eagerly():
                 raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
             before = [native(variable).numpy() for variable in variables] if eager else None
-            self.build(variables)
+            self.build(with_rest_of(self._model and self._model(), variables))
             self.start()
             return self._exchanges.open(variables, before) and eager
 

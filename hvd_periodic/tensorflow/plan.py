@@ -106,6 +106,8 @@ class Plan:
             config["optimizer_state"] = encode(self.options["optimizer_state"])
         if callable(self.options["weight"]):
             config["weight"] = encode(self.options["weight"])
+        if callable(self.options["buffers"]):
+            config["buffers"] = encode(self.options["buffers"])
         config["compression"] = encode(as_wire(self.options["compression"]))
         config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer)
         if self.center is not None and not self.center.copied:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, cast
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course
 from hvd_periodic.sync.gradients import Gradients
+from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.sync.view import View
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.meeting import ledger_of
-from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.space import in_form_of
 
 
@@ -96,6 +99,11 @@ class VariableCheckpoint(Checkpoint[Any]):
         }
         return self.assembled(vectors, saved["center_optimizer"])
 
+    def load(self, state: dict[str, Any], begun: bool) -> None:
+        """Restore what ``save()`` returned, as in the core; also where other statistics were averaged then."""
+        named = cast(VariableReplica, self._course.setting.exchanged.replica).named
+        super().load(_translated(state, self._course.tensor_groups, named), begun)
+
     def forget(self) -> None:
         """Forget what was loaded: training has begun from it."""
         super().forget()
@@ -129,3 +137,26 @@ class GraphGradients(Gradients[Any]):
         for i, gradient in zip(present, tf.cond(begun, show, leave), strict=True):
             gradients[i] = gradient
         replica.gradients = gradients
+
+
+def _translated(state: Any, groups: TensorGroups[Any], named: NamedVariables) -> Any:
+    """Return a synchronizer's saved state as one of these groups, as far as it can be.
+
+    Weights that were exchanged besides the parameters then, and no longer are, are left out; those that are exchanged
+    only now start from what they are.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
+        return state
+    vectors = dict(state["vectors"])
+    known = {name for role in (named.averaged, named.counted, named.followed, named.constants) for name, _ in role}
+    for group in groups.statistics:
+        now = {
+            spec.name: np.asarray(tensor)
+            for spec, tensor in zip(group.values.layout.specs, group.values.tensors(), strict=True)
+        }
+        then = dict(vectors.get(group.name, {}).get("center", {}))
+        if group.name == "buffers" and len(then) == len(named.formerly):
+            then = dict(zip(now, compress(then.values(), named.formerly), strict=True))
+        kept = {name: value for name, value in then.items() if name in now or name not in known}
+        vectors[group.name] = {"center": now | kept}
+    return state | {"vectors": vectors}

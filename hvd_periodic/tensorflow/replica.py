@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.replica import Replica
+from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import CenterStore, VariableStore, layout_of
@@ -35,20 +35,27 @@ class NamedVariables:
     Attributes:
         parameters: what the algorithm acts on.
         averaged: real statistics, averaged at every exchange.
-        counted: integers, of which the largest wins at every exchange.
+        counted: of which the largest wins at every exchange, such as integers.
+        followed: what becomes the root's at every exchange.
         constants: what is broadcast at the start only.
         frozen: those of them that nothing changes.
         constraints: of the parameters, in their order: what Keras makes a parameter obey after every update, or None.
         deriving: layers that compute with what they once made of their weights: ``finalize_state()`` makes it anew.
+        unasked: those of ``constants`` of which nobody has asked that they are.
+        formerly: for every variable that version 0.1 averaged, whether it is among ``averaged``; empty where the user
+            has said what is.
     """
 
     parameters: Named
     averaged: Named = field(default_factory=list)
     counted: Named = field(default_factory=list)
+    followed: Named = field(default_factory=list)
     constants: Named = field(default_factory=list)
     frozen: Named = field(default_factory=list)
     constraints: Sequence[Callable[[Any], Any] | None] = ()
     deriving: Sequence[Any] = ()
+    unasked: Named = field(default_factory=list)
+    formerly: Sequence[bool] = ()
 
 
 class VariableReplica(Replica[Any]):
@@ -62,6 +69,7 @@ class VariableReplica(Replica[Any]):
 
     Attributes:
         gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
+        seen: the places of parameters that have had a gradient, in a step that ran or was compiled.
 
     Raises:
         TypeError: a parameter that cannot be averaged.
@@ -69,6 +77,13 @@ class VariableReplica(Replica[Any]):
     """
 
     framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
+    how_to_exclude = (
+        "Set trainable = False on their layers before the optimizer is made, and say what exchanges make of them: "
+        "buffers={'PATTERN': 'average'}. If another optimizer trains them, pass as `model` what this one trains"
+    )
+    how_to_exchange = (
+        "Say what exchanges make of them: buffers={'PATTERN': 'average'}, and 'local' if each rank is to have its own"
+    )
 
     def __init__(
         self,
@@ -92,13 +107,14 @@ class VariableReplica(Replica[Any]):
         self.named = named
         self.bucket_bytes = bucket_bytes
         self.gradients: list[Any] = [None] * len(named.parameters)
+        self.seen: set[int] = set()
         self.space: VectorSpace[Any] = TensorSpace()
         self._new_variable, self._forget_variable = new_variable, forget_variable
         self._made: dict[str, int] = {}
         self.parameters: Store[Any] = self.store_of(named.parameters)
         self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
-        self.from_root: Store[Any] | None = None
+        self.from_root: Store[Any] | None = self.store_of(named.followed) if named.followed else None
         self.constants: Store[Any] | None = self.store_of(named.constants) if named.constants else None
 
     def facts(self) -> dict[str, object]:
@@ -108,6 +124,7 @@ class VariableReplica(Replica[Any]):
             "parameter": self.named.parameters,
             "buffer": self.named.averaged,
             "integer buffer": self.named.counted,
+            "buffer from the root": self.named.followed,
             "constant": self.named.constants,
         }
         for role, pairs in roles.items():
@@ -140,6 +157,20 @@ class VariableReplica(Replica[Any]):
             for variable, constraint in zip(variables, self.named.constraints, strict=False):
                 if constraint is not None:
                     variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
+
+    def with_gradient(self, among: Set[int]) -> Set[int]:
+        """Return which have had one."""
+        return among & self.seen
+
+    def unexchanged(self) -> dict[str, tf.Variable]:
+        """Return weights that are constants by default."""
+        return dict(self.named.unasked)
+
+    def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
+        """Return some elements; eagerly."""
+        flat = tf.reshape(tensor, [-1])
+        flat = flat[:: max(1, math.prod(tensor.shape) // SOME)]
+        return tf.cast(flat if like is None else tf.cast(flat, like.dtype), tf.float64).numpy()
 
     def frozen(self) -> bytes:
         """Return a digest of the weights of the model that are not trained, statistics aside."""

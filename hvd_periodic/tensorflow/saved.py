@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,15 @@ def depends_on_wire(name: str) -> bool:
     return name == SUMS_OF or not {UNSENT, UNSENT_SUMS, "total"}.isdisjoint(name.split("."))
 
 
+def _renumbered(values: Mapping[str, Any], prefix: str, formerly: Sequence[bool]) -> dict[str, Any]:
+    """Return values by name, of which those that begin with ``prefix`` are numbered as version 0.1 did, or as now."""
+    saved = [values[name] for name in (f"{prefix}{i}" for i in range(len(values))) if name in values]
+    if len(saved) != len(formerly):
+        return dict(values)
+    now = {f"{prefix}{i}": value for i, value in enumerate(compress(saved, formerly))}
+    return {name: value for name, value in values.items() if not name.startswith(prefix)} | now
+
+
 def _fragments(variables: Mapping[str, Any]) -> int:
     """Return in how many fragments parameters are exchanged, of variables by name or their values."""
     return int(variables[SINCE].shape[0]) if SINCE in variables else 1
@@ -37,11 +47,13 @@ class SavedVariables:
     Attributes:
         variables: by name; empty until they are made.
         later: names of variables that files of earlier versions do not hold.
+        formerly: as of :class:`~hvd_periodic.tensorflow.replica.NamedVariables`.
     """
 
     def __init__(self) -> None:
         self.variables: dict[str, Any] = {}
         self.later: set[str] = set()
+        self.formerly: Sequence[bool] = ()
         self._waiting: dict[str, np.ndarray] = {}
 
     def values(self) -> dict[str, np.ndarray]:
@@ -66,7 +78,7 @@ class SavedVariables:
         # What another schedule remembered means nothing to this one, nor what another compression has left.
         waiting = {
             name: value
-            for name, value in self._waiting.items()
+            for name, value in _renumbered(self._waiting, "buffers.center.", self.formerly).items()
             if name in known or not (name.startswith(MEMORY) or depends_on_wire(name))
         }
         for name in [name for name in waiting if UNSENT_SUMS in name.split(".") and name in known]:
@@ -150,11 +162,11 @@ class SavedExchanges:
         """Return what was read of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
         if not self._center:
             return None
+        saved = _renumbered(self._center, f"{_CENTER}.buffers.", self.variables.formerly)
         vectors = {
             group.name: {
                 "center": {
-                    spec.name: self._center[f"{_CENTER}.{group.name}.{i}"]
-                    for i, spec in enumerate(group.values.layout.specs)
+                    spec.name: saved[f"{_CENTER}.{group.name}.{i}"] for i, spec in enumerate(group.values.layout.specs)
                 }
             }
             for group in groups

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 import torch
 
+from hvd_periodic.buffers import (
+    AVERAGE,
+    LOCAL,
+    MAXIMUM,
+    check_patterns,
+    check_policies,
+    is_statistic,
+    policy_asked_for,
+)
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
-
-AVERAGE, MAXIMUM, BROADCAST, LOCAL = POLICIES = ("average", "maximum", "broadcast", "local")
-"""Mean over ranks, elementwise maximum, the root's at every exchange; or the root's at the start and then each its own.
-
-The mean of integers and booleans is their maximum.
-"""
 
 Buffers: TypeAlias = str | Mapping[str, str] | Callable[[str, torch.Tensor], str | None] | None
 """A policy for all; policies by patterns of names; a function from name and tensor to one; None: by their names."""
-
-_STATISTICS = {"running", "moving", "mean", "var", "variance", "std", "num", "count"}
-"""Words of a name that make a buffer a statistic: running_mean, moving_variance, num_batches_tracked."""
 
 
 def policies(buffers: Buffers, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -34,18 +33,8 @@ def policies(buffers: Buffers, named: Sequence[tuple[str, torch.Tensor]]) -> dic
         TypeError: ``buffers`` is none of what it may be.
         ValueError: an unknown policy, one that the buffer cannot have, or a pattern that matches no buffer.
     """
-    if isinstance(buffers, str):
-        _check(buffers, "buffers")
-    elif isinstance(buffers, Mapping):
-        for pattern, policy in buffers.items():
-            _check(policy, f"buffers[{pattern!r}]")
-            if not any(fnmatchcase(name, pattern) for name, _ in named):
-                raise ValueError(
-                    f"`buffers` has a pattern that matches no buffer: {pattern!r}. There are "
-                    f"{', '.join(name for name, _ in named) or 'no buffers'}"
-                )
-    elif buffers is not None and not callable(buffers):
-        raise TypeError(f"`buffers` must be {_CHOICES}. Received: {type(buffers).__name__}")
+    check_policies(buffers)
+    check_patterns(buffers, [name for name, _ in named])
     return {name: policy_of(buffers, name, tensor) for name, tensor in named}
 
 
@@ -55,28 +44,14 @@ def policy_of(buffers: Buffers, name: str, tensor: torch.Tensor) -> str:
     Raises:
         ValueError: as :func:`policies`.
     """
-    policy = buffers if isinstance(buffers, str) else None
-    if isinstance(buffers, Mapping):
-        policy = next((policy for pattern, policy in buffers.items() if fnmatchcase(name, pattern)), None)
-    elif callable(buffers):
-        policy = buffers(name, tensor)
-        if policy is not None:
-            _check(policy, f"buffers({name!r}, ...)")
+    policy = policy_asked_for(buffers, name, tensor)
     if policy is None:
-        policy = AVERAGE if _STATISTICS & set(name.rpartition(".")[2].split("_")) else LOCAL
+        policy = AVERAGE if is_statistic(name) else LOCAL
     elif policy in (AVERAGE, MAXIMUM) and not isinstance(buffers, str) and not _has_mean(tensor):
         raise ValueError(f"Buffer {name!r} of {tensor.dtype} has no {policy}: use 'broadcast' or 'local'")
     if tensor.numel() == 0 or tensor.is_meta or (policy in (AVERAGE, MAXIMUM) and not _has_mean(tensor)):
         return LOCAL
     return MAXIMUM if policy == AVERAGE and tensor.dtype in INTEGERS else policy
-
-
-_CHOICES = f"one of {POLICIES}, a dict from patterns of names to these, or a function (name, tensor) to one of these"
-
-
-def _check(policy: object, argument: str) -> None:
-    if policy not in POLICIES:
-        raise ValueError(f"`{argument}` must be {_CHOICES}. Received: {argument}={policy!r}")
 
 
 def _has_mean(tensor: torch.Tensor) -> bool:

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from hvd_periodic.buffers import LOCAL, policy_asked_for
 from hvd_periodic.named import unique_pairs
-from hvd_periodic.torch.buffers import LOCAL, Buffers, policies, policy_of
+from hvd_periodic.torch.buffers import Buffers, policies, policy_of
 from hvd_periodic.torch.divided import is_divided, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
@@ -112,6 +113,10 @@ class NamedTensors:
     def of_policy(self, policy: str) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers that have this policy."""
         return [(name, tensor) for name, tensor in self.buffers if self.policies[name] == policy]
+
+    def local_by_default(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are local although nobody has asked for that."""
+        return {n: t for n, t in self.of_policy(LOCAL) if policy_asked_for(self.given, n, t) is None}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NamedTensors, (self.parameters, self.buffers, self.policies)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.replica import Replica
-from hvd_periodic.torch.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
+from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.divided import check_divided, facts_of, is_divided, shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.torch.stores import RestingStore, TensorStore, as_center_device
+from hvd_periodic.torch.watched import WatchedTensors
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.space import VectorSpace
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 512 * 2**10
 """Replica, message and center of a block fit into the cache of one core."""
 
 
-class TorchReplica(Replica[torch.Tensor]):
+class TorchReplica(WatchedTensors):
     """Parameters and buffers of one rank; the tensors stay where they are.
 
     Args:

@@ -264,6 +264,25 @@ def buffer_policies() -> Any:
 
 
 @scenario
+def queues_of_features() -> Any:
+    """Norms of unit vectors that each rank has pushed, and whether ranks have the same; by default, and the root's."""
+    results = {}
+    for name, policy in (("default", None), ("root's", {"*queue": "broadcast"})):
+        keras.utils.set_random_seed(hvd.rank())
+        model = network()
+        model.queue = keras.Variable(np.ones((4, 2), "float32"), trainable=False, name="feature_queue")
+        optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), model, 2, buffers=policy)
+        step = train_step(model, optimizer)
+        for data in batches(0, 4):
+            pushed = tf.math.l2_normalize(data[:2, :2], 1)
+            model.queue.assign(tf.concat([pushed, model.queue.value[:-2]], 0))
+            step(data)
+        norms = np.linalg.norm(model.queue.numpy(), axis=1)
+        results[name] = (float(np.abs(norms - 1).max()), bits([model.queue]))
+    return results
+
+
+@scenario
 def small_buckets_equal_one() -> Any:
     """A variable that spans several buckets, in graphs and out of them."""
     values = [np.linspace(0, 1, 37) * (hvd.rank() + 1), np.array(2.0 + hvd.rank()), np.ones((2, 3)) * hvd.rank()]

@@ -16,7 +16,7 @@ from tests.parallel.tiers import thorough
 pytest.importorskip("horovod.tensorflow")
 
 OF_SIZE = (
-    *("constant_gradients", "quadratics", "centers_and_buffers", "buffer_policies"),
+    *("constant_gradients", "quadratics", "centers_and_buffers", "buffer_policies", "queues_of_features"),
     *("overflow_on_one_rank", "uneven_data", "disagreements", "late_start", "states_of_local_optimizers"),
     *("failures_on_the_last_rank", "statistics_of_integers", "process_set", "contract"),
 )
@@ -108,6 +108,13 @@ def test_policies_of_statistics(ranks: list[dict[str, Any]]) -> None:
         assert [report[policy][0] for report in found] == list(range(len(ranks)))
     for policy, kinds in (("average", 1), ("local", 1), ("no model", len(ranks))):
         assert len({report[policy][1] for report in found}) == kinds, f"frozen weights, {policy}"
+
+
+def test_queues_of_features_stay_normalized(ranks: list[dict[str, Any]]) -> None:
+    found = column(ranks, "queues_of_features")
+    for name, kinds in (("default", len(ranks)), ("root's", 1)):
+        assert [report[name][0] for report in found] == pytest.approx([0.0] * len(ranks), abs=1e-6)
+        assert len({report[name][1] for report in found}) == kinds, name
 
 
 @whole

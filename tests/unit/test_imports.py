@@ -20,7 +20,7 @@ PACKAGE = Path(hvd_periodic.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = [
-    {"arguments", "choices", "named", "ranks", "version"},
+    {"arguments", "buffers", "choices", "named", "ranks", "version"},
     {"vectors"},
     {"outer"},
     {"algorithms", "schedules", "comm"},
