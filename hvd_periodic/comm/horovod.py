@@ -16,6 +16,7 @@ from hvd_periodic.comm.attendance import attendance_of
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.launchers import started_alone, started_several
 from hvd_periodic.comm.objects import pass_object
+from hvd_periodic.ranks import named
 
 _EVERYONE = "hvd_periodic.0.meeting"
 """Under which all ranks of the job meet."""
@@ -245,8 +246,8 @@ def register(hvd: Any, ranks: list[int]) -> Any:
             known = hvd.add_process_set(hvd.ProcessSet(ranks))
         except Exception as error:
             raise RuntimeError(
-                f"The process set of ranks {ranks} cannot be made ({error}): call hvd.init(process_sets='dynamic'), or "
-                "node_groups() in place of hvd.init(), and register no process set of the same ranks before"
+                f"The process set of {named(ranks)} cannot be made ({error}): call hvd.init(process_sets='dynamic'), "
+                "or node_groups() in place of hvd.init(), and register no process set of the same ranks before"
             ) from error
         _registered[hvd.__name__, tuple(ranks)] = known
     return known

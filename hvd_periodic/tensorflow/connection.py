@@ -12,6 +12,7 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import LocalCommunicator
+from hvd_periodic.ranks import named
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, communicator_of
 from hvd_periodic.tensorflow.gradient_averaging import GradientAverage, is_distributed
 
@@ -151,11 +152,11 @@ class Connection:
         """
         if self._saved["process_set"] is not None and self._process_set is None:
             raise ValueError(
-                f"This optimizer was trained on the process set of ranks {self._saved['process_set']}: after loading, "
+                f"This optimizer was trained on the process set of {named(self._saved['process_set'])}: after loading, "
                 "call optimizer.attach(process_set=...)"
             )
         if self._saved["averaged"] is not None and gradient_group is None:
             raise ValueError(
-                f"This optimizer was around an hvd.DistributedOptimizer over ranks {self._saved['averaged']}: after "
+                f"This optimizer was around an hvd.DistributedOptimizer over {named(self._saved['averaged'])}: after "
                 "loading, call optimizer.attach(distributed=hvd.DistributedOptimizer(keras.optimizers.SGD(), ...))"
             )
