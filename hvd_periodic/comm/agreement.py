@@ -55,10 +55,16 @@ def raise_on_all(communicator: Ranks, name: str, failure: Exception | None) -> N
         raise RuntimeError(f"Rank {rank} failed ({len(failed)} of {communicator.size} ranks did): {report}")
 
 
-def agree(communicator: Ranks, name: str, facts: Mapping[str, object]) -> None:
+def agree(communicator: Ranks, name: str, facts: Mapping[str, object], advice: str = "") -> None:
     """Raise on all ranks unless all state the same facts, compared as text.
 
     Digests are compared first, so that large models cost a few bytes per rank.
+
+    Args:
+        communicator: the ranks.
+        name: prefix of the names of collectives.
+        facts: of this rank, by readable name.
+        advice: what to do where ranks differ; a sentence.
 
     Raises:
         ValueError: names the first fact that differs, its values and the ranks that hold them.
@@ -74,7 +80,8 @@ def agree(communicator: Ranks, name: str, facts: Mapping[str, object]) -> None:
             ranks_by_value.setdefault(rank_facts.get(key, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on rank {join(ranks)}" for value, ranks in ranks_by_value.items())
-            raise ValueError(f"All ranks must run the same optimizer. They differ in {key}: {values}")
+            told = f"All ranks must run the same optimizer. They differ in {key}: {values}"
+            raise ValueError(f"{told}. {advice}" if advice else told)
     raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
 
 

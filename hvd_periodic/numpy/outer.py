@@ -20,12 +20,13 @@ class ArrayOuterOptimizer:
     """A copy of an optimizer of arrays, over the arrays of the center.
 
     Args:
-        source: the optimizer to copy, with what state it has.
+        source: the optimizer to copy, with what state it has: numbers that its step changes are state as arrays are.
     """
 
     def __init__(self, source: ArrayOptimizer) -> None:
         self._source = copy.deepcopy(source)
         self._optimizer = copy.deepcopy(source)
+        self._counters: list[str] = []
 
     def another(self) -> ArrayOuterOptimizer:
         """Return one like this that has no center yet."""
@@ -50,6 +51,7 @@ class ArrayOuterOptimizer:
             return moved
 
         require_elementwise(self.name, center.layout, whole, steps)
+        self._counters = self._changed_by_step(whole)
         self._optimizer = copy.deepcopy(self._source)
         _restrict(self._optimizer, center.layout, whole)
         self._views = (center.tensors(), gradient.tensors())
@@ -63,8 +65,9 @@ class ArrayOuterOptimizer:
         return {f"{key} of the center optimizer": value for key, value in self.hyperparameters().items()}
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the numbers and texts among the attributes."""
-        return {key: value for key, value in vars(self._optimizer).items() if isinstance(value, (int, float, str))}
+        """Return the numbers and texts among the attributes that no step changes."""
+        settings = _settings(self._optimizer)
+        return {key: value for key, value in settings.items() if key not in self._counters}
 
     def follow(self, settings: Any) -> None:
         """Set these attributes; of None, leave them as they are."""
@@ -88,7 +91,7 @@ class ArrayOuterOptimizer:
         self.bind(zeros[0], zeros[1], layout)
         trial = copy.deepcopy(self._source)
         trial.step(zeros[0].tensors(), zeros[1].tensors())
-        return [(array.shape, array.dtype.name) for array in _arrays(trial)]
+        return [((), "float64") for _ in self._counters] + [(a.shape, a.dtype.name) for a in _arrays(trial)]
 
     def reset(self) -> None:
         """Copy it anew."""
@@ -99,13 +102,24 @@ class ArrayOuterOptimizer:
         if not _arrays(self._optimizer):
             centers = [center.copy() for center in self._views[0]]
             self._optimizer.step(centers, [np.zeros_like(center) for center in centers])
-        for mine, array in zip(_arrays(self._optimizer), arrays, strict=True):
+        counters, others = arrays[: len(self._counters)], arrays[len(self._counters) :]
+        for key, array in zip(self._counters, counters, strict=True):
+            setattr(self._optimizer, key, type(getattr(self._optimizer, key))(array))
+        for mine, array in zip(_arrays(self._optimizer), others, strict=True):
             mine[...] = array
 
     def push(self, arrays: Sequence[Array]) -> None:
         """Copy into the arrays."""
-        for mine, array in zip(_arrays(self._optimizer), arrays, strict=True):
+        counters = [getattr(self._optimizer, key) for key in self._counters]
+        for mine, array in zip(counters + _arrays(self._optimizer), arrays, strict=True):
             array[...] = mine
+
+    def _changed_by_step(self, whole: Layout) -> list[str]:
+        """Return the numbers among the attributes that a step changes, such as a step counter: let a copy take one."""
+        trial, before = copy.deepcopy(self._source), _settings(self._source)
+        arrays = [np.ones(spec.shape, spec.kind) for spec in whole.specs]
+        trial.step(arrays, [np.ones_like(array) for array in arrays])
+        return sorted(key for key, value in _settings(trial).items() if before.get(key) != value)
 
 
 def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
@@ -118,6 +132,11 @@ def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
             sources = zip(share.sources, share.specs, strict=True)
             parts = [value[i].reshape(-1)[start:stop].reshape(spec.shape) for (i, start, stop), spec in sources]
             setattr(optimizer, key, [part.copy() for part in parts])
+
+
+def _settings(optimizer: ArrayOptimizer) -> dict[str, Any]:
+    """Return the numbers and texts among the attributes."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
 
 
 def _arrays(optimizer: ArrayOptimizer) -> list[Array]:

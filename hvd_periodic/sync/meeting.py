@@ -24,6 +24,11 @@ from hvd_periodic.sync.weights import Weight, relative_weights
 
 _EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
 
+_SETTINGS_ADVICE = (
+    "Schedulers and the script have to set it alike on all ranks. If the local optimizer learns it from its gradients, "
+    "the center needs an optimizer of its own: pass `center_optimizer` (in `PeriodicOptimizer`: `outer_optimizer`)"
+)
+
 Check = Callable[[], str | None]
 """Returns why this rank cannot go on, or None."""
 
@@ -210,7 +215,7 @@ class Meeting:
         if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):
             return None
         if any(record.settings != first.settings for record in deciding if record.updates == most):
-            agree(communicator, name, self._hyperparameters.settings())
+            agree(communicator, name, self._hyperparameters.settings(), _SETTINGS_ADVICE)
         of_ranks = communicator.allgather_object(self._hyperparameters.hyperparameters(), f"{name}.settings")
         decides = records.index(first)
         others = [r for r, record in enumerate(records) if record in deciding and record.rate != first.rate]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from hvd_periodic.arguments import outer_name
-from hvd_periodic.torch.gradient_averaging import innermost, plain_class
+from hvd_periodic.torch.copies import OwnState, copied, in_train_mode, own_state, settings_in
+
+Place: TypeAlias = tuple[int, int, str]
+"""Group, number in the group and key of what the state holds of a center; see ``_OF_GROUP``, ``_OF_ALL``."""
+
+_OF_GROUP, _OF_ALL = -1, -1
+"""In place of the number: state in a parameter group; in place of the group: state that belongs to no parameter."""
 
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """An optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer."""
@@ -22,7 +28,8 @@ class CenterOptimizer:
 
     A copied one takes over class, constructor arguments, attributes and hyper-parameters, and reads the
     hyper-parameters again before every step: a learning-rate scheduler of the original drives both. It shares no state
-    with the original, and starts from what its constructor makes of the centers.
+    with the original, and starts from what its constructor makes of the centers. State in parameter groups is what the
+    optimizer's own steps change, such as a step counter.
 
     Args:
         source: the optimizer to copy, or a function that makes one.
@@ -33,7 +40,7 @@ class CenterOptimizer:
         owners: which parameter each center belongs to, where they are parts of centers.
 
     Attributes:
-        keys: group, number in the group and key of every tensor of the state, once :meth:`shapes` has found them.
+        keys: places of all that the state holds, each with its type, once :meth:`shapes` has found them.
         followed: the hyper-parameters of every group for the next step, where they are those of another rank.
 
     Raises:
@@ -53,15 +60,16 @@ class CenterOptimizer:
     ) -> None:
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
-        self.keys: list[tuple[int, int, str]] = []
+        self.keys: dict[Place, type] = {}
         self.followed: list[dict[str, Any]] | None = None
         self._source = source
         self._template = source if isinstance(source, torch.optim.Optimizer) else None
         self._follows_local = source is local
         grouping = local if self._template is None else self._template
-        self._on_host = all(center.device.type == "cpu" for center in centers)
+        self._on_host = True
         self._groups: list[int] = []
         groups: list[dict[str, Any]] = []
+        like: list[list[torch.Tensor]] = []
         centers = list(centers)
         centers_of: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
         for owner, center in zip(range(len(centers)) if owners is None else owners, list(centers), strict=True):
@@ -75,19 +83,20 @@ class CenterOptimizer:
             if members:
                 self._groups.append(index)
                 groups.append({"params": members})
+                like.append(present)
         _check_complete(groups, centers)
-        self.optimizer = self._construct(groups)
+        self._own = own_state(self._construct, self._template, like)
+        self._on_host = all(center.device.type == "cpu" for center in centers)
+        self.optimizer = self._construct(groups, self._own)
         _check_complete(self.optimizer.param_groups, centers)
         _check_steps(self.optimizer)
-        self._initial = {
-            center: {key: copy.deepcopy(value) for key, value in state.items()}
-            for center, state in self.optimizer.state.items()
-        }
+        self._initial = {key: _duplicate(value) for key, value in self.optimizer.state.items()}
+        self._initial_groups = [copy.deepcopy(self._of_step(group)) for group in self.optimizer.param_groups]
 
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
         """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
         moved = torch.from_numpy(x.copy())
-        optimizer = self._construct([{"params": [moved]}])
+        optimizer = in_train_mode(self._construct([{"params": [moved]}], self._own))
         for group in optimizer.param_groups:
             group.update(_on_host(group))
         for gradient in gradients:
@@ -95,26 +104,31 @@ class CenterOptimizer:
             optimizer.step()
         return moved.numpy()
 
+    @property
+    def learned(self) -> list[str]:
+        """State in parameter groups that depends on the gradients of all their parameters."""
+        return sorted(self._own.learned)
+
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""
         self._follow()
         return {
             f"{key} of group {i} of the center optimizer": value
             for i, group in enumerate(self.optimizer.param_groups)
-            for key, value in sorted(_hyperparameters(group).items())
+            for key, value in sorted(settings_in(group, self._own).items())
         }
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return copies of the hyper-parameters of the next step, of every group."""
         self._follow()
-        return copy.deepcopy([_hyperparameters(group) for group in self.optimizer.param_groups])
+        return copy.deepcopy([settings_in(group, self._own) for group in self.optimizer.param_groups])
 
     def step(self) -> None:
         """Move the centers by their gradients."""
         self._follow()
         for group, followed in zip(self.optimizer.param_groups, self.followed or (), strict=False):
             group.update(followed)
-        self.optimizer.step()
+        in_train_mode(self.optimizer).step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state dict."""
@@ -128,35 +142,44 @@ class CenterOptimizer:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
                 original = self._template.param_groups[index]
                 kept = {key: original[key] for key in _on_host(original)}
-                original.update(_hyperparameters(group) | kept)
+                original.update(settings_in(group, self._own) | kept)
 
     def reset(self) -> None:
         """Forget all steps."""
         self.optimizer.state.clear()
-        self.optimizer.state.update({center: copy.deepcopy(state) for center, state in self._initial.items()})
+        self.optimizer.state.update({key: _duplicate(value) for key, value in self._initial.items()})
+        for group, initial in zip(self.optimizer.param_groups, self._initial_groups, strict=True):
+            for key in self._of_step(group):
+                del group[key]
+            group.update(copy.deepcopy(initial))
 
     def shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the arrays of the state, after one that tells which tensors of it there are.
+        """Return shape and dtype of the arrays of the state, after one that tells which parts of it there are.
 
         They are those after the first step of a copy: as things are, and with a momentum, which schedulers set later.
 
         Raises:
-            ValueError: the state holds something else than tensors.
+            ValueError: the state holds something else than tensors and numbers.
         """
         self._follow()
-        found: dict[tuple[int, int, str], tuple[tuple[int, ...], str]] = {}
+        found: dict[Place, Any] = {}
         for momentum in (0.0, 0.5):
-            trial = _twin(self.optimizer)
+            trial = in_train_mode(_twin(self.optimizer))
             for group in trial.param_groups:
                 if "momentum" in group:
                     group["momentum"] = group["momentum"] or momentum
                 for center in group["params"]:
                     center.grad = torch.zeros_like(center)
             trial.step()
-            for g, i, key, value in _entries(trial):
-                found[g, i, key] = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        self.keys = list(found)
-        return [((len(found),), "bool"), *found.values()]
+            found.update(_entries(trial, self._own))
+        counting = [key for key in sorted(self._own.attributes) if type(vars(self.optimizer).get(key)) in (int, float)]
+        if counting:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} changes its attribute {counting[0]!r} when it steps, and processes "
+                f"can share only tensors and numbers in its state. Pass another `{outer_name()}`"
+            )
+        self.keys = {place: type(value) for place, value in found.items()}
+        return [((len(found),), "bool"), *map(_shape, found.values())]
 
     def keeps_state(self) -> bool:
         """Return whether there is a state after a step, as things are."""
@@ -164,18 +187,19 @@ class CenterOptimizer:
         for group in trial.param_groups:
             for center in group["params"]:
                 center.grad = torch.zeros_like(center)
-        trial.step()
-        return any(True for _ in _entries(trial))
+        in_train_mode(trial).step()
+        kept = [state.values() if isinstance(state, dict) else [state] for state in trial.state.values()]
+        return any(value is not None for values in kept for value in values)
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
         """Make these arrays the state."""
-        present, *tensors = arrays
-        for (g, i, key), there, array in zip(self.keys, present, tensors, strict=True):
-            state = self._state_of(g, i)
+        present, *values = arrays
+        for (place, kind), there, array in zip(self.keys.items(), present, values, strict=True):
+            holder, key = self._holder(place), place[-1]
             if there:
-                state[key] = torch.from_numpy(array)
+                holder[key] = _number(kind, array) if kind in _NUMBERS else torch.from_numpy(array)
             else:
-                state.pop(key, None)
+                holder.pop(key, None)
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
         """Put the state into these arrays, if they are not the state itself.
@@ -183,93 +207,51 @@ class CenterOptimizer:
         Raises:
             ValueError: the state holds more than :meth:`shapes` knew of.
         """
-        present, *tensors = arrays
-        here = {(g, i, key): value for g, i, key, value in _entries(self.optimizer)}
-        unknown = sorted({key for _, _, key in here.keys() - set(self.keys)})
+        present, *values = arrays
+        here = _entries(self.optimizer, self._own)
+        unknown = sorted({key for _, _, key in here.keys() - self.keys.keys()})
         if unknown:
             raise ValueError(
                 f"{type(self.optimizer).__name__} keeps {unknown[0]!r} now, which it did not when constructed, and "
                 f"processes share what it kept then: set hyper-parameters before, or pass another `{outer_name()}`"
             )
-        for n, (place, array) in enumerate(zip(self.keys, tensors, strict=True)):
+        for n, (place, array) in enumerate(zip(self.keys, values, strict=True)):
             present[n] = place in here
-            if place in here and here[place].data_ptr() != array.ctypes.data:
-                torch.from_numpy(array).copy_(here[place])
+            value = here.get(place)
+            if isinstance(value, torch.Tensor) and value.data_ptr() != array.ctypes.data:
+                torch.from_numpy(array).copy_(value)
+            elif isinstance(value, _NUMBERS):
+                array[...] = value
 
-    def _state_of(self, group: int, index: int) -> dict[str, Any]:
-        state: dict[str, Any] = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        return state
+    def _holder(self, place: Place) -> dict[Any, Any]:
+        """Return the dict in which the optimizer keeps the value of a place."""
+        group, index, _ = place
+        if group == _OF_ALL:
+            return self.optimizer.state
+        of_group: dict[str, Any] = self.optimizer.param_groups[group]
+        return of_group if index == _OF_GROUP else self.optimizer.state[of_group["params"][index]]
 
-    def _construct(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def _of_step(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state that a group holds."""
+        return {key: group[key] for key in self._own.keys & group.keys()}
+
+    def _construct(self, groups: list[dict[str, Any]], own: OwnState) -> torch.optim.Optimizer:
         """Return a new optimizer of these groups, of which the first ones of the template are taken."""
         if self._template is None:
             return _make(self._source, groups)
         for index, group in zip(self._groups, groups, strict=False):
-            group.update(self._settings_of(index))
-        return _copy(self._template, groups)
+            group.update(self._settings_of(index, own))
+        return copied(self._template, groups, own)
 
-    def _settings_of(self, index: int) -> dict[str, Any]:
+    def _settings_of(self, index: int, own: OwnState) -> dict[str, Any]:
         """Return the hyper-parameters of a group of the template, as they are for the centers."""
-        group = _hyperparameters(self._template.param_groups[index]) if self._template is not None else {}
+        group = {} if self._template is None else settings_in(self._template.param_groups[index], own)
         return group | (_on_host(group) if self._on_host else {})
 
     def _follow(self) -> None:
         if self._template is not None:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-                group.update(self._settings_of(index))
-
-
-def _copy(template: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a new optimizer of the class of the template, with its attributes.
-
-    An argument of a constructor is known by its name: among the defaults, where optimizers keep what a group may
-    override, or among the attributes. Some act in the constructor only, such as Adagrad's initial accumulator.
-    """
-    construct: Callable[..., torch.optim.Optimizer] = plain_class(template)
-    template = innermost(template)
-    attributes = {key: value for key, value in vars(template).items() if not _holds_tensors(value)}
-    known = {**attributes, **template.defaults}
-    try:
-        made = construct(groups, **{name: known[name] for name in _arguments(plain_class(template)) if name in known})
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{type(template).__name__} cannot be copied for the center ({error}). Pass "
-            f"`{outer_name()}=lambda groups: ...` that constructs one"
-        ) from error
-    every_optimizer_has = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    for key in vars(made).keys() & attributes.keys() - every_optimizer_has.keys():
-        setattr(made, key, copy.deepcopy(attributes[key]))
-    return made
-
-
-def fresh_copy(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and settings, of one parameter.
-
-    Raises:
-        TypeError: its class cannot be constructed from parameter groups, defaults and attributes.
-    """
-    return _copy(optimizer, [{"params": [parameter]}])
-
-
-def _arguments(made: type[torch.optim.Optimizer]) -> list[str]:
-    """Return the names of the arguments of a constructor; where it hands on ``**others``, also those of its bases."""
-    names: list[str] = []
-    for base in made.__mro__:
-        if "__init__" in vars(base):
-            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())
-            names += [parameter.name for parameter in parameters[2:]]
-            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-                break
-    return names
-
-
-def _holds_tensors(value: object) -> bool:
-    """Whether this belongs to the parameters that an optimizer was made for, as far as can be told."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or inspect.ismethod(value):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, (*value.keys(), *value.values())))
-    return isinstance(value, (list, tuple, set)) and any(map(_holds_tensors, value))
+                group.update(self._settings_of(index, self._own))
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -282,24 +264,51 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return twin
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[int, int, str, torch.Tensor]]:
-    """Return group, number in the group, key and value of all tensors of the state.
+_NUMBERS = (bool, int, float)
+
+
+def _entries(optimizer: torch.optim.Optimizer, own: OwnState) -> dict[Place, Any]:
+    """Return all that the state holds, by place.
 
     Raises:
-        ValueError: the state holds something else.
+        ValueError: something is neither a tensor nor a number.
     """
-    entries = []
+    found: dict[Place, Any] = {}
     for g, group in enumerate(optimizer.param_groups):
+        found |= {(g, _OF_GROUP, key): group[key] for key in sorted(own.keys & group.keys())}
         for i, center in enumerate(group["params"]):
-            for key, value in sorted(optimizer.state.get(center, {}).items()):
-                if isinstance(value, torch.Tensor):
-                    entries.append((g, i, key, value))
-                elif value is not None:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}: processes can share "
-                        f"tensors only. Pass another `{outer_name()}`"
-                    )
-    return entries
+            found |= {(g, i, key): value for key, value in sorted(optimizer.state.get(center, {}).items())}
+    state: dict[Any, Any] = optimizer.state
+    others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    found |= {(_OF_ALL, 0, key): value for key, value in others.items() if value != {}}
+    found = {place: value for place, value in found.items() if value is not None}
+    for (*_, key), value in found.items():
+        if not isinstance(value, (torch.Tensor, *_NUMBERS)):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}: processes can share "
+                f"tensors and numbers only. Pass another `{outer_name()}`"
+            )
+    return found
+
+
+def _shape(value: Any) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype of the array that holds a tensor or a number."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    return (), "bool" if isinstance(value, bool) else "float64"
+
+
+def _number(kind: type, array: np.ndarray) -> Any:
+    """Return the number in an array, an int where it was one and still is."""
+    number = array.item()
+    return int(number) if kind is int and number.is_integer() else number
+
+
+def _duplicate(value: Any) -> Any:
+    """Return a copy of what the state holds under a key, which is a parameter or a name."""
+    return (
+        {key: copy.deepcopy(each) for key, each in value.items()} if isinstance(value, dict) else copy.deepcopy(value)
+    )
 
 
 def _make(source: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -341,7 +350,3 @@ def _on_host(group: dict[str, Any]) -> dict[str, Any]:
     Several tensors at once would need a capturable step for a learning rate that is a tensor.
     """
     return {"capturable": False, "foreach": None} if group.get("capturable") else {}
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -14,6 +14,8 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
 from hvd_periodic.sync.shares import Share, Whole
 from hvd_periodic.torch.communicator import communicator_of
+from hvd_periodic.torch.copies import settings_of
+from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.resharding import resharded
@@ -202,10 +204,14 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         self.synchronizer.take_from(giver)
 
     def _take_hyperparameters(self, giver: int) -> None:
-        """Take those of the local optimizer of one rank, and of the one that its center's follows."""
+        """Take those of the local optimizer of one rank, and of the one that its center's follows.
+
+        State that an optimizer keeps in its groups is not among them: it belongs to the rest of its state.
+        """
         followed = self.synchronizer.followed
-        groups = [*self.value.param_groups, *(() if followed is None else followed.param_groups)]
-        given = _of_rank([_without_parameters(group) for group in groups], giver)
+        optimizers = [innermost(self.value), *(() if followed is None else (followed,))]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        given = _of_rank([settings for optimizer in optimizers for settings in settings_of(optimizer)], giver)
         for group, settings in zip(groups, given, strict=True):
             group.update(settings)
 
@@ -235,7 +241,3 @@ def _has_state(value: Any) -> bool:
 def _levels(optimizer: torch.optim.Optimizer) -> list[PeriodicOptimizer]:
     """Return an optimizer of this package, and those inside of it."""
     return [optimizer, *_levels(optimizer.inner)] if isinstance(optimizer, PeriodicOptimizer) else []
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

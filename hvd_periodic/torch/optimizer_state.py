@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_periodic.torch.center_optimizer import fresh_copy
+from hvd_periodic.torch.copies import fresh_copy
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.store import Store

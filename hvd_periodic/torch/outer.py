@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_periodic.arguments import outer_name
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
-from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike
+from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike, Place
+from hvd_periodic.torch.divided import is_divided
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
@@ -32,7 +34,7 @@ class TorchOuterOptimizer:
         self._local = local
         self._parameters = parameters
         self._optimizer: CenterOptimizer | None = None
-        self._keys: list[tuple[int, int, str]] = []
+        self._keys: dict[Place, type] = {}
 
     def another(self) -> TorchOuterOptimizer:
         """Return one like this that has no center yet."""
@@ -72,8 +74,21 @@ class TorchOuterOptimizer:
         owners = [tensor for tensor, _, _ in center.layout.sources]
         made = CenterOptimizer(self.source, self._local, self._parameters, center.tensors(), gradient.tensors(), owners)
         made.keys = self._keys
+        self._require_all(made, center.layout, whole)
         require_elementwise(type(made.optimizer).__name__, center.layout, whole, made.steps)
         self._optimizer = made
+
+    def _require_all(self, made: CenterOptimizer, share: Layout, whole: Layout) -> None:
+        """Raise a ValueError where an optimizer that learns from all parameters would have some of them only."""
+        elements = [sum(layout.arenas.values()) for layout in (share, whole)]
+        divided = any(map(is_divided, self._parameters))
+        if made.learned and (divided or 0 < elements[0] < elements[1]):
+            raise ValueError(
+                f"{type(made.optimizer).__name__} learns {', '.join(map(repr, made.learned))} of its parameter groups "
+                "from the gradients of all parameters, and would learn something else on each part of the center, "
+                f"which is divided here (by {'islands' if divided else share.cut or 'fragments'}). Pass another "
+                f"`{outer_name()}`, such as lambda groups: torch.optim.SGD(groups, lr=1.0)"
+            )
 
     def step(self) -> None:
         """Apply one step."""

@@ -226,7 +226,7 @@ class TorchReplica(Replica[torch.Tensor]):
         if self.optimizer is None:
             raise ValueError("The algorithm needs the learning rate of local steps: pass `optimizer`")
         groups = self.optimizer.param_groups
-        if any("lr" not in group for group in groups):
+        if any(group.get("lr") is None for group in groups):
             raise TypeError(
                 f"The algorithm needs the learning rate of local steps, and {type(self.optimizer).__name__} has no `lr`"
             )

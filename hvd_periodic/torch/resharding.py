@@ -53,7 +53,8 @@ class _StateDicts(Form):
             groups.append({**group, "params": list(range(first, first + len(members)))})
         numbered = _numbered(groups, place)
         state = {index: kept[part] for index, part in numbered if part is not None and part in kept}
-        return {"state": state, "param_groups": groups}
+        of_no_parameter = {key: value for key, value in example["state"].items() if not isinstance(key, int)}
+        return {"state": of_no_parameter | state, "param_groups": groups}
 
     def zeros(self, like: Any, size: int) -> Any:
         """Return a tensor."""

@@ -85,6 +85,10 @@ def divided(state: dict[str, Any], parameters: Mapping[str, Any], names: Sequenc
         under_way = under_way | {"snapshot": of_names(under_way["snapshot"])}
     if isinstance(outer, TorchOuterOptimizer) and moving is not None and "state" in moving:
         owners = [names[number] for group in outer.grouping() for number in group]
-        kept = {i: {key: like(owners[i], value) for key, value in own.items()} for i, own in moving["state"].items()}
-        moving = moving | {"state": kept}
+        kept = {
+            i: {key: like(owners[i], value) for key, value in own.items()}
+            for i, own in moving["state"].items()
+            if isinstance(i, int)  # What belongs to no parameter has another key.
+        }
+        moving = moving | {"state": moving["state"] | kept}
     return state | {"vectors": vectors, "under_way": under_way, "center_optimizer": moving}

@@ -27,6 +27,7 @@ from hvd_periodic.asynchronous.worker import VARIABLE
 from hvd_periodic.torch import synchronizer as module
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.layout import chunk
+from tests.counting import CountsInGroup
 from tests.helpers import random_arrays
 from tests.parallel import left_out_in_turn as in_turn_of
 from tests.parallel.program import Scenarios, attempt
@@ -359,7 +360,8 @@ def normalized_in_turn(mode: str) -> Any:
     One of them gets its momentum in the middle, as from a scheduler.
     """
     results = {}
-    for name, moves in {**CENTER_OPTIMIZERS, "momentum later": CENTER_OPTIMIZERS["sgd"]}.items():
+    others = {"momentum later": CENTER_OPTIMIZERS["sgd"], "counts in its groups": CountsInGroup}
+    for name, moves in {**CENTER_OPTIMIZERS, **others}.items():
         for op in ("sum", "average") if name == "momentum" else ("sum",):
             tensors, plain = awkward(hvd.rank()), awkward(0)
             copied, reference = in_groups(moves, tensors), in_groups(moves, plain)

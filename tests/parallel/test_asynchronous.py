@@ -117,7 +117,14 @@ def check_staleness(reports: Reports, modes: tuple[str, ...]) -> None:
 def check_normalized_in_turn(reports: Reports, modes: tuple[str, ...]) -> None:
     for mode in modes:
         for report in column(reports, "normalized_in_turn", mode):
-            assert set(report) == {"sgd, sum", "momentum, sum", "momentum, average", "adam, sum", "momentum later, sum"}
+            assert set(report) == {
+                "sgd, sum",
+                "momentum, sum",
+                "momentum, average",
+                "adam, sum",
+                "momentum later, sum",
+                "counts in its groups, sum",
+            }
             for case, (difference, moved) in report.items():
                 assert difference < 1e-12, case
                 assert moved > 0.1, case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from hvd_periodic import (
     Every,
     ModelAverageOptimizer,
 )
+from hvd_periodic.numpy.outer import ArrayOuterOptimizer
+from hvd_periodic.vectors.layout import Layout, TensorSpec
+from hvd_periodic.vectors.store import FlatStore
 from tests.helpers import Array, NumpyTrainer, read_center, run_ranks
 
 
@@ -175,6 +179,54 @@ def test_the_first_center_step_of_adam_has_the_size_of_the_learning_rate() -> No
         optimizer.step([np.array([-1.0])])
     assert x[0] == pytest.approx(0.1, rel=1e-9)
     assert local.steps == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{"center": "root"}, {"fragments": 2}, {"fragments": 2, "overlap": 1}, {"overlap": 1}], ids=str
+)
+def test_the_steps_of_adam_are_counted_alike_wherever_the_center_is(options: dict[str, Any]) -> None:
+    """As they are without an optimizer of its own for the center: its counter is no setting that ranks agree on."""
+
+    def work(communicator: Communicator, **options: Any) -> list[Array]:
+        xs, seen = {"x": np.zeros(2), "y": np.zeros(3)}, []
+        optimizer = AGNOptimizer(Adam(0.1), xs, communication_period=2, communicator=communicator, **options)
+        for _ in range(8):
+            optimizer.step([x - communicator.rank - 1.0 for x in xs.values()])
+        with optimizer.center():
+            seen += [x.copy() for x in xs.values()]
+        counters = optimizer.synchronizer.state_dict()["center_optimizer"]
+        assert {part["steps"] for part in counters.get("fragments", [counters])} == {4}
+        return seen
+
+    for found in run_ranks(2, lambda communicator: work(communicator, **options)):
+        assert all(np.isfinite(x).all() and (x > 0).all() for x in found)
+
+
+def test_workers_that_step_in_turn_share_the_steps_of_adam() -> None:
+    """Two of them move one center as one would that took all steps."""
+    layout = Layout([TensorSpec("x", (3,), "float64", 8)])
+
+    def bound() -> tuple[ArrayOuterOptimizer, FlatStore[Array], FlatStore[Array], list[Array]]:
+        outer = ArrayOuterOptimizer(Adam(0.1))
+        shapes = outer.shapes(layout)
+        center, gradient = (FlatStore(layout, lambda kind, size: np.zeros(size, kind)) for _ in range(2))
+        outer.bind_host(center, gradient, layout)
+        return outer, center, gradient, [np.zeros(shape, dtype) for shape, dtype in shapes]
+
+    alone, workers = bound(), [bound(), bound()]
+    for turn, mine in enumerate([0, 1, 1, 0]):
+        outer, center, gradient, _ = workers[mine]
+        arrays, moved = workers[0][-1], workers[0][1]
+        for each in (gradient, alone[2]):
+            each.tensors()[0][:] = np.array([1.0, -2.0, 3.0]) * (turn + 1)
+        center.tensors()[0][:] = moved.tensors()[0] if mine else center.tensors()[0]
+        if turn:
+            outer.pull(arrays)
+        outer.step()
+        outer.push(arrays)
+        moved.tensors()[0][:] = center.tensors()[0]
+        alone[0].step()
+        np.testing.assert_array_equal(center.tensors()[0], alone[1].tensors()[0])
 
 
 def test_center_momentum_is_not_local_momentum() -> None:

@@ -119,15 +119,16 @@ def new(
     batch: int = 0,
     inside: Any = None,
     paired: bool = True,
+    kind: Any = torch.optim.SGD,
     **options: Any,
 ) -> Worker:
-    """Return a worker; ``moving`` its center by another optimizer than a copy of the local one.
+    """Return a worker with a local optimizer of a kind; ``moving`` its center by another one than a copy of that.
 
     Pairs of ranks, or all of them if they are not ``paired``, exchange by an algorithm ``inside`` at every step.
     """
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    local = kind(model.parameters(), lr=0.1, momentum=0.5)
     outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) if moving else None
     inner = local
     if inside is not None:
@@ -495,3 +496,35 @@ def test_a_rate_that_has_decayed_is_loaded_on_the_root(center: str, moving: bool
     found = together([make] * 2, resumed(everywhere=False))
     assert found == together([make] * 2, resumed(everywhere=True))
     assert [rate for rate, _ in found] == [0.25 if moving else 0.05] * 2
+
+
+class CountsInGroup(torch.optim.SGD):
+    """Counts its steps in the parameter group."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("algorithm", [hvdp.Averaging, hvdp.AGN])
+def test_who_joins_takes_over_settings_and_no_steps(algorithm: Any) -> None:
+    """The rest of the local optimizer's state is new as well."""
+
+    def first(worker: Worker) -> Worker:
+        worker.state.sync()
+        worker.train(3)
+        worker.optimizer.param_groups[0]["lr"] = 0.05
+        worker.state.commit()
+        return worker
+
+    def again(worker: Worker) -> tuple[Any, ...]:
+        worker.begin_again()
+        group = worker.optimizer.param_groups[0]
+        return group["lr"], group.get("count")
+
+    def make() -> Worker:
+        return new(algorithm, kind=CountsInGroup)
+
+    workers = together([make] * 2, first)
+    assert together([*workers, make], again) == [(0.05, 3), (0.05, 3), (0.05, None)]
