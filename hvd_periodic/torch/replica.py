@@ -80,6 +80,7 @@ class TorchReplica(Replica[torch.Tensor]):
         constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
         constants += named.of_policy(LOCAL)
         self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
+        self.may_be_left_out = not self.divided
         check_divided(self.divided, [tensor for _, tensor in taking_part])
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
