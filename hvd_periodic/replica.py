@@ -30,6 +30,7 @@ class Replica(Protocol, Generic[V]):
         from_root: what becomes the root's at every exchange; None where there is nothing.
         constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
         in_host_memory: vectors are at hand in host memory, at once.
+        may_be_left_out: an exchange may leave this rank out; not where other ranks hold parts of the same replica.
         framework: its name and version, for people.
         uncounted: what is wrong where the local optimizer has stepped and nobody counted it; None where nothing is
             known.
@@ -44,6 +45,7 @@ class Replica(Protocol, Generic[V]):
     from_root: Store[V] | None = None
     constants: Store[V] | None = None
     in_host_memory: bool = False
+    may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None
     how_to_exclude: str = "Leave them out"

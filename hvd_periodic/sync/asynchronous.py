@@ -70,8 +70,7 @@ class Asynchronous(Course[V]):
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        coding = exchanged.replica.space.coding
-        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, coding)
+        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, exchanged.replica)
 
     @property
     def shows_loaded(self) -> bool:

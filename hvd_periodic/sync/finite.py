@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.coding import Coding
@@ -25,6 +26,9 @@ def as_nonfinite(nonfinite: str) -> str:
     if nonfinite not in (RAISE, SKIP, IGNORE):
         raise ValueError(f"`nonfinite` must be {RAISE!r}, {SKIP!r} or {IGNORE!r}. Received: {nonfinite!r}")
     return nonfinite
+
+
+_SKIP_ADVICE = "nonfinite='skip' leaves such a rank out, and gives it the center back"
 
 
 class Checked(NamedTuple):
@@ -53,14 +57,15 @@ class Finite(Generic[V]):
         membership: knows whether this rank is the root.
         policy: ``"raise"``, ``"skip"`` or ``"ignore"``.
         wire: by which parameters travel; a lossy one cannot carry what is not finite, whatever the policy.
-        coding: the verbs of the front end.
+        replica: of this rank.
     """
 
     def __init__(
-        self, groups: TensorGroups[V], membership: Membership, policy: str, wire: Wire, coding: Coding[V]
+        self, groups: TensorGroups[V], membership: Membership, policy: str, wire: Wire, replica: Replica[V]
     ) -> None:
-        self._groups, self._membership = groups, membership
-        self._policy, self._wire, self._coding = policy, wire, coding
+        self._groups, self._membership, self._replica = groups, membership, replica
+        self._policy, self._wire = policy, wire
+        self._coding: Coding[V] = replica.space.coding
         self.skips = policy == SKIP
         """Ranks that are not finite are left out."""
 
@@ -103,10 +108,14 @@ class Finite(Generic[V]):
             return f"{found}: it cannot travel with compression={self._wire!r}"
         if self.skips:
             return found
-        return (
-            f"{found}, and would spoil the center. Look at the learning rate, the loss and the data of this rank; "
-            "nonfinite='skip' leaves such a rank out, and gives it the center back"
-        )
+        found = f"{found}, and would spoil the center. Look at the learning rate, the loss and the data of this rank"
+        return f"{found}; {_SKIP_ADVICE}" if self._can_skip else found
+
+    @property
+    def _can_skip(self) -> bool:
+        """Whether this rank could be left out: not where others have parts of its replica, or have to stay in step."""
+        communicator = self._membership.communicator
+        return self._replica.may_be_left_out and communicator.meets_with is communicator
 
     def _name_in(self, group: TensorGroup[V]) -> str | None:
         """Return what a tensor of a group is called, given its name; None where this rank's can spoil nothing."""

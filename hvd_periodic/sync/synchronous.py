@@ -68,8 +68,7 @@ class Synchronous(Course[V]):
         groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
-        coding = exchanged.replica.space.coding
-        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, coding)
+        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, exchanged.replica)
         self._bind()
 
     def _bind(self) -> None:

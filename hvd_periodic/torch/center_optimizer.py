@@ -12,6 +12,7 @@ import torch
 
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.torch.copies import OwnState, copied, in_train_mode, own_state, settings_in
+from hvd_periodic.torch.modes import Modes
 
 Place: TypeAlias = tuple[int, int, str]
 """Group, number in the group and key of what the state holds of a center; see ``_OF_GROUP``, ``_OF_ALL``."""
@@ -90,6 +91,7 @@ class CenterOptimizer:
         self.optimizer = self._construct(groups, self._own)
         _check_complete(self.optimizer.param_groups, centers)
         _check_steps(self.optimizer)
+        self._modes = Modes(self.optimizer)
         self._initial = {key: _duplicate(value) for key, value in self.optimizer.state.items()}
         self._initial_groups = [copy.deepcopy(self._of_step(group)) for group in self.optimizer.param_groups]
 
@@ -129,6 +131,7 @@ class CenterOptimizer:
         for group, followed in zip(self.optimizer.param_groups, self.followed or (), strict=False):
             group.update(followed)
         in_train_mode(self.optimizer).step()
+        self._modes.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state dict."""

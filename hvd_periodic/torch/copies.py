@@ -16,7 +16,7 @@ from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 
 Groups: TypeAlias = list[dict[str, Any]]
 
-_STEPS = 16
+TRIAL_STEPS = 16
 """Enough for what begins late: a learned step size compares gradients, RAdam's step begins to adapt at the sixth."""
 
 _LARGEST = 4
@@ -155,7 +155,7 @@ def _tried(
             group["lr"] = 0.1
     seen = [_values(optimizer)]
     in_train_mode(optimizer)
-    for step in range(1, _STEPS + 1):
+    for step in range(1, TRIAL_STEPS + 1):
         for parameter in chain(*parameters):
             parameter.grad = gradient(torch.arange(1.0, parameter.numel() + 1), step).reshape(parameter.shape)
         optimizer.step()

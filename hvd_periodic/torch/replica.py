@@ -16,6 +16,7 @@ from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
 from hvd_periodic.torch.divided import check_divided, facts_of, is_divided, shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
+from hvd_periodic.torch.modes import Modes
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
 from hvd_periodic.torch.stores import RestingStore, TensorStore, as_center_device
 from hvd_periodic.torch.watched import WatchedTensors
@@ -52,7 +53,7 @@ class TorchReplica(WatchedTensors):
         center_device: torch.device | str | None = None,
     ) -> None:
         self.named, self.center_device = named, as_center_device(center_device)
-        self.optimizer = optimizer
+        self.optimizer, self._modes = optimizer, Modes(optimizer)
         self.bucket_bytes = bucket_bytes
         self._held = None if optimizer is None else _held_by(optimizer)
         if self._held is not None:
@@ -80,6 +81,7 @@ class TorchReplica(WatchedTensors):
         constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
         constants += named.of_policy(LOCAL)
         self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
+        self.may_be_left_out = not self.divided
         check_divided(self.divided, [tensor for _, tensor in taking_part])
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
@@ -107,6 +109,10 @@ class TorchReplica(WatchedTensors):
         """Be a range for torch's profiler, and where GPUs are used for those that read NVTX."""
         with torch.profiler.record_function(name), self._nvtx(name):
             yield
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Let the parameters hold what a schedule-free optimizer evaluates, inside a ``with`` block."""
+        return self._modes.evaluating(self.tensors)
 
     @staticmethod
     def _nvtx(name: str) -> AbstractContextManager[object]:

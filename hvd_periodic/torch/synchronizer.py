@@ -6,8 +6,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from typing import Any, Unpack
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -42,6 +42,21 @@ from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import check_moving, divided, translated
 from hvd_periodic.torch.state_making import makes_state_only
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _evaluating(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method that works on the point that the local optimizer evaluates, where it has such a point."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        synchronizer: Any = args[0]
+        with synchronizer.replica.evaluating():
+            return method(*args, **kwargs)
+
+    return neutrally(run)
 
 
 class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
@@ -151,10 +166,11 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     @neutrally
     def _begin(self, moment: Moment) -> bool:
         refuse_averaging(self.replica.tensors, self.membership.communicator.global_ranks)
-        if self._alone:
-            communicator = self.membership.communicator
-            self.join(communicator, communicator.unique_name())
-        return super().begin(moment)
+        with self.replica.evaluating():
+            if self._alone:
+                communicator = self.membership.communicator
+                self.join(communicator, communicator.unique_name())
+            return not self.begun and super().begin(moment)
 
     def join(self, communicator: Communicator, name: str) -> None:
         """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
@@ -194,22 +210,25 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     prepare_gradients = eagerly(ReplicaSynchronizer.prepare_gradients)
     step = eagerly(ReplicaSynchronizer.step)
-    # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
-    start = neutrally(ReplicaSynchronizer.start)
-    sync = neutrally(ReplicaSynchronizer.sync)
-    land = neutrally(ReplicaSynchronizer.land)
+    # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds. Of a
+    # schedule-free optimizer, ranks exchange the point that it evaluates, which the center is as well.
+    start = _evaluating(ReplicaSynchronizer.start)
+    sync = _evaluating(ReplicaSynchronizer.sync)
+    land = _evaluating(ReplicaSynchronizer.land)
     finalize = neutrally(ReplicaSynchronizer.finalize)
-    leave = neutrally(ReplicaSynchronizer.leave)
+    leave = _evaluating(ReplicaSynchronizer.leave)
     audit = neutrally(ReplicaSynchronizer.audit)
-    broadcast = neutrally(ReplicaSynchronizer.broadcast)
-    restart_center = neutrally(ReplicaSynchronizer.restart_center)
-    distance = neutrally(ReplicaSynchronizer.distance)
+    broadcast = _evaluating(ReplicaSynchronizer.broadcast)
+    restart_center = _evaluating(ReplicaSynchronizer.restart_center)
+    distance = _evaluating(ReplicaSynchronizer.distance)
     center_tensors = neutrally(ReplicaSynchronizer.center_tensors)
 
     @neutrally
     def state_dict(self) -> dict[str, Any]:
         """Return what every synchronizer does; of parameters that are divided between ranks, vectors are so as well."""
-        return divided(super().state_dict(), self.replica.divided, self.replica.names, self.exchanged.outer)
+        with self.replica.evaluating():
+            saved = super().state_dict()
+        return divided(saved, self.replica.divided, self.replica.names, self.exchanged.outer)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,6 +248,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Hold the center in the model inside a ``with`` block, which runs in the user's own mode."""
         block = ExitStack()
         with neutral():
+            block.enter_context(self.replica.evaluating())
             block.enter_context(super().center())
         try:
             yield

@@ -147,4 +147,6 @@ def test_ranks_are_named_as_the_job_numbers_them(reports: Reports) -> None:
 def test_peers_hear_of_a_shard_that_is_not_finite(reports: Reports) -> None:
     messages = column(reports, "not_finite")
     assert all("parameter 'parts.0' is not finite" in messages[rank] for rank in (1, 3))
+    assert "data of this rank" in messages[3]
+    assert "nonfinite" not in messages[3], "islands refuse to skip a rank"
     assert messages[0] == messages[2] == ""

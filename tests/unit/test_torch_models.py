@@ -179,6 +179,21 @@ def test_shards_are_contiguous() -> None:
         wrap(model)
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("divided", [False, True])
+def test_who_cannot_be_left_out_is_not_told_of_it(divided: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    tensor = torch.full((4,), float("nan"))
+    model = torch.nn.Module()
+    shards = DTensor.from_local(tensor, init_device_mesh("cpu", (1,)), [Shard(0)]) if divided else tensor
+    model.weight = torch.nn.Parameter(shards)
+    with pytest.raises(RuntimeError, match=r"'weight' is not finite .* the data of this rank") as caught:
+        wrap(model).synchronizer.sync()
+    assert ("nonfinite='skip'" in str(caught.value)) is not divided
+
+
 class ScheduleFree(torch.optim.SGD):
     """An optimizer with modes, as schedule-free ones have."""
 

@@ -12,6 +12,7 @@ pytest.importorskip("horovod.torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator, run  # noqa: E402
+from hvd_periodic.torch.copies import in_train_mode  # noqa: E402
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -141,9 +142,28 @@ class Averaged(torch.optim.SGD):
         return super().step(closure)
 
 
+class WithModes(Averaged):
+    """Steps in train mode only, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("train_mode", False)
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("Optimizer was not in train mode when step is called")
+        return super().step(closure)
+
+
 START_OF: dict[str, tuple[Any, str, Any]] = {
     "Rprop": (lambda p: torch.optim.Rprop(p, lr=0.1), "step_size", 0.1),
     "a copy of the parameters": (lambda p: Averaged(p, lr=0.1), "z", None),
+    "only in train mode": (lambda p: in_train_mode(WithModes(p, lr=0.1)), "z", None),
     "weight decay": (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5), "exp_avg", 0.0),
 }
 

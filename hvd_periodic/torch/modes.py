@@ -1,0 +1,95 @@
+"""Optimizers that evaluate the model at another point than they train it, such as schedule-free ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvd_periodic.torch.copies import TRIAL_STEPS, fresh_copy, settings_in
+from hvd_periodic.torch.divided import shard_of
+from hvd_periodic.torch.gradient_averaging import innermost
+
+
+class Modes:
+    """The modes of an optimizer whose ``train()`` goes on from the evaluation point that ``eval()`` has put in place.
+
+    Of others, such as those that evaluate a moving average beside the parameters, modes are left alone.
+
+    Args:
+        optimizer: any; None: there is none.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer: Any = innermost(optimizer)
+        if optimizer is None or not _goes_on_from_evaluation(self._optimizer):
+            self._optimizer = None
+
+    def evaluate(self) -> bool:
+        """Put the evaluation point into the parameters; return whether the optimizer was in train mode."""
+        if self._optimizer is None:
+            return False
+        before = _flags(self._optimizer)
+        self._optimizer.eval()
+        return _flags(self._optimizer) != before
+
+    @contextmanager
+    def evaluating(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the tensors hold the evaluation point inside a ``with`` block; training goes on from what they are then.
+
+        Those that nothing in the block has changed are afterwards what they were, to the bit.
+        """
+        if self._optimizer is None:
+            yield
+            return
+        shards = [shard_of(tensor).detach() for tensor in tensors]
+        trained = [shard.clone() for shard in shards]
+        was_training = self.evaluate()
+        evaluated = [shard.clone() for shard in shards] if was_training else []
+        try:
+            yield
+        finally:
+            left = [shard.clone() for shard in shards]
+            (self._optimizer.train if was_training else self._optimizer.eval)()
+            for i, shard in enumerate(shards):
+                if not was_training:
+                    shard.copy_(left[i])  # The user has called train() in the block.
+                elif torch.equal(left[i], evaluated[i]):
+                    shard.copy_(trained[i])
+
+
+def _flags(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return where an optimizer may note its mode: plain values in groups and attributes."""
+    places = [*map(settings_in, optimizer.param_groups), vars(optimizer)]
+    return [{key: value for key, value in place.items() if isinstance(value, (bool, str, int))} for place in places]
+
+
+def _goes_on_from_evaluation(optimizer: Any) -> bool:
+    """Return whether what is added at the evaluation point is there in train mode as well: let a copy tell."""
+    if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
+        return False
+    try:
+        with torch.random.fork_rng(devices=[]):  # Training draws the random numbers that it would have drawn.
+            ends = [_end(optimizer, added) for added in (0.0, 1.0)]
+    except Exception:
+        return False
+    return not torch.equal(*ends)
+
+
+def _end(optimizer: torch.optim.Optimizer, added: float) -> torch.Tensor:
+    """Return where a copy is in train mode after some steps, when something was added at its evaluation point."""
+    probe = torch.nn.Parameter(torch.zeros(2, 2))  # Near zero, the small steps of a warm-up count.
+    trial: Any = fresh_copy(optimizer, probe)
+    for _ in range(TRIAL_STEPS):
+        probe.grad = torch.ones_like(probe)
+        trial.step()
+    trained = probe.detach().clone()
+    trial.eval()
+    if torch.equal(probe, trained):
+        raise ValueError  # It evaluates what it trains.
+    with torch.no_grad():
+        probe.add_(added)
+    trial.train()
+    return probe.detach()
