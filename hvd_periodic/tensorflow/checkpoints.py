@@ -158,6 +158,14 @@ class Tensors:
         array = array if array.dtype == dtype else array.view(dtype)
         return tf.constant(array) if kind.startswith("tensor ") else array
 
+    def to_name(self, value: Any) -> str | None:
+        """Return the name of a dtype."""
+        return value.name if isinstance(value, tf.DType) else None
+
+    def from_name(self, name: str) -> Any:
+        """Return the dtype."""
+        return tf.as_dtype(name)
+
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, keras.Model):
