@@ -170,8 +170,9 @@ class _Encoder:
             where = f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}" if path else "the value"
             of = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""
             raise TypeError(
-                "A checkpoint holds dicts, lists, tuples, deques, numbers, strings, None, members of enums that a module "
-                f"has by their name, arrays and tensors, and {where} is of type {type(value).__name__}{of}: {value!r:.80}. Save what it is made of"
+                "A checkpoint holds dicts, lists, tuples, deques, numbers, strings, None, members of enums that a "
+                f"module has by their name, arrays and tensors, and {where} is of type {type(value).__name__}{of}: "
+                f"{value!r:.80}. Save what it is made of"
             )
         array, kind = found
         name = self._name("/".join(map(str, path)))
