@@ -18,6 +18,7 @@ from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
 from hvd_periodic.comm.attendance import aside
+from hvd_periodic.vectors.lending import lending
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -149,7 +150,8 @@ def save_set(
         raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
     saved = SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step)
     content: list[Content] = []
-    everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
+    with lending():  # The only copies are those that a thread writes.
+        everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
     saving = Saving(lambda: _write(saved, everyone, occasion.run, content.pop(), keep), background)
     _last = saving if background else None
     return saving

@@ -20,6 +20,7 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.resharding import resharded
+from hvd_periodic.tensorflow.store import array_of
 
 Trained = PeriodicOptimizer | VariableSynchronizer
 
@@ -231,7 +232,7 @@ def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, A
 
 
 def _values(variable: Any) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+    return array_of(variable)
 
 
 def _pairs(what: str, variables: Sequence[Any], values: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:

@@ -12,6 +12,7 @@ import torch
 
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.torch.gradient_averaging import innermost, plain_class
+from hvd_periodic.vectors.lending import lends
 
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """An optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer."""
@@ -117,9 +118,10 @@ class CenterOptimizer:
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's state dict."""
+        """Return a copy of the optimizer's state dict; or the state dict, where it is lent."""
         self._follow()
-        return copy.deepcopy(self.optimizer.state_dict())
+        state = self.optimizer.state_dict()
+        return state if lends() else copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load it; a template other than the local optimizer gets its hyper-parameters back as well."""

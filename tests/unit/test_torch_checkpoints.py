@@ -244,3 +244,32 @@ def test_shares_of_another_number_of_fragments_are_refused(saved: int, now: int,
 
     run_ranks(2, lambda communicator: run(communicator, saved, load=False))
     run_ranks(3, lambda communicator: run(communicator, now, load=True))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_copies_what_a_thread_writes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Neither the center nor the state of its optimizer."""
+    model = torch.nn.Linear(3, 2)
+    local = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = hvdp.AGNOptimizer(local, model, 2, process_set=LocalCommunicator())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    center = optimizer.synchronizer.tensor_groups.parameters.center.tensors()[0]
+    seen: list[Any] = []
+    original = Tensors.to_array
+
+    def to_array(leaves: Any, value: Any, copy: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            seen.append((value.data_ptr(), copy))
+        return original(leaves, value, copy)
+
+    monkeypatch.setattr(Tensors, "to_array", to_array)
+    hvdp.save(tmp_path, model, optimizer, background=background).wait()
+    moments = optimizer.synchronizer.exchanged.center_optimizer.optimizer.optimizer.state.values()
+    assert {center.data_ptr(), *(state["exp_avg"].data_ptr() for state in moments)} <= {where for where, _ in seen}
+    assert {copy for _, copy in seen} == {background}
+    assert optimizer.state_dict()["hvd_periodic"]["vectors"]["parameters"]["center"]["weight"] is not center
