@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 import numpy as np
@@ -171,14 +172,22 @@ class _Digesting:
     def write(self, data: Any) -> int:
         """Append."""
         left = memoryview(data).cast("B")
-        self.digest.update(left)
         self.size += len(left)
+        if len(left) < _PIECE_BYTES // 16:
+            self.digest.update(left)
+            digesting = None
+        else:  # Python's lock is free in both.
+            digesting = Thread(target=self.digest.update, args=(left,))
+            digesting.start()
         try:
             while left:  # A file without a buffer of its own may take a part.
                 left = left[self.file.write(left) :]
         except OSError as error:
             self.failure = error
             raise
+        finally:
+            if digesting is not None:
+                digesting.join()
         return len(data)
 
     def flush(self) -> None:

@@ -21,6 +21,7 @@ from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
 from hvd_periodic.ranks import by_value
+from hvd_periodic.vectors.lending import lending
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -258,7 +259,8 @@ def save_set(
 
     saved, run = _next_set(path, everyone, check, keep, failed)
     content: list[Content] = []
-    everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
+    with lending():  # The only copies are those that a thread writes.
+        everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
     saving = Saving(saved, everyone, run, content.pop(), keep, meet, background)
     if background:
         if not _unfinished:

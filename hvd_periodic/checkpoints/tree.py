@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
-from collections import Counter, OrderedDict, defaultdict
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+from hvd_periodic.checkpoints.strides import strides_of, with_strides
 
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -46,6 +50,12 @@ class Leaves(Protocol):
     def from_array(self, array: np.ndarray, kind: str) -> Any:
         """Return what :meth:`to_array` was given."""
 
+    def to_name(self, value: Any) -> str | None:
+        """Return the name of a constant of the framework, such as a dtype; None of anything else."""
+
+    def from_name(self, name: str) -> Any:
+        """Return what :meth:`to_name` was given."""
+
 
 class Arrays:
     """Numpy's own arrays and scalars alone."""
@@ -58,13 +68,22 @@ class Arrays:
         """Raise a ValueError: a framework has written it."""
         raise ValueError(f"it holds a {kind}")
 
+    def to_name(self, value: Any) -> str | None:
+        """Return None."""
+        return None
+
+    def from_name(self, name: str) -> Any:
+        """Raise a ValueError: a framework has written it."""
+        raise ValueError(f"it holds {name!r} of a framework")
+
 
 @dataclass(frozen=True)
 class Content:
     """What a file holds.
 
     Attributes:
-        tree: values that JSON can tell; every array is ``{"array": [name, kind]}``.
+        tree: values that JSON can tell; every array is ``{"array": [name, kind]}``, or of those that are not row-major
+            ``{"array": [name, kind, strides]}``.
         arrays: by name, which is the path that leads to it.
     """
 
@@ -86,9 +105,11 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
         {"dict": [[key, value], ...]}     also "Counter", "OrderedDict", "defaultdict"
         {"tuple": [value, ...]}           {"float": "nan"}           {"int": "0x8000000000000000"}
         {"array": [name, kind]}           kind: empty for numpy, otherwise as the framework says
+        {"array": [name, kind, strides]}  of an array that is not row-major; in elements
+        {"deque": [[value, ...], length]} {"enum": [module, class, member]}    {"name": constant of the framework}
 
     Args:
-        tree: dicts, lists, tuples, None, bools, ints, floats, strings, arrays and tensors.
+        tree: dicts, lists, tuples, deques, None, bools, ints, floats, strings, members of enums, arrays and tensors.
         leaves: knows the tensors of a framework.
         copy: let no array share memory with a value.
 
@@ -134,7 +155,12 @@ class _Encoder:
         if type(value).__name__ in _MAPPINGS and isinstance(value, dict):
             pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
             return {type(value).__name__: pairs}
-        return self._encode_array(value, path)
+        if type(value) is deque:
+            return {"deque": [self.encode(list(value), path), value.maxlen]}
+        if isinstance(value, enum.Enum) and _member(*_path_of(value)) is value:
+            return {"enum": _path_of(value)}
+        name = self._leaves.to_name(value)
+        return self._encode_array(value, path) if name is None else {"name": name}
 
     def _encode_array(self, value: Any, path: tuple[Any, ...]) -> Any:
         found = self._leaves.to_array(value, self._copy)
@@ -144,13 +170,15 @@ class _Encoder:
             where = f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}" if path else "the value"
             of = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""
             raise TypeError(
-                f"A checkpoint holds dicts, lists, tuples, numbers, strings, None, arrays and tensors, and {where} is "
-                f"of type {type(value).__name__}{of}: {value!r:.80}. Save what it is made of"
+                "A checkpoint holds dicts, lists, tuples, deques, numbers, strings, None, members of enums that a "
+                f"module has by their name, arrays and tensors, and {where} is of type {type(value).__name__}{of}: "
+                f"{value!r:.80}. Save what it is made of"
             )
         array, kind = found
         name = self._name("/".join(map(str, path)))
         self._arrays[name] = array
-        return {"array": [name, kind]}
+        strides = strides_of(array)
+        return {"array": [name, kind] if strides is None else [name, kind, strides]}
 
     def _name(self, wanted: str) -> str:
         """Return a name that no other array has: keys may differ and read the same."""
@@ -172,11 +200,37 @@ def _decode(node: Any, arrays: Mapping[str, np.ndarray], leaves: Leaves) -> Any:
         return tuple(_decode(item, arrays, leaves) for item in value)
     if what in ("float", "int"):
         return float(value) if what == "float" else int(value, 16)
+    if what == "deque":
+        return deque(_decode(value[0], arrays, leaves), value[1])
+    if what == "enum":
+        return _known_member(*value)
+    if what == "name":
+        return leaves.from_name(value)
     if what != "array":
         raise ValueError(f"it has a value of an unknown kind, {what!r}: a later version may have written it")
-    name, kind = value
+    name, kind, *strides = value
     if name not in arrays:
         raise ValueError(f"it lacks the array {name!r}")
+    array = with_strides(arrays[name], *strides) if strides else arrays[name]
     if kind in ("", _SCALAR):
-        return arrays[name][()] if kind else arrays[name]
-    return leaves.from_array(arrays[name], kind)
+        return array[()] if kind else array
+    return leaves.from_array(array, kind)
+
+
+def _path_of(member: enum.Enum) -> list[Any]:
+    return [type(member).__module__, type(member).__qualname__, member.name]
+
+
+def _member(module: str, owner: str, name: str | None) -> enum.Enum | None:
+    """Return a member of an enum in a module that was imported: a file is no reason to import one."""
+    found: Any = sys.modules.get(module)
+    for part in owner.split("."):
+        found = getattr(found, part, None)
+    return found.__members__.get(name or "") if isinstance(found, enum.EnumMeta) else None
+
+
+def _known_member(module: str, owner: str, name: str) -> enum.Enum:
+    found = _member(module, owner, name)
+    if found is None:
+        raise ValueError(f"it holds {owner}.{name} of the module {module}, which does not have it or was not imported")
+    return found

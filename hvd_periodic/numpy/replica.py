@@ -12,6 +12,7 @@ from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
+from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, PackedStore, Store
 
@@ -133,8 +134,9 @@ class NumpyReplica(Replica[Array]):
         return value.tobytes()
 
     def save(self, store: Store[Array]) -> dict[str, Any]:
-        """Return copies by name."""
-        return {spec.name: np.copy(array) for spec, array in zip(store.layout.specs, store.tensors(), strict=True)}
+        """Return copies by name; or the arrays, where they are lent."""
+        pairs = zip(store.layout.specs, store.tensors(), strict=True)
+        return {spec.name: array if lends() else np.copy(array) for spec, array in pairs}
 
     def load(self, store: Store[Array], tensors: dict[str, Any]) -> None:
         """Copy by name."""

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.tensorflow.model import described
+from hvd_periodic.tensorflow.store import array_of
 
 _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
     "use_ema": False,
@@ -257,7 +258,7 @@ class CenterOptimizer:
 
     def state(self) -> list[Any]:
         """Return copies of the optimizer's variables, as numpy arrays."""
-        return [variable.numpy() for variable in self.optimizer.variables]
+        return [array_of(variable) for variable in self.optimizer.variables]
 
     def load_state(self, state: list[Any]) -> None:
         """Assign what :meth:`state` returned."""

@@ -18,6 +18,7 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.resharding import resharded
+from hvd_periodic.tensorflow.store import array_of
 
 Trained = PeriodicOptimizer | VariableSynchronizer
 
@@ -154,6 +155,14 @@ class Tensors:
         array = array if array.dtype == dtype else array.view(dtype)
         return tf.constant(array) if kind.startswith("tensor ") else array
 
+    def to_name(self, value: Any) -> str | None:
+        """Return the name of a dtype."""
+        return value.name if isinstance(value, tf.DType) else None
+
+    def from_name(self, name: str) -> Any:
+        """Return the dtype."""
+        return tf.as_dtype(name)
+
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, keras.Model):
@@ -219,7 +228,7 @@ def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, A
 
 
 def _values(variable: Any) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+    return array_of(variable)
 
 
 def _pairs(what: str, variables: Sequence[Any], values: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:

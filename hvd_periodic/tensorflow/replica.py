@@ -16,7 +16,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.tensorflow.store import CenterStore, VariableStore, layout_of
+from hvd_periodic.tensorflow.store import CenterStore, VariableStore, array_of, layout_of
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
@@ -255,8 +255,8 @@ class VariableReplica(Replica[Any]):
         return np.asarray(value).tobytes()
 
     def save(self, store: Store[Any]) -> dict[str, Any]:
-        """Return copies by name, as numpy arrays."""
-        return {spec.name: np.array(v) for spec, v in zip(store.layout.specs, store.tensors(), strict=True)}
+        """Return copies by name, as numpy arrays; or views, where they are lent."""
+        return {spec.name: array_of(v) for spec, v in zip(store.layout.specs, store.tensors(), strict=True)}
 
     def load(self, store: Store[Any], tensors: dict[str, Any]) -> None:
         """Copy by name."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
 from hvd_periodic.vectors.layout import Bucket, Layout, TensorSpec
+from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.store import Store
 
 
@@ -94,3 +96,9 @@ def accumulation_dtype(dtype: tf.DType) -> tf.DType:
     if dtype.is_bool or dtype in (tf.uint32, tf.uint64):  # Horovod knows no such integers
         return tf.int64
     return tf.int32 if dtype.is_integer and dtype.size < 4 else dtype
+
+
+def array_of(value: Any) -> np.ndarray:
+    """Return a copy of a variable, tensor or array as an array; or a view, where states are lent."""
+    array = np.asarray(value if isinstance(value, np.ndarray) else tf.convert_to_tensor(value))
+    return array if lends() else np.array(array)

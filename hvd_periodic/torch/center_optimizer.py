@@ -13,6 +13,7 @@ import torch
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.torch.copies import OwnState, copied, in_train_mode, own_state, settings_in
 from hvd_periodic.torch.modes import Modes
+from hvd_periodic.vectors.lending import lends
 
 Place: TypeAlias = tuple[int, int, str]
 """Group, number in the group and key of what the state holds of a center; see ``_OF_GROUP``, ``_OF_ALL``."""
@@ -134,9 +135,10 @@ class CenterOptimizer:
         self._modes.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's state dict."""
+        """Return a copy of the optimizer's state dict; or the state dict, where it is lent."""
         self._follow()
-        return copy.deepcopy(self.optimizer.state_dict())
+        state = self.optimizer.state_dict()
+        return state if lends() else copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load it; a template other than the local optimizer gets its hyper-parameters back as well."""

@@ -152,7 +152,7 @@ class Tensors:
         tensor = value.detach().resolve_conj().resolve_neg().to("cpu", copy=copy)
         kind = str(tensor.dtype).removeprefix("torch.")
         if kind not in _KNOWN_TO_NUMPY:
-            tensor = tensor.contiguous().view(_OF_BYTES[tensor.element_size()])
+            tensor = tensor.view(_OF_BYTES[tensor.element_size()])
         return tensor.numpy(), kind
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
@@ -162,6 +162,22 @@ class Tensors:
             raise ValueError(f"it holds a tensor of {kind}, which this version of torch does not know")
         tensor = torch.from_numpy(array)
         return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+    def to_name(self, value: Any) -> str | None:
+        """Return the name of a dtype, a layout, a memory format or a device."""
+        if isinstance(value, torch.device):
+            return f"device {value}"
+        constant = isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
+        return str(value).removeprefix("torch.") if constant else None
+
+    def from_name(self, name: str) -> Any:
+        """Return it."""
+        if name.startswith("device "):
+            return torch.device(name.removeprefix("device "))
+        value = getattr(torch, name, None)
+        if not isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            raise ValueError(f"it holds torch.{name}, which this version of torch does not know")
+        return value
 
 
 _KNOWN_TO_NUMPY = {

@@ -22,6 +22,7 @@ from hvd_periodic.torch.stores import RestingStore, TensorStore, as_center_devic
 from hvd_periodic.torch.watched import WatchedTensors
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
+from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, Store
 
@@ -287,8 +288,9 @@ class TorchReplica(WatchedTensors):
         return value.cpu().numpy().tobytes()
 
     def save(self, store: Store[torch.Tensor]) -> dict[str, Any]:
-        """Return copies by name."""
-        return {spec.name: t.clone() for spec, t in zip(store.layout.specs, store.tensors(), strict=True)}
+        """Return copies by name; or the tensors, where they are lent."""
+        pairs = zip(store.layout.specs, store.tensors(), strict=True)
+        return {spec.name: tensor if lends() else tensor.clone() for spec, tensor in pairs}
 
     def load(self, store: Store[torch.Tensor], tensors: dict[str, Any]) -> None:
         """Copy by name, from any device."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,64 @@ def test_tensors_of_any_type_come_back(tmp_path: Path, dtype: Any, shape: tuple[
 
 
 def test_tensors_of_any_strides_come_back() -> None:
-    tensors = [torch.arange(6.0).reshape(2, 3).T, torch.ones(1).expand(4), torch.tensor([1 + 2j]).conj()]
+    tensors = [
+        *(torch.arange(6.0).reshape(2, 3).T, torch.ones(1).expand(4), torch.tensor([1 + 2j]).conj()),
+        torch.linalg.qr(torch.arange(12.0).reshape(4, 3))[0],
+        torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last),
+        *(torch.arange(12.0).reshape(3, 4)[:, :3], torch.arange(3.0)[:, None], torch.arange(3.0)[None].T),
+    ]
     for tensor, found in zip(tensors, decode(encode(tensors, Tensors()), Tensors()), strict=True):
         assert torch.equal(found, tensor)
+        assert found.stride() == tensor.stride()
+
+
+class Rotated(torch.optim.SGD):
+    """Multiplies gradients by a matrix that LAPACK makes, whose products depend on where its elements lie."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["recent"].append(len(group["recent"]))
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "basis" not in state:
+                    torch.manual_seed(0)
+                    state["basis"] = torch.linalg.qr(torch.randn(len(parameter), len(parameter)))[0]
+                parameter.grad = state["basis"] @ parameter.grad
+        return super().step(closure)
+
+
+class Method(enum.Enum):
+    POWER = "power"
+
+
+def test_state_in_column_major_order_and_names_in_groups_come_back(tmp_path: Path) -> None:
+    def rotated() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(37, 41, bias=False)
+        local = Rotated(model.parameters(), lr=0.1)
+        local.param_groups[0] |= {"recent": deque(maxlen=2), "method": Method.POWER, "dtype": torch.bfloat16}
+        local.param_groups[0] |= {"place": torch.device("cpu"), "format": torch.channels_last}
+        return model, hvdp.PeriodicOptimizer(local, model, hvdp.EASGD, 2, process_set=LocalCommunicator())
+
+    def go_on(model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.linspace(0, 1 + step, 74).reshape(2, 37)).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = rotated()
+    go_on(model, optimizer)
+    hvdp.save(tmp_path, model, optimizer)
+    other, resumed = rotated()
+    hvdp.load(tmp_path, other, resumed)
+    kept, found = optimizer.state[model.weight]["basis"], resumed.state[other.weight]["basis"]
+    assert kept.stride() == found.stride() == (1, 41)
+    for name in ("recent", "method", "dtype", "place", "format"):
+        assert resumed.param_groups[0][name] == optimizer.param_groups[0][name]
+    assert resumed.param_groups[0]["recent"].maxlen == 2
+    go_on(model, optimizer)
+    go_on(other, resumed)
+    assert torch.equal(other.weight, model.weight)
 
 
 def test_a_copy_shares_no_memory() -> None:
@@ -187,3 +244,32 @@ def test_shares_of_another_number_of_fragments_are_refused(saved: int, now: int,
 
     run_ranks(2, lambda communicator: run(communicator, saved, load=False))
     run_ranks(3, lambda communicator: run(communicator, now, load=True))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_copies_what_a_thread_writes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Neither the center nor the state of its optimizer."""
+    model = torch.nn.Linear(3, 2)
+    local = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = hvdp.AGNOptimizer(local, model, 2, process_set=LocalCommunicator())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    center = optimizer.synchronizer.tensor_groups.parameters.center.tensors()[0]
+    seen: list[Any] = []
+    original = Tensors.to_array
+
+    def to_array(leaves: Any, value: Any, copy: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            seen.append((value.data_ptr(), copy))
+        return original(leaves, value, copy)
+
+    monkeypatch.setattr(Tensors, "to_array", to_array)
+    hvdp.save(tmp_path, model, optimizer, background=background).wait()
+    moments = optimizer.synchronizer.exchanged.center_optimizer.optimizer.optimizer.state.values()
+    assert {center.data_ptr(), *(state["exp_avg"].data_ptr() for state in moments)} <= {where for where, _ in seen}
+    assert {copy for _, copy in seen} == {background}
+    assert optimizer.state_dict()["hvd_periodic"]["vectors"]["parameters"]["center"]["weight"] is not center
