@@ -209,8 +209,9 @@ def test_refused_at_construction(case: str) -> None:
         construct()
 
 
-def test_horovod_not_initialized() -> None:
+def test_horovod_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("horovod.torch")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"hvd\.init\(\)"):
         hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR)
 
