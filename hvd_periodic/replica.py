@@ -28,6 +28,8 @@ class Replica(Protocol, Generic[V]):
         constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
         in_host_memory: vectors are at hand in host memory, at once.
         framework: its name and version, for people.
+        uncounted: what is wrong where the local optimizer has stepped and nobody counted it; None where nothing is
+            known.
     """
 
     space: VectorSpace[V]
@@ -38,6 +40,7 @@ class Replica(Protocol, Generic[V]):
     constants: Store[V] | None = None
     in_host_memory: bool = False
     framework: str = ""
+    uncounted: str | None = None
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return what profilers of this framework show as a range of this name, for a ``with`` block."""

@@ -144,7 +144,9 @@ class Asynchronous(Course[V]):
 
     def leave(self) -> None:
         """Push what is left, and wait, asleep, until all have."""
-        counters = self.setting.ledger.counters
+        counters, uncounted = self.setting.ledger.counters, self.setting.exchanged.replica.uncounted
+        if uncounted is not None:
+            raise RuntimeError(uncounted)
         if counters.local_steps > counters.last_exchange:
             self.exchange()
         self.worker.finish()

@@ -28,9 +28,16 @@ def neutral() -> Iterator[None]:
         yield
 
 
-def neutrally(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, run in the neutral mode."""
+def eagerly(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, which ``torch.compile`` calls as it is: neither it nor what it calls is compiled."""
+    eager: Callable[P, T] = torch.compiler.disable(function, reason="workers of hvd_periodic meet in Python")  # type: ignore[no-untyped-call]
+    return eager
 
+
+def neutrally(function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, run in the neutral mode, where ``torch.compile`` does not follow."""
+
+    @eagerly
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with neutral():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Unpack
@@ -16,17 +15,19 @@ from hvd_periodic.schedules import Schedule
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.grad_scaler import unscale
 from hvd_periodic.torch.gradient_averaging import GradientAveraging
+from hvd_periodic.torch.inner_steps import InnerSteps
 from hvd_periodic.torch.model import Model
-from hvd_periodic.torch.neutral import neutrally
+from hvd_periodic.torch.neutral import eagerly, neutrally
 from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
+from hvd_periodic.torch.wrapping import WrappingOptimizer
 
 STATE_KEY, INSIDE_KEY = "hvd_periodic", "inside"
 """Under which a state dict holds the state of exchanges; and under which that holds the same of an optimizer inside."""
 
 
-class PeriodicOptimizer(torch.optim.Optimizer):
+class PeriodicOptimizer(WrappingOptimizer):
     """Any torch optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: parameter groups, state and hyper-parameters are those of the wrapped one, so that
@@ -53,13 +54,13 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         TypeError, ValueError, RuntimeError: as :class:`Synchronizer`.
     """
 
-    inner: torch.optim.Optimizer
     synchronizer: Synchronizer
     after_exchange: Callable[[], object] | None = None
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """What a named constructor calls classes and arguments of the core."""
 
+    _steps = InnerSteps()
     _step_supports_amp_scaling = True
     """GradScaler then calls step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
 
@@ -97,27 +98,18 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the wrapped optimizer has besides, such as ``train()`` and ``eval()`` of schedule-free ones."""
+        """Return what the wrapped optimizer has besides, such as ``train()`` and ``eval()`` of schedule-free ones.
+
+        A method that steps, as SAM's ``second_step()`` does, is one step of this optimizer.
+        """
         inner = vars(self).get("inner")
         if inner is not None and not name.startswith("__") and hasattr(inner, name):
-            return getattr(inner, name)
+            found = getattr(inner, name)
+            if getattr(found, "__self__", None) is inner and not self._averaging.present:
+                return self._steps.as_one_step(found, name, self, self._count)
+            return found
         of_whom = "" if inner is None else f", and neither has the {type(inner).__name__} that it wraps"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{of_whom}", name=name, obj=self)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups of the wrapped optimizer."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
-        """State of the wrapped optimizer."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Default hyper-parameters of the wrapped optimizer."""
-        return self.inner.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one local step, and exchange if one is due.
@@ -150,6 +142,23 @@ class PeriodicOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one local step, and exchange if one is due."""
+        loss, steps = None, self._steps
+        steps.counted = True
+        try:
+            updated = self._get_ready(closure)
+            if updated and closure is not None:
+                loss = self.inner.step(self._prepared(closure))
+            elif updated:
+                loss = self._averaging.step()
+        finally:
+            steps.counted = False
+        if updated is not None:
+            self._count(updated)
+        return loss
+
+    @eagerly
+    def _get_ready(self, closure: Callable[[], Any] | None) -> bool | None:
+        """Do what comes before the update; return whether there is one, None where a library only makes state."""
         if not self.state and makes_state_only():
             make_state(self)
             return None
@@ -165,18 +174,12 @@ class PeriodicOptimizer(torch.optim.Optimizer):
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
                 "scaler.step(optimizer)"
             )
-        loss, updated = None, unscale(self) and not stale
-        if stale and not averaging.done:
+        updated = unscale(self) and not stale
+        if (stale or (updated and closure is None)) and not averaging.done:
             averaging.wait()
-        if updated and closure is not None:
-            loss = self.inner.step(self._prepared(closure))
-        elif updated:
-            if not averaging.done:
-                averaging.wait()
-            self.synchronizer.prepare_gradients()
-            loss = averaging.step()
-        self._count(updated)
-        return loss
+        if updated and closure is None:
+            self.synchronizer.gradients.prepare()
+        return updated
 
     def skip(self) -> None:
         """Count an iteration without update, in place of :meth:`step`.
@@ -250,22 +253,6 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         self.synchronizer.rejoin(name)
         self.__setstate__(self.__getstate__())
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register the hook with the wrapped optimizer."""
-        return self.inner.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register the hook with the wrapped optimizer."""
-        return self.inner.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register the hook with the wrapped optimizer."""
-        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register the hook with the wrapped optimizer."""
-        return self.inner.register_load_state_dict_post_hook(hook, prepend)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
         inner, own = self.inner.state_dict(), self.synchronizer.state_dict()
@@ -307,13 +294,15 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         owner = self.synchronizer
         self._averaging = GradientAveraging(self.inner, owner.gradient_group, owner.phase, owner.ledger)
+        self._steps.stop()
+        self._steps = InnerSteps(self.inner, owner, type(self).__name__)
 
     def _count(self, updated: bool) -> None:
         """Count an iteration; where the update was skipped, also for the optimizers inside, which have not stepped."""
         if not updated and isinstance(self.inner, PeriodicOptimizer):
             self.inner._count(updated)
         if self.synchronizer.step(updated) and self.after_exchange is not None:
-            self.after_exchange()
+            eagerly(self.after_exchange)()
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, showing the gradients of each evaluation to the algorithm."""

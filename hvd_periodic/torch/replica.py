@@ -136,7 +136,9 @@ class TorchReplica(Replica[torch.Tensor]):
         return facts
 
     def misfit(self) -> str | None:
-        """Return which parameter or exchanged buffer has another dtype, shape or device than at construction."""
+        """Return which step was not counted, or which exchanged tensor has another dtype, shape or device now."""
+        if self.uncounted is not None:
+            return self.uncounted
         self.named.reshard()
         for kind, name, tensor, signature in self._signatures:
             if _signature(tensor) != signature:

@@ -11,7 +11,7 @@ from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 _LIBRARIES = ("horovod.torch.functions", "torch.distributed.checkpoint.state_dict")
 """They call ``step()`` with gradients of zero: ``hvd.broadcast_optimizer_state``, ``get_optimizer_state_dict``."""
 
-_BETWEEN = ("torch.optim.", "torch.utils.", "hvd_periodic.")
+_BETWEEN = ("torch.optim.", "torch.utils.", "torch._dynamo.", "hvd_periodic.")
 """Modules whose frames are between the caller of ``step()`` and what asks."""
 
 

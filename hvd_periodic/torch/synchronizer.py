@@ -34,7 +34,7 @@ from hvd_periodic.torch.data_parallel import island_of, refuse_averaging
 from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.model import Model, NamedTensors
-from hvd_periodic.torch.neutral import neutral, neutrally
+from hvd_periodic.torch.neutral import eagerly, neutral, neutrally
 from hvd_periodic.torch.optimizer_state import TorchOptimizerState
 from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
@@ -146,14 +146,15 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
         """Begin training, if it has not begun, as every synchronizer does."""
-        if self.begun:
-            return False
+        return not self.begun and self._begin(moment)
+
+    @neutrally
+    def _begin(self, moment: Moment) -> bool:
         refuse_averaging(self.replica.tensors, self.membership.communicator.global_ranks)
-        with neutral():
-            if self._alone:
-                communicator = self.membership.communicator
-                self.join(communicator, communicator.unique_name())
-            return not self.begun and super().begin(moment)
+        if self._alone:
+            communicator = self.membership.communicator
+            self.join(communicator, communicator.unique_name())
+        return super().begin(moment)
 
     def join(self, communicator: Communicator, name: str) -> None:
         """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
@@ -190,6 +191,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root."""
         self.beginning.take_from(giver)
 
+    prepare_gradients = eagerly(ReplicaSynchronizer.prepare_gradients)
+    step = eagerly(ReplicaSynchronizer.step)
     # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds.
     start = neutrally(ReplicaSynchronizer.start)
     sync = neutrally(ReplicaSynchronizer.sync)
@@ -212,6 +215,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Restore what ``state_dict()`` returned, as every synchronizer does."""
         self.check_state_dict(state)
         super().load_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        self.replica.uncounted = None
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise what ``load_state_dict()`` would raise; change nothing."""
@@ -349,9 +353,14 @@ def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
     found = [made() for made in list(_made)]
     waiting_now = [synchronizer for synchronizer in found if synchronizer is not None and not synchronizer.begun]
-    if not waiting_now or hasattr(optimizer, "synchronizer") or makes_state_only():
-        return
-    for waiting in sorted(waiting_now, key=_order):
+    if waiting_now and not hasattr(optimizer, "synchronizer"):
+        _begin_before(optimizer, waiting_now)
+
+
+@eagerly
+def _begin_before(optimizer: torch.optim.Optimizer, waiting_now: list[Synchronizer]) -> None:
+    """Begin the training of parameters that an optimizer is about to change, alike on all ranks."""
+    for waiting in [] if makes_state_only() else sorted(waiting_now, key=_order):
         if waiting.holds_some_of(optimizer) and waiting.begin():
             waiting.replica.discard_gradients()
 

@@ -420,16 +420,6 @@ def test_gradients_that_are_not_shown_to_the_algorithm_are_missed() -> None:
         synchronizer.step(updated=False)
 
 
-def test_stepping_the_wrapped_optimizer_instead_is_noticed(wrap: Wrap) -> None:
-    model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = wrap(inner, model)
-    optimizer.synchronizer.finalize()
-    train(model, inner, batches(), 2)
-    with pytest.raises(RuntimeError, match="no step was counted"):
-        optimizer.synchronizer.finalize()
-
-
 def test_repr_tells_how_it_exchanges(wrap: Wrap) -> None:
     model = make_model()
     text = repr(wrap(torch.optim.SGD(model.parameters(), lr=0.1), model))

@@ -1,0 +1,155 @@
+"""Steps of a wrapped optimizer: those that the optimizer around it takes, and those that nobody counts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvd_periodic.torch.neutral import eagerly
+from hvd_periodic.torch.state_making import makes_state_only
+from hvd_periodic.torch.synchronizer import Synchronizer
+
+
+class InnerSteps:
+    """Watches the steps of a wrapped optimizer, and of optimizers inside that one, by hooks of torch.
+
+    A step that does not come through the wrapper is not counted, so that ranks would never exchange. It becomes an
+    error at the next exchange, reading of the center, or end. A method of the wrapped optimizer that is called through
+    the wrapper, and steps, is one step of the wrapper.
+
+    Args:
+        optimizer: the wrapped optimizer; without one, nothing is watched.
+        synchronizer: counts the steps of the wrapper.
+        wrapper: name of the wrapper's class.
+
+    Attributes:
+        counted: a step of the wrapper is under way.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        synchronizer: Synchronizer | None = None,
+        wrapper: str = "",
+    ) -> None:
+        self.counted, self._calling, self._stepped = optimizer is None, False, False
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        if optimizer is None or synchronizer is None:
+            return
+        self._synchronizer, self._wrapper, self._wrapped = ref(synchronizer), wrapper, type(optimizer).__name__
+        for each in _with_inside(optimizer):
+            if synchronizer.holds_some_of(each):
+                self._optimizers.append(ref(each))
+                self._watch(each)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Watch nothing in a copy: the wrapper of a copied optimizer watches that."""
+        return InnerSteps, ()
+
+    def stop(self) -> None:
+        """Watch nothing from now on."""
+        for optimizer in filter(None, (each() for each in self._optimizers)):
+            _remove(optimizer, lambda steps: steps is self)
+
+    def as_one_step(
+        self, method: Callable[..., Any], name: str, wrapper: object, count: Callable[[bool], None]
+    ) -> Callable[..., Any]:
+        """Return a method of the wrapped optimizer that counts as a step of the wrapper, where it steps.
+
+        Training begins before one that is called a step: SAM's ``first_step`` moves the parameters, from which the
+        gradients of its ``second_step`` are.
+        """
+
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            synchronizer = self._synchronizer()
+            if self.counted or self._calling or synchronizer is None:
+                return method(*args, **kwargs)
+            if name.endswith("step"):
+                synchronizer.view.refuse_inside(name)
+                synchronizer.membership.refuse_others()
+                if synchronizer.begin():
+                    synchronizer.replica.discard_gradients()
+            self._calling, self._stepped = True, False
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                self._calling = False
+            if self._stepped:
+                count(True)
+            return result
+
+        run.__self__ = wrapper  # type: ignore[attr-defined]  # As methods have it.
+        return run
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hear of steps of an optimizer; those that watched it for a wrapper which is no more do not any longer."""
+        _remove(optimizer, lambda steps: steps._synchronizer() is None)
+        with suppress(AttributeError):  # Wrappers of trainers are optimizers without hooks.
+            _watching.setdefault(optimizer, []).append((self, optimizer.register_step_pre_hook(self._before_step)))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.counted:
+            self._notice(optimizer)
+
+    @eagerly
+    def _notice(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notice a step that step() of the wrapper has not taken."""
+        synchronizer = self._synchronizer()
+        if synchronizer is None or makes_state_only():
+            return
+        if not self._calling:
+            synchronizer.replica.uncounted = synchronizer.replica.uncounted or (
+                f"{self._caller(optimizer)} ran after local step {synchronizer.local_steps} without the "
+                f"{self._wrapper} around the {self._wrapped}, so the step was not counted and ranks would never "
+                f"exchange. Call step() of the {self._wrapper}, and pass that optimizer to trainers, not the "
+                f"{self._wrapped}; where one iteration takes several calls, pass a closure: step(closure)"
+            )
+        elif not self._stepped:
+            synchronizer.prepare_gradients()
+            self._stepped = True
+
+    def _caller(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the outermost method of a watched optimizer that is running, or that is about to."""
+        watched = [each() for each in self._optimizers]
+        found, frame = f"{type(optimizer).__name__}.step()", sys._getframe(1).f_back
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if any(owner is each for each in watched) and frame.f_globals.get("__name__") != "torch.optim.optimizer":
+                found = f"{type(owner).__name__}.{frame.f_code.co_name}()"
+            frame = frame.f_back
+        return found
+
+
+_watching: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[InnerSteps, RemovableHandle]]] = WeakKeyDictionary()
+"""Who watches an optimizer."""
+
+
+def _remove(optimizer: torch.optim.Optimizer, done: Callable[[InnerSteps], bool]) -> None:
+    """Remove the hooks of those that are done with an optimizer."""
+    watching = _watching.get(optimizer, [])
+    for steps, hook in watching:
+        if done(steps):
+            hook.remove()
+    watching[:] = [(steps, hook) for steps, hook in watching if not done(steps)]
+
+
+def _with_inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield an optimizer and those that it has as attributes, at any depth, once each."""
+    found, waiting = set(), [optimizer]
+    while waiting:
+        each = waiting.pop(0)
+        if id(each) in found:
+            continue
+        found.add(id(each))
+        yield each
+        for value in vars(each).values():
+            values = value if isinstance(value, (list, tuple)) else [value]
+            waiting += [inside for inside in values if isinstance(inside, torch.optim.Optimizer)]
