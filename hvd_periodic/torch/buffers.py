@@ -47,6 +47,11 @@ def policy_of(buffers: Buffers, name: str, tensor: torch.Tensor) -> str:
     policy = policy_asked_for(buffers, name, tensor)
     if policy is None:
         policy = AVERAGE if is_statistic(name) else LOCAL
+    elif policy != LOCAL and not isinstance(buffers, str) and tensor.numel() == 0 and not tensor.is_meta:
+        raise ValueError(
+            f"Buffer {name!r} is empty, so {policy!r} would do nothing: run one forward pass before the optimizer is "
+            "made, so that the buffer has its shape, or use 'local'"
+        )
     elif policy in (AVERAGE, MAXIMUM) and not isinstance(buffers, str) and not _has_mean(tensor):
         raise ValueError(f"Buffer {name!r} of {tensor.dtype} has no {policy}: use 'broadcast' or 'local'")
     if tensor.numel() == 0 or tensor.is_meta or (policy in (AVERAGE, MAXIMUM) and not _has_mean(tensor)):

@@ -161,7 +161,10 @@ class TorchReplica(WatchedTensors):
         for name, parameter in self._ours:
             if parameter.requires_grad != (id(parameter) in self._exchanged):
                 then, now = ("frozen", "trainable") if parameter.requires_grad else ("trainable", "frozen")
-                return f"Parameter {name!r} was {then} at construction and is {now} now: make a new optimizer"
+                return (
+                    f"Parameter {name!r} was {then} at construction and is {now} now: finalize(), then make a new "
+                    "optimizer"
+                )
         if self.optimizer is not None and _held_by(self.optimizer) != self._held:
             return "Parameters of the optimizer were added, removed or replaced after construction"
         changed = self.named.changed()

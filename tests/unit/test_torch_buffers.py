@@ -250,3 +250,15 @@ def test_policies_are_kept_by_copies() -> None:
     copied.load_state_dict(optimizer.state_dict())
     copied.step()
     assert copied_model.mask.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("buffers", [{"peak": "maximum"}, lambda name, tensor: "average"])
+def test_a_policy_for_an_empty_buffer_is_refused_until_it_has_its_shape(buffers: Any) -> None:
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("peak", torch.empty(0))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {"process_set": LocalCommunicator(), "buffers": buffers}
+    with pytest.raises(ValueError, match=r"Buffer 'peak' is empty, so .* run one forward pass"):
+        hvdp.ModelAverageOptimizer(inner, model, 2, **options)
+    model.peak.resize_(3).zero_()
+    hvdp.ModelAverageOptimizer(inner, model, 2, **options).synchronizer.sync()

@@ -383,3 +383,20 @@ def test_a_state_that_is_loaded_replaces_what_was_not_counted() -> None:
     optimizer.load_state_dict(saved[1])
     train(model, optimizer.step, 2)
     assert optimizer.synchronizer.rounds == 2
+
+
+def test_a_new_optimizer_warns_of_steps_that_were_not_exchanged(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    former = WRAPPERS["average"](inner, model)
+    train(model, former.step, 5)
+    other = make_model()
+    WRAPPERS["average"](torch.optim.SGD(other.parameters(), lr=0.1), other)
+    WRAPPERS["average"](former, model)
+    assert "lost" not in caplog.text
+    WRAPPERS["average"](inner, model)
+    assert "has taken 2 local steps since its last exchange, at step 3" in caplog.text
+    caplog.clear()
+    former.finalize()
+    WRAPPERS["average"](inner, model)
+    assert "lost" not in caplog.text
