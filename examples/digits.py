@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -86,6 +87,13 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.algorithm}.json").write_text(json.dumps(asdict(self)))
         _plot(self, folder / f"{self.algorithm}.png")
+
+
+def folder(description: str | None, default: str) -> str:
+    """Return the folder for checkpoints, the only argument of an example."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default=default, help="folder for checkpoints (default: %(default)s)")
+    return str(parser.parse_args().folder)
 
 
 def show(runs: list[Run]) -> None:

@@ -5,9 +5,9 @@ torchrun --nproc-per-node 2 examples/huggingface_digits.py
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+import digits
 import digits_torch
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def periodic(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
 
 
 arguments = TrainingArguments(
-    sys.argv[1] if sys.argv[1:] else "results/huggingface",
+    digits.folder(__doc__, "results/huggingface"),
     use_cpu=True,
     num_train_epochs=10,
     per_device_train_batch_size=32,

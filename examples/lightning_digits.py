@@ -5,8 +5,7 @@ torchrun --nproc-per-node 2 examples/lightning_digits.py      # or horovodrun -n
 
 from __future__ import annotations
 
-import sys
-
+import digits
 import digits_torch
 import torch
 import workers
@@ -42,12 +41,13 @@ class Digits(LightningModule):
         return hvdp.ElasticAverageOptimizer(optimizer, self, communication_period=10)
 
 
+folder = digits.folder(__doc__, "results/lightning")
 workers.init()
 seed_everything(1)
 train, test = digits_torch.data()
 trainer = Trainer(
     strategy=PeriodicStrategy(),
-    callbacks=[PeriodicCallback(), ModelCheckpoint(sys.argv[1] if sys.argv[1:] else "results/lightning")],
+    callbacks=[PeriodicCallback(), ModelCheckpoint(folder)],
     accelerator="cpu",
     max_epochs=10,
     logger=False,

@@ -149,10 +149,33 @@ def _nothing(done: int, now: str = "") -> None:
 def _title(job: Job, network: Network) -> str:
     spread = f" ± {1e3 * job.spread:g}" if job.spread else ""
     return (
-        f"{job.nbytes / 4e6:.4g} million parameters ({job.nbytes / 1e6:.4g} MB), {_ranks(job.workers)}, "
+        f"{amount(job.nbytes / 4)} parameters ({job.nbytes / 1e6:,.6g} MB), {_ranks(job.workers)}, "
         f"{8e-9 / network.byte if network.byte else float('inf'):.3g} Gbit/s, {1e6 * network.message:.3g} µs, "
         f"steps of {1e3 * job.step:g}{spread} ms"
     )
+
+
+def amount(number: float) -> str:
+    """Return a number of parameters in words.
+
+    Example:
+        >>> amount(7e9), amount(25.6e6), amount(1e6), amount(12_345)
+        ('7 billion', '25.6 million', '1 million', '12,345')
+    """
+    if number >= 1e9:
+        return f"{number / 1e9:.4g} billion"
+    return f"{number / 1e6:.4g} million" if number >= 1e6 else f"{number:,.0f}"
+
+
+def megabytes(nbytes: float) -> str:
+    """Return bytes in MB, to three digits, without an exponent.
+
+    Example:
+        >>> megabytes(2.8e10), megabytes(5.6e8), megabytes(1.234e6), megabytes(0)
+        ('28,000', '560', '1.23', '0')
+    """
+    value = float(f"{nbytes / 1e6:.3g}")
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _ranks(count: int) -> str:
@@ -163,7 +186,7 @@ def _show(job: Job, network: Network, found: list[Row], advice: Advice, argument
     """Print the table and the advice."""
     columns = ("exchange", "period", "MB per step", "in exchanges", "steps/s", "of local")
     cells = [
-        (row.exchange, str(row.period), f"{row.sent / 1e6:.3g}", f"{100 * row.share:.3g} %", f"{row.rate:.4g}",
+        (row.exchange, str(row.period), megabytes(row.sent), f"{100 * row.share:.3g} %", f"{row.rate:.4g}",
          f"{row.rate * job.step:.2f}")
         for row in found
     ]  # fmt: skip

@@ -101,6 +101,7 @@ class Advice:
         blocking: the period that it would take without overlap and compression; None: more than anyone would wait.
         limit: the longest period that leaves a run exchanges enough.
         steps: of the run, if it is known.
+        sufficient: the shortest period at which this exchange takes no more than wanted; None: beyond all reason.
     """
 
     exchange: str
@@ -110,6 +111,7 @@ class Advice:
     blocking: int | None
     limit: int
     steps: int | None
+    sufficient: int | None
 
     def moving_rate(self, job: Job) -> float:
         """Return the rate of elastic averaging: its default."""
@@ -128,11 +130,13 @@ class Advice:
         }
 
     def _why(self) -> str:
-        share, wanted = f"Exchanges take {100 * self.share:.2g} % of the time then", f"{100 * self.wanted:g} %"
+        share, wanted = f"Exchanges then take {100 * self.share:.3g} % of the time", f"{100 * self.wanted:g} %"
         if self.share > self.wanted:
-            least = f", the longest for a run of {self.steps} steps," if self.steps else ""
-            reached = f"{share}, and no period up to {self.limit}{least} brings that to {wanted}"
-            return f"{reached}: compress more, take larger batches or fewer ranks, or allow longer periods."
+            long = f"the longest period that leaves a run of {self.steps} steps {EXCHANGES} exchanges is {self.limit}"
+            limit = long if self.steps else f"periods above {self.limit} are long"
+            reaches = "No period" if self.sufficient is None else f"Only a period of {self.sufficient:,}"
+            reached = f"{share}. {reaches} would bring that to {wanted}, and {limit}"
+            return f"{reached}: take larger batches or fewer ranks, or accept the longer period or the larger share."
         if self.period == 1:
             return f"{share}: the network carries an exchange at every step, and Horovod's own optimizer does as well."
         if self.blocking == self.period:
@@ -148,8 +152,8 @@ class Advice:
 def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps: int | None) -> Advice:
     """Return the way to exchange that costs least accuracy, and its shortest period that costs at most a share of time.
 
-    The first way that fits is taken; they begin with those that change training least. Where none fits, it is the one
-    with the least share at the longest period that the run allows.
+    The first way that fits is taken; they begin with those that change training least. Where none fits, it is the first
+    of those with the least share at the longest period that the run allows, to three digits.
     """
     limit = LONG if steps is None else max(1, steps // EXCHANGES)
     periods = [shortest_period(way.of(job, 2), way.method, network, share) for way in ways]
@@ -160,10 +164,10 @@ def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps:
     else:
         possible = [i for i, way in enumerate(ways) if limit > 1 or not way.overlaps]
         shares = {i: share_of_exchanges(ways[i].of(job, limit), ways[i].method, network) for i in possible}
-        best, period = min(possible, key=shares.__getitem__), limit
+        best, period = min(possible, key=lambda i: float(f"{shares[i]:.3g}")), limit
     way = ways[best]
     taken = share_of_exchanges(way.of(job, period), way.method, network)
-    return Advice(way.name, period, taken, share, periods[0], limit, steps)
+    return Advice(way.name, period, taken, share, periods[0], limit, steps, periods[best])
 
 
 def _row(name: str, job: Job, method: Method, network: Network) -> Row:

@@ -11,6 +11,7 @@ several, means over their ranks. Where there are more exchanges than can be seen
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 from hvd_periodic.cli import figures, output, plots, runs, told
@@ -29,10 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Read, and draw."""
     path = runs.output_of(arguments)
     plots.require(path, "-o")
-    tolds = told.told_of(runs.read(arguments.runs, arguments.partial))
+    found = runs.read(arguments.runs, arguments.partial)
+    runs.name_bad_lines(found)
+    tolds = told.told_of(found)
     figure, panel = figures.FIGURES[arguments.what], figures.panel(tolds, arguments.what)
     if panel is None:
         raise RefusalError(figure.where_none)
+    for each in tolds if len(tolds) > 1 else []:
+        if figures.panel([each], arguments.what) is None:
+            warnings.warn(f"{each.label} is not drawn. {figure.where_none}", stacklevel=2)
     if path is not None:
         names = ", ".join(each.label for each in tolds)
         plots.draw(path, f"{figure.title}: {names}", [panel], "-o")

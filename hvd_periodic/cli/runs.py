@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_periodic.cli import output
 from hvd_periodic.cli.refusal import RefusalError, refusing
-from hvd_periodic.journal.runs import Run, read_run
+from hvd_periodic.journal.runs import Run, bad_lines, read_run
 from hvd_periodic.ranks import named
 
 
@@ -25,7 +26,8 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
         RefusalError: one of them is not there, is none, is of another version, or not of all ranks.
     """
     found, distinct = [], list(dict.fromkeys(folders))
-    sizes = {file: file.stat().st_size for folder in distinct for file in sorted(folder.glob("rank-*.jsonl"))}
+    files = [file for folder in distinct for file in sorted(folder.glob("rank-*.jsonl")) if file.is_file()]
+    sizes = {file: file.stat().st_size for file in files}
     with output.progress("reading", sum(sizes.values())) as advance:
         for folder in distinct:
             advance(0, f"reading {folder}")
@@ -39,6 +41,13 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
                 "runs. Copy the files of all hosts into one folder; or --partial, for those that are there"
             )
     return found
+
+
+def name_bad_lines(found: Sequence[Run]) -> None:
+    """Warn of lines that are left out, where no page names them."""
+    for run in found:
+        for text in bad_lines(run.bad):
+            warnings.warn(f"{run.path}: {text}", stacklevel=2)
 
 
 def output_of(arguments: argparse.Namespace) -> Path | None:

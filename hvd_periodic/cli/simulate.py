@@ -42,12 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fragments", type=int, default=1, metavar="F", help="parts that are exchanged one by one")
     parser.add_argument("--compression", default="none", metavar="C", help="fp16, bf16, int8, topk(0.01)")
     problem = parser.add_argument_group("what is trained")
-    problem.add_argument("--problem", choices=PROBLEMS, default="quadratic", help="default: quadratic")
+    problem.add_argument("--problem", choices=PROBLEMS, default="network", help="default: network")
     problem.add_argument("--function", metavar="MODULE:NAME", help="a function of your own instead")
     problem.add_argument("--dimension", type=int, default=20, metavar="N", help="parameters or inputs (default: 20)")
     problem.add_argument("--condition", type=float, default=100.0, metavar="K", help="largest by smallest curvature")
     problem.add_argument("--noise", type=float, default=1.0, metavar="S", help="of gradients or targets (default: 1)")
-    problem.add_argument("--heterogeneity", type=float, default=0.0, metavar="H", help="of workers' data (default: 0)")
+    problem.add_argument(
+        "--heterogeneity",
+        type=float,
+        default=0.5,
+        metavar="H",
+        help="of workers' data; 0: all draw alike (default: 0.5)",
+    )
     problem.add_argument("--batch", type=int, default=16, metavar="B", help="examples of a step (default: 16)")
     problem.add_argument("--seed", type=int, default=0, help="of data and noise (default: 0)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the courses: .png, .svg, .pdf")

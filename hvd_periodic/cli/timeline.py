@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if path is not None:
         runs.check_output(path, (".json",))
     [found] = runs.read(arguments.runs, arguments.partial)
+    runs.name_bad_lines([found])
     start, exchanges = _beginning(found)
     if path is not None:
         with refusing("-o"), path.open("w", encoding="utf-8") as file:

@@ -13,7 +13,7 @@ import numpy as np
 from hvd_periodic.cli import output
 from hvd_periodic.journal.base import Report
 from hvd_periodic.journal.lines import ENOUGH, seconds_of
-from hvd_periodic.journal.runs import Part, Run, Segment, Training
+from hvd_periodic.journal.runs import Part, Run, Segment, Training, bad_lines
 from hvd_periodic.ranks import named
 
 POINTS = 200
@@ -130,7 +130,7 @@ class Told:
             "closed": closed(self.training.parts[-1]),
             "loss": edges(self, "loss"),
             "distance": edges(self, "distance"),
-            "cut_off": dict(self.run.cut_off),
+            "bad_lines": {name: {str(each.number): each.why for each in bad} for name, bad in self.run.bad.items()},
             "findings": list(self.findings),
         }
 
@@ -324,9 +324,7 @@ def _findings(told: Told) -> Iterator[str]:
 
 def _of_files(told: Told) -> Iterator[str]:
     """Yield what the files themselves say."""
-    for name, count in told.run.cut_off.items():
-        lines = "1 line" if count == 1 else f"{count} lines"
-        yield f"{name} without {lines} that could not be read: the job ended before it was written."
+    yield from bad_lines(told.run.bad)
     for part in told.training.parts:
         if part.missing:
             yield f"There is no log of {named(part.missing)}: what is said of all ranks is of the others."

@@ -8,10 +8,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
@@ -113,13 +112,25 @@ def folder_asked(given: str | os.PathLike[str] | bool | None) -> Path | None:
     return Path(asked).absolute() if asked else None
 
 
+class Bad(NamedTuple):
+    """A line of a file that is left out.
+
+    Attributes:
+        number: from 1.
+        why: what is wrong with it.
+    """
+
+    number: int
+    why: str
+
+
 def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
     """Return the lines of a run log by rank, each in their order; lines that the end of a job has cut off are left out.
 
     Raises:
         FileNotFoundError: there is no run log in the folder.
     """
-    return {rank: lines_of(path)[0] for rank, path in log_files(folder).items()}
+    return {rank: [line for _, line in lines_of(path)[0]] for rank, path in log_files(folder).items()}
 
 
 def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
@@ -128,18 +139,24 @@ def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
     Raises:
         FileNotFoundError: there is no run log in the folder.
     """
-    numbered = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("rank-*.jsonl"))
+    numbered = ((_FILE.fullmatch(path.name), path) for path in Path(folder).glob("rank-*.jsonl") if path.is_file())
     found = {int(match[1]): path for match, path in numbered if match is not None}
     if not found:
         raise FileNotFoundError(f"There is no run log in {folder}: it has no file rank-0.jsonl")
     return dict(sorted(found.items()))
 
 
-def lines_of(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a file, and how many more were cut off."""
-    texts = path.read_text(errors="replace").splitlines()
-    found = []
-    for text in texts:
-        with suppress(ValueError):
-            found.append(json.loads(text))
-    return found, len(texts) - len(found)
+def lines_of(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[Bad]]:
+    """Return the lines of a file with their numbers, and those that are no JSON objects."""
+    found, bad = [], []
+    for number, text in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            bad.append(Bad(number, "it is no JSON, as where a job ended before it was written"))
+            continue
+        if isinstance(line, dict):
+            found.append((number, line))
+        else:
+            bad.append(Bad(number, "it is no JSON object"))
+    return found, bad

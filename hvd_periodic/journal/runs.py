@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from reprlib import repr as shortened
+from typing import Any
 
 from hvd_periodic.journal.base import Report, Total
-from hvd_periodic.journal.files import VERSION, lines_of, log_files
+from hvd_periodic.journal.checked import beginning, count, report, text, total
+from hvd_periodic.journal.files import VERSION, Bad, lines_of, log_files
 
-T = TypeVar("T", Report, Total)
+_NAMED = 3
+"""Bad lines of a file that are named one by one."""
 
 
 @dataclass
@@ -87,12 +90,12 @@ class Run:
     Attributes:
         path: as given.
         trainings: of which they tell, in the order of time.
-        cut_off: lines that the end of a job has cut off, by file.
+        bad: lines that are left out, by the name of their file.
     """
 
     path: Path
     trainings: Sequence[Training]
-    cut_off: Mapping[str, int]
+    bad: Mapping[str, Sequence[Bad]]
 
 
 def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = lambda file: None) -> Run:
@@ -111,13 +114,13 @@ def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = la
         raise FileNotFoundError(f"A run log is a folder of files rank-0.jsonl and so on. Received: the file {path}")
     parts: dict[tuple[str, tuple[int, ...], int], dict[int, Segment]] = {}
     numbers: dict[str, int] = {}
-    cut_off: dict[str, int] = {}
+    bad: dict[str, Sequence[Bad]] = {}
     for rank, file in log_files(path).items():
-        lines, broken = lines_of(file)
-        if broken:
-            cut_off[file.name] = broken
+        segments, left_out = _segments(file, rank)
+        if left_out:
+            bad[file.name] = left_out
         begun: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        for name, number, segment in _segments(file, lines):
+        for name, number, segment in segments:
             ranks = tuple(segment.facts["ranks"])
             parts.setdefault((name, ranks, begun[name, ranks]), {})[rank] = segment
             begun[name, ranks] += 1
@@ -126,72 +129,75 @@ def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = la
     found = [(name, Part(ranks, segments)) for (name, ranks, _), segments in parts.items()]
     kept = [(name, part) for name, part in found if any(s.reports or s.total for s in part.segments.values())]
     if not kept:
-        raise ValueError(f"The run log {path} tells of no exchange: training has ended before the first, or not begun")
-    return Run(path, list(_trainings(kept, numbers)), cut_off)
+        more = "".join(f". {each}" for each in bad_lines(bad))
+        raise ValueError(
+            f"The run log {path} tells of no exchange: training has ended before the first, or not begun{more}"
+        )
+    return Run(path, list(_trainings(kept, numbers)), bad)
 
 
-def _segments(file: Path, lines: Sequence[Any]) -> Iterator[tuple[str, int, Segment]]:
-    """Yield name and number of an optimizer, and what was written from each of its beginnings on."""
+def _segments(file: Path, rank: int) -> tuple[list[tuple[str, int, Segment]], list[Bad]]:
+    """Return name and number of an optimizer with what was written from each of its beginnings on; and bad lines."""
     latest: dict[str, Segment] = {}
-    found = []
-    for line in lines:
-        if not isinstance(line, dict) or line.get("event") not in ("began", "exchanged", "ended"):
-            raise ValueError(f"{file} is no run log: {str(line)[:80]!r} says of no event")
-        number = int(line.get("optimizer", 0))
-        name = str(line.get("name", number))
-        if line["event"] == "began":
-            if line.get("version") != VERSION:
-                raise ValueError(
-                    f"{file} is a run log of version {line.get('version')}, and this is read by version {VERSION}: use "
-                    f"hvd_periodic {line.get('package', 'of the version that wrote it')}"
-                )
-            if not _is_beginning(line):
-                raise ValueError(f"{file} is no run log: a beginning does not say time, ranks and algorithm")
-            latest[name] = Segment(line)
-            found.append((name, number, latest[name]))
-        elif name not in latest:
-            raise ValueError(f"{file} has no beginning: its first lines are gone; use the whole file")
-        elif line["event"] == "exchanged":
-            latest[name].reports.append(_read(Report, line, file))
-        else:
-            latest[name].total = _read(Total, line, file)
+    found: list[tuple[str, int, Segment]] = []
+    lines, bad = lines_of(file)
+    for number, line in lines:
+        try:
+            _take(line, rank, latest, found)
+        except ValueError as error:
+            bad.append(Bad(number, str(error)))
+        except _VersionError as error:
+            raise ValueError(f"{file} is a run log of {error}") from None
     if not found:
-        raise ValueError(f"{file} is no run log: it has no line that could be read")
-    yield from found
+        first = f"line {min(bad).number}: {min(bad).why}" if bad else "it is empty"
+        raise ValueError(f"{file} is no run log: {first}")
+    return found, sorted(bad)
 
 
-def _is_beginning(line: Mapping[str, Any]) -> bool:
-    """Return whether a line says when which ranks began what."""
-    ranks = line.get("ranks")
-    of_integers = isinstance(ranks, list) and ranks != [] and all(isinstance(rank, int) for rank in ranks)
-    return of_integers and isinstance(line.get("time"), (int, float)) and "algorithm" in line
+class _VersionError(Exception):
+    """A log was written by another version of the package."""
 
 
-def _read(kind: type[T], line: Mapping[str, Any], file: Path) -> T:
-    """Return what a line tells; what it does not is None, NaN and infinity were strings."""
-    known: dict[str, Any] = {}
-    for name, has_default, may_be_none in _FIELDS[kind]:
-        value = line.get(name)
-        if value is None and has_default:
-            continue
-        if value is None and not may_be_none:
-            raise ValueError(f"{file} is no run log: a line {line['event']!r} does not say {name}")
-        if not (value is None or isinstance(value, (int, float)) or value in _NOT_FINITE):
-            raise ValueError(
-                f"{file} is no run log: a line {line['event']!r} says {name}={value!r}, which is no number"
-            )
-        known[name] = float(value) if isinstance(value, str) else value
-    return kind(**known)
+def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: list[tuple[str, int, Segment]]) -> None:
+    """Add what a line says to the latest segment of its optimizer, or begin one.
+
+    Raises:
+        ValueError: something in it is not what it has to be.
+    """
+    event = line.get("event")
+    if event not in ("began", "exchanged", "ended"):
+        raise ValueError(f"it says of no event, but event={shortened(event)}")
+    number = count(line.get("optimizer", 0))
+    name = text(line.get("name", str(number)))
+    if event == "began":
+        latest.pop(name, None)  # What follows a bad beginning does not belong to the one before.
+        _check_version(line)
+        latest[name] = Segment(beginning(line, rank))
+        found.append((name, number, latest[name]))
+    elif name not in latest:
+        raise ValueError("its beginning is gone, or bad")
+    elif event == "exchanged":
+        latest[name].reports.append(report(line))
+    else:
+        latest[name].total = total(line)
 
 
-_NOT_FINITE = ("nan", "inf", "-inf")
-"""How numbers are written that JSON does not have."""
+def _check_version(line: Mapping[str, Any]) -> None:
+    """Refuse a log that another version has written."""
+    version, package = line.get("version"), line.get("package")
+    if isinstance(version, int) and version != VERSION:
+        known = package if isinstance(package, str) else "of the version that wrote it"
+        raise _VersionError(
+            f"version {shortened(version)}, and this is read by version {VERSION}: use hvd_periodic {known:.40}"
+        )
 
-_FIELDS = {
-    kind: [(each.name, each.default is not MISSING, "None" in str(each.type)) for each in fields(kind)]
-    for kind in (Report, Total)
-}
-"""Of what lines tell: name, whether there is a default, and whether it may be None."""
+
+def bad_lines(bad: Mapping[str, Sequence[Bad]]) -> Iterator[str]:
+    """Yield for each file which of its lines are left out, and why."""
+    for name, of_file in bad.items():
+        named = "; ".join(f"line {each.number}: {each.why}" for each in of_file[:_NAMED])
+        more = f"; and {len(of_file) - _NAMED} more" if len(of_file) > _NAMED else ""
+        yield f"{name} without {len(of_file)} bad line{'' if len(of_file) == 1 else 's'}: {named}{more}."
 
 
 def _trainings(parts: Sequence[tuple[str, Part]], numbers: Mapping[str, int]) -> Iterator[Training]:

@@ -67,7 +67,7 @@ def test_it_is_the_package_that_trains(capsys: pytest.CaptureFixture[str]) -> No
         with optimizer.center():
             return problem.loss(x), counters.rounds, counters.bytes_sent
 
-    words = "--workers 3 --dimension 5 --heterogeneity 0.5 --seed 7 --steps 40 --learning-rate 0.05 --momentum 0.5"
+    words = "--problem quadratic --workers 3 --dimension 5 --heterogeneity 0.5 --seed 7 --steps 40 --learning-rate 0.05 --momentum 0.5"
     [run] = simulated(capsys, *words.split(), "--algorithm", "easgd(moving_rate=0.2)", "--period", "7")["runs"]
     loss, rounds, sent = run_ranks(3, program)[0]
     assert (run["center"], run["exchanges"], run["bytes"]) == (loss, rounds, sent)
@@ -217,3 +217,13 @@ def test_without_rich_there_is_plain_text(capsys: pytest.CaptureFixture[str], mo
     out, error = capsys.readouterr()
     assert out.splitlines()[1].split()[:4] == ["algorithm", "period", "rate", "center"]
     assert error == ""
+
+
+def test_by_default_periods_and_algorithms_differ_as_in_practice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Long periods cost accuracy; the outer momentum of DiLoCo makes up for it."""
+    assert main(["simulate", "--algorithm", "average,diloco", "--period", "1,100", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    center = {(run["algorithm"], run["period"]): run["center"] for run in runs}
+    assert center["average", "100"] > 1.01 * center["average", "1"]
+    assert center["diloco", "100"] > 1.01 * center["diloco", "1"]
+    assert center["diloco", "100"] < 0.99 * center["average", "100"]

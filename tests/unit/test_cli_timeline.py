@@ -104,13 +104,15 @@ def test_clocks_that_are_set_back(tmp_path: Path) -> None:
     assert len(spans(traced(folder))) == 8
 
 
-def test_a_log_that_was_cut_off(tmp_path: Path) -> None:
-    """The last line of a rank is half there: an exchange of which not all tell has no arrow."""
+@pytest.mark.filterwarnings("default")
+def test_a_log_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line of a rank is half there, and named: an exchange of which not all tell has no arrow."""
     train(tmp_path / "run")
     log = tmp_path / "run" / "rank-1.jsonl"
     kept = [line for line in log.read_text().splitlines() if '"ended"' not in line]
     log.write_text("\n".join(kept)[:-40])
     events = traced(tmp_path / "run")
+    assert "rank-1.jsonl without 1 bad line: line 5: it is no JSON" in capsys.readouterr().err
     assert len(spans(events)) == 2 * len(AT) - 1
     assert len([event for event in events if event["ph"] == "s"]) == len(AT) - 1
 

@@ -1,0 +1,176 @@
+"""Checks what a line of a run log says, so that whoever reads the log may rely on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from reprlib import repr as shortened
+from typing import Any
+
+from hvd_periodic.journal.base import Report, Total
+
+SECONDS = 6e10
+"""The longest time, and the moment farthest from 1970, that a line may tell of: a date has to have four digits."""
+
+_COUNT = 2**63
+_RANKS = 2**31
+_NOT_FINITE = ("nan", "inf", "-inf")
+"""How numbers are written that JSON does not have."""
+
+Check = Callable[[Any], Any]
+"""Returns a value as it is kept, or raises a ValueError that says what it is not."""
+
+
+def count(value: Any) -> int:
+    """Return an integer of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _COUNT:
+        raise ValueError("no count")
+    return value
+
+
+def number(value: Any) -> float:
+    """Return any number; NaN and infinity were strings."""
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in _NOT_FINITE):
+        raise ValueError("no number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("no number that a computer calculates with") from None
+
+
+def seconds(value: Any) -> float:
+    """Return a time, or a moment in seconds since 1970."""
+    found = number(value)
+    if not abs(found) <= SECONDS:
+        raise ValueError("no time")
+    return found
+
+
+def flag(value: Any) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("neither true nor false")
+    return value
+
+
+def text(value: Any) -> str:
+    """Return a string that can be written into a file."""
+    if not isinstance(value, str):
+        raise ValueError("no text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("no text that can be written") from None
+    return value
+
+
+def ranks(value: Any) -> list[int]:
+    """Return different ranks, at least one."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("no list of ranks")
+    found = [count(each) for each in value]
+    if len(set(found)) < len(found) or max(found) >= _RANKS:
+        raise ValueError("no list of different ranks")
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a number, a text or a list of them."""
+    if isinstance(value, list):
+        return [_scalar(each) for each in value]
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, int) and abs(value) < _COUNT:
+        return value
+    if isinstance(value, float):
+        return value
+    raise ValueError("neither a number nor a text")
+
+
+_COUNTS = ("version", "optimizer", "period", "step", "elements", "tensors", "bytes", "fragments")
+_TEXTS = (
+    "event",
+    "name",
+    "algorithm",
+    "schedule",
+    "host",
+    "framework",
+    "package",
+    "python",
+    "center",
+    "transport",
+    "compression",
+    "outer_optimizer",
+)
+_FACTS: dict[str, Check] = {
+    **dict.fromkeys(_COUNTS, count),
+    **dict.fromkeys(_TEXTS, text),
+    "time": seconds,
+    "ranks": ranks,
+    "closes": number,
+    "asynchronous": flag,
+}
+"""Of a beginning; what else it says is plain."""
+
+_ANY_NUMBER = ("loss", "learning_rate", "distance", "closed")
+_KINDS: dict[str, Check] = {"int": count, "bool": flag, "float": seconds}
+_FIELDS: dict[type[Report] | type[Total], dict[str, tuple[Check, Any]]] = {
+    kind: {
+        each.name: (
+            number if each.name in _ANY_NUMBER else _KINDS[str(each.type).removesuffix(" | None")],
+            None if each.default is MISSING and "None" in str(each.type) else each.default,
+        )
+        for each in fields(kind)
+    }
+    for kind in (Report, Total)
+}
+"""Of exchanges and ends, by name: how it is checked, and what it is where a line does not say it."""
+
+
+def beginning(line: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the facts of a beginning, on a rank.
+
+    Raises:
+        ValueError: something is missing, or is not what it has to be.
+    """
+    for name in ("version", "time", "ranks", "algorithm"):
+        if line.get(name) is None:
+            raise ValueError(f"it does not say {name}")
+    facts = {name: _one(name, value, _FACTS.get(name, plain)) for name, value in line.items() if value is not None}
+    if rank not in facts["ranks"]:
+        raise ValueError(f"it is of ranks {shortened(facts['ranks'])}, and the file of rank {rank}")
+    return facts
+
+
+def report(line: Mapping[str, Any]) -> Report:
+    """Return an exchange; as :func:`beginning`."""
+    return Report(**_known(Report, line))
+
+
+def total(line: Mapping[str, Any]) -> Total:
+    """Return an end; as :func:`beginning`."""
+    return Total(**_known(Total, line))
+
+
+def _known(kind: type[Report] | type[Total], line: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for name, (check, default) in _FIELDS[kind].items():
+        value = line.get(name)
+        if value is None and default is MISSING:
+            raise ValueError(f"it does not say {name}")
+        known[name] = default if value is None else _one(name, value, check)
+    return known
+
+
+def _one(name: str, value: Any, check: Check) -> Any:
+    """Return a value that is as it has to be."""
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"it says {shortened(name)[1:-1]}={shortened(value)}, which is {error}") from None
