@@ -36,7 +36,7 @@ from hvd_periodic.tensorflow.model import (
 )
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
-from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost
+from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost, show_inside
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
@@ -92,6 +92,7 @@ class PeriodicOptimizer(CopiedUnused, ForwardedSettings):
         self._exchanges = Exchanges(connection, plan, self._new_variable, partial(list_variables, self))
         self._model: weakref.ref[keras.Model] | None = None
         self.inner_optimizer = plan.optimizer
+        show_inside(plan.optimizer)
         if self._center is not None:
             self._center.track(self, "center_optimizer")
         self._constructed = self._forwards = True

@@ -131,3 +131,22 @@ def innermost(optimizer: Any) -> Any:
     while isinstance(optimizer, ForwardedSettings):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def optimizers_inside(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizers inside all wrappers, which take the local steps: those of a MultiOptimizer, or one."""
+    while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
+        optimizer = optimizer.inner_optimizer
+    return getattr(optimizer, "optimizers", [optimizer])
+
+
+def show_inside(optimizer: Any) -> None:
+    """Show ``SwapEMAWeights`` of Keras the optimizers that keep moving averages.
+
+    The callback looks into one wrapper only, which is the periodic optimizer, and then for ``optimizers``.
+
+    Args:
+        optimizer: the optimizer directly inside a periodic one.
+    """
+    if isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
+        optimizer.optimizers = tuple(optimizers_inside(optimizer))

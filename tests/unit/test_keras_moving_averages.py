@@ -1,0 +1,67 @@
+"""Moving averages of a wrapped optimizer, and the callback of Keras that swaps them in. One process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow")
+keras = pytest.importorskip("keras")
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
+
+pytestmark = pytest.mark.timeout(90)
+
+IMAGES = np.random.default_rng(0).standard_normal((24, 3)).astype("float32")
+TARGETS = IMAGES.sum(axis=1, keepdims=True)
+
+
+def wrap(optimizer: Any, model: Any) -> Any:
+    return hvdp.ModelAverageOptimizer(optimizer, model, 2, process_set=LocalCommunicator())
+
+
+WRAPPED: dict[str, Any] = {
+    "scaled": lambda local, model: wrap(keras.optimizers.LossScaleOptimizer(local), model),
+    "twice": lambda local, model: wrap(wrap(local, model), model),
+    "scaled, twice": lambda local, model: wrap(wrap(keras.optimizers.LossScaleOptimizer(local), model), model),
+}
+
+
+def make_model(make_optimizer: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = make_optimizer(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.8), model)
+    model.compile(optimizer, loss="mse", auto_scale_loss=False)
+    return model
+
+
+def fit(model: Any, *callbacks: Any, epochs: int = 2) -> dict[str, list[float]]:
+    history = model.fit(
+        IMAGES,
+        TARGETS,
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        validation_data=(IMAGES, TARGETS),
+        callbacks=list(callbacks),
+    )
+    return dict(history.history)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("swap_on_epoch", [False, True])
+def test_averages_are_swapped_in_through_all_wrappers(name: str, swap_on_epoch: bool, tmp_path: Path) -> None:
+    """With one rank, losses of the moving averages as under the bare optimizer; a saved model loads."""
+    models = [make_model(lambda local, _: local), make_model(WRAPPED[name])]
+    found = [fit(model, keras.callbacks.SwapEMAWeights(swap_on_epoch)) for model in models]
+    assert found[1]["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-5)
+    assert found[1]["val_loss"] != pytest.approx(fit(make_model(WRAPPED[name]))["val_loss"], rel=1e-3)
+    if "twice" not in name:
+        models[1].save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        assert all((a == b).all() for a, b in zip(loaded.get_weights(), models[1].get_weights(), strict=True))
