@@ -13,7 +13,7 @@ They add to ``logs``, so they come before callbacks that read those, such as ``k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ import keras
 from hvd_periodic.arguments import require_int
 from hvd_periodic.checkpoints import Saving
 from hvd_periodic.tensorflow.checkpoints import save
+from hvd_periodic.tensorflow.fit_end import FitEnd, callbacks_of_fit, swaps
 from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 
@@ -52,15 +53,69 @@ class BroadcastAtStart(keras.callbacks.Callback):
             optimizer.synchronizer.broadcast()
 
 
-class FinalizeAtEnd(keras.callbacks.Callback):
-    """Run ``optimizer.finalize()`` when training ends, so that all ranks end with the same center.
+def _refuse_swapped(callback: keras.callbacks.Callback, fellows: Sequence[keras.callbacks.Callback]) -> None:
+    """Raise a ValueError where moving averages are in the model when a callback reads what is trained."""
+    for fellow in fellows:
+        if fellow is callback:
+            return
+        if swaps(fellow):
+            name = type(callback).__name__
+            raise ValueError(
+                f"{name} comes after SwapEMAWeights(swap_on_epoch=True) in `callbacks`, and would find moving averages "
+                f"in place of the trained weights: put {name} before SwapEMAWeights"
+            )
 
-    Ranks that have fewer batches than others take part in exchanges until all are done. All ranks have to use it.
+
+class FinalizeAtEnd(keras.callbacks.Callback):
+    """Run ``optimizer.finalize()`` when training ends, so that all ranks leave ``fit`` with the same model.
+
+    The last exchange is of the replicas as the last step left them. It takes place before Keras or any other callback
+    changes the model at the end of training, wherever this one is in the list. All ranks then hold:
+
+    - the center;
+    - with ``use_ema=True``, the mean of all ranks' moving averages, and the center is in ``optimizer.center()``;
+    - with ``EarlyStopping(restore_best_weights=True)``, the center of the epoch that is best for the callback of the
+      root.
+
+    Batch-norm statistics take part as ``buffers=`` says. Ranks that have fewer batches than others, or stop early, take
+    part in exchanges until all are done. All ranks have to use it.
+
+    Raises:
+        TypeError: the model's optimizer is not a periodic one.
+        ValueError: when training begins, other callbacks with which this cannot hold.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._end: FitEnd | None = None
+        self._epoch_is_over = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Look at the other callbacks."""
+        optimizer, fellows = _optimizer_of(self), callbacks_of_fit(self)
+        for fellow in fellows:
+            if isinstance(fellow, keras.callbacks.BackupAndRestore):
+                _refuse_swapped(fellow, fellows)
+        self._epoch_is_over = False
+        self._end = optimizer.fit_end = FitEnd(optimizer, self.model, fellows)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep the center, if it is the best; by now all callbacks have seen the end of the epoch before."""
+        if self._end is not None and self._epoch_is_over:
+            self._end.keep_best()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note that there is a center to keep."""
+        self._epoch_is_over = True
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Finalize."""
-        _optimizer_of(self).finalize()
+        """Finalize, if Keras has not let the optimizer do so; let the model hold the best center."""
+        optimizer = _optimizer_of(self)
+        end = self._end or FitEnd(optimizer, self.model, [])
+        if self._end is None or optimizer.fit_end is end:
+            end.run()
+        end.restore()
+        self._end = optimizer.fit_end = None
 
 
 class EvaluateCenter(keras.callbacks.Callback):
@@ -171,6 +226,7 @@ class Checkpoint(keras.callbacks.Callback):
     Raises:
         TypeError: the model's optimizer is not a periodic one.
         TypeError, ValueError: ``every`` is something else.
+        ValueError: when training begins, ``SwapEMAWeights(swap_on_epoch=True)`` comes before this one.
         RuntimeError: a file could not be written; on all ranks.
     """
 
@@ -194,6 +250,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Count local steps from here."""
         optimizer = _optimizer_of(self)
+        _refuse_swapped(self, callbacks_of_fit(self))
         self._last_steps = optimizer.synchronizer.local_steps if optimizer.built else 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -232,7 +289,13 @@ class ReportExchanges(keras.callbacks.Callback):
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
+        ValueError: when training begins, ``SwapEMAWeights(swap_on_epoch=True)`` comes before this one.
     """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Look at the callbacks before this one."""
+        _optimizer_of(self)
+        _refuse_swapped(self, callbacks_of_fit(self))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add to the logs."""

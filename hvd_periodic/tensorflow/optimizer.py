@@ -20,6 +20,7 @@ from hvd_periodic.tensorflow.config import decode, encode
 from hvd_periodic.tensorflow.connection import RANKS, Connection, NotYetConnected
 from hvd_periodic.tensorflow.copies import CopiedUnused
 from hvd_periodic.tensorflow.exchanges import Exchanges
+from hvd_periodic.tensorflow.fit_end import EndsFit
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
@@ -36,11 +37,11 @@ from hvd_periodic.tensorflow.model import (
 )
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
-from hvd_periodic.tensorflow.settings import ForwardedSettings, innermost, show_inside
+from hvd_periodic.tensorflow.settings import innermost, show_inside
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
-class PeriodicOptimizer(CopiedUnused, ForwardedSettings):
+class PeriodicOptimizer(CopiedUnused, EndsFit):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a

@@ -98,10 +98,6 @@ class ForwardedSettings(keras.optimizers.Optimizer):
         """Scale the loss as the wrapped optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """Let the wrapped optimizer set the final values, such as its moving averages."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:

@@ -277,6 +277,72 @@ def states_of_static_jobs() -> Any:
     return found
 
 
+class Noted(keras.callbacks.Callback):
+    """What was trained last, and the center at the end of every epoch; the root's first epoch is its best."""
+
+    def __init__(self, alike: bool = False) -> None:
+        super().__init__()
+        self.first_is_best, self.trained, self.centers = alike or hvd.rank() == 0, {}, []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        local = self.model.optimizer.plain_optimizer
+        self.trained["replica"] = [v.numpy() for v in self.model.trainable_variables]
+        self.trained["averages"] = [v.numpy() for v in local._model_variables_moving_average] if local.use_ema else []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["judged"] = float(epoch if self.first_is_best else -epoch)
+        with self.model.optimizer.center():
+            self.centers.append(self.model.get_weights())
+
+
+@scenario
+def ends_of_fit() -> Any:
+    """What models hold when ``fit`` ends: how far from which mean or center, and whether on all ranks alike."""
+    final, inner = hvdp.callbacks.FinalizeAtEnd, {"learning_rate": 0.1, "use_ema": True, "ema_momentum": 0.9}
+    two_levels = {"process_set": lambda: range(hvd.size())}
+    averages: dict[str, Callable[[Any, Any], Any]] = {
+        "average": lambda local, model: hvdp.ModelAverageOptimizer(local, model, 3),
+        "root": lambda local, model: hvdp.ModelAverageOptimizer(local, model, 3, center="root"),
+        "two levels": lambda local, model: hvdp.ElasticAverageOptimizer(
+            hvdp.ModelAverageOptimizer(local, model, 2, **two_levels), model, 3
+        ),
+        "asynchronous": lambda local, model: hvdp.ElasticAverageOptimizer(local, model, 3, asynchronous=True),
+    }
+    results: dict[str, Any] = {"averages": {}, "best": {}}
+    for name, wrap in averages.items():
+        for steps in (3, 4):
+            model, noted = network(), Noted()
+            optimizer = wrap(keras.optimizers.SGD(**inner), model)
+            model.compile(optimizer, loss="mse", jit_compile=False)
+            swap = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if name == "average" else []
+            callbacks = [*swap, final(), noted] if steps == 3 else [noted, final(), *swap]
+            model.fit(batches(steps), shuffle=False, verbose=0, callbacks=callbacks)
+            with optimizer.center():
+                center = [v.numpy() for v in model.trainable_variables]
+            means = {key: [mean(array) for array in arrays] for key, arrays in noted.trained.items()}
+            results["averages"][f"{name}, {steps}"] = {
+                "center": compare(center, means["replica"])[1],
+                "model": compare([v.numpy() for v in model.trainable_variables], means["averages"])[1],
+                "bits": bits(model.weights),
+            }
+    for place in PLACES:
+        for steps in (2, 3):
+            model, noted = network(), Noted(alike=place != "replicated")
+            model.compile(ALGORITHMS["easgd"](model, center=place), loss="mse", jit_compile=False)
+            stop = keras.callbacks.EarlyStopping("judged", mode="min", patience=1, restore_best_weights=True)
+            callbacks = [noted, stop, final()] if steps == 2 else [final(), noted, stop]
+            model.fit(batches(steps), epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+            first = [hvd.broadcast(tf.constant(array), 0).numpy() for array in noted.centers[0]]
+            found = [compare(model.get_weights(), first)[1], len(noted.centers), bits(model.weights)]
+            results["best"][f"{place}, {steps}"] = found
+    return results
+
+
+def mean(array: Any) -> Any:
+    """Return the mean over the ranks."""
+    return hvd.allreduce(tf.constant(array), op=hvd.Average).numpy()
+
+
 @scenario
 def determinism() -> Any:
     """Keras's recipe for reproducible runs, twice; it cannot be undone, so this comes last."""

@@ -76,6 +76,22 @@ def test_states_of_static_jobs(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "states_of_static_jobs") == [expected] * len(ranks)
 
 
+def test_all_ranks_leave_fit_with_the_same_model(ranks: list[dict[str, Any]]) -> None:
+    """The center is of what was trained, the model the mean of moving averages, or the root's best center."""
+    for case in ranks[0]["ends_of_fit"]["averages"]:
+        found = column(ranks, "ends_of_fit", "averages", case)
+        assert len({report["bits"] for report in found}) == 1, case
+        assert max(report["model"] for report in found) < 1e-6, case
+        if case.startswith(("average", "root")):
+            assert max(report["center"] for report in found) < 1e-6, case
+    for case in ranks[0]["ends_of_fit"]["best"]:
+        found = column(ranks, "ends_of_fit", "best", case)
+        assert len({whole for _, _, whole in found}) == 1, case
+        assert max(difference for difference, _, _ in found) < 1e-6, case
+        epochs = [2] + [3 if case.startswith("replicated") else 2] * (len(ranks) - 1)
+        assert [count for _, count, _ in found] == epochs, case
+
+
 def test_runs_with_determinism_are_equal_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     assert column(ranks, "determinism") == [{"easgd": [True, 3, True], "agn": [True, 3, True]}] * len(ranks)
 

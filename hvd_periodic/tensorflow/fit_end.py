@@ -1,0 +1,166 @@
+"""The end of ``model.fit``: ranks exchange what was trained before Keras puts other values into the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.tensorflow.model import native
+from hvd_periodic.tensorflow.settings import ForwardedSettings, optimizers_inside
+
+
+class FitEnd:
+    """The end of one ``fit``, on all ranks together.
+
+    Keras first calls ``finalize_variable_values`` of the optimizer, then ``on_train_end`` of the callbacks, in their
+    order. The first of these calls runs :meth:`run`, so that the order does not matter.
+
+    Args:
+        optimizer: the periodic optimizer.
+        model: the model that is trained.
+        callbacks: all callbacks of this ``fit``.
+
+    Raises:
+        ValueError: callbacks that contradict each other.
+    """
+
+    def __init__(self, optimizer: Any, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        self._optimizer, self._model = optimizer, model
+        self._swapping = [callback for callback in callbacks if swaps(callback)]
+        self._restoring = [callback for callback in callbacks if _restores(callback)]
+        if self._swapping and self._restoring:
+            raise ValueError(
+                "EarlyStopping(restore_best_weights=True) restores the center, and SwapEMAWeights(swap_on_epoch=True) "
+                "asks for moving averages: leave out one of the two arguments"
+            )
+        for callback in self._swapping:  # In the last epoch it would overwrite the trained weights with the averages.
+            callback.set_params({**callback.params, "epochs": callback.params["epochs"] + 1})
+        self._centers: dict[int, list[Any]] = {}
+        self._best: list[Any] | None = None
+
+    def keep_best(self) -> None:
+        """Let EarlyStopping keep the center if it has just kept the replica; between two epochs."""
+        found = [
+            callback
+            for callback in self._restoring
+            if callback.best_weights is not None and callback.best_weights is not self._centers.get(id(callback))
+        ]
+        if found or (self._restoring and self._optimizer.synchronizer.course.reads_together):
+            with self._optimizer.center():
+                center = self._model.get_weights()
+            for callback in found:
+                callback.best_weights = self._centers[id(callback)] = center
+
+    def run(self) -> None:
+        """Exchange what was trained; then all ranks hold the center, and EarlyStopping the best center of the root."""
+        self.keep_best()
+        for callback in self._swapping:
+            callback.on_epoch_begin(0)  # The trained values return to the model.
+        self._optimizer.finalize()
+        shown = [
+            variable for group in self._optimizer.synchronizer.tensor_groups for variable in group.values.tensors()
+        ]
+        with self._optimizer.center():
+            center = [variable.numpy() for variable in shown]
+        for variable, value in zip(shown, center, strict=True):
+            variable.assign(value)
+        self._best = self._best_of_root(shown)
+        for callback in self._restoring:
+            callback.best_weights = self._best
+
+    def restore(self) -> None:
+        """Let the model hold the best center if EarlyStopping restores it on the root."""
+        if self._best is not None:
+            self._model.set_weights(self._best)
+
+    def _best_of_root(self, shown: Sequence[tf.Variable]) -> list[Any] | None:
+        """Return the weights that EarlyStopping of the root has kept; None if there are none."""
+        mine = next((c.best_weights for c in reversed(self._restoring) if c.best_weights is not None), None)
+        senders = self._optimizer.synchronizer.membership.senders("best")
+        if not _sent(senders, np.array([mine is not None], np.int32))[0]:
+            return None
+        weights = self._model.get_weights() if mine is None else list(mine)
+        exchanged = {id(variable) for variable in shown}
+        for i, variable in enumerate(self._model.weights):
+            if id(native(variable)) in exchanged:
+                weights[i] = _sent(senders, weights[i])
+        return weights
+
+
+class EndsFit(ForwardedSettings):
+    """An optimizer that ends ``fit`` by an exchange.
+
+    Attributes:
+        fit_end: the end that the callback ``FinalizeAtEnd`` has prepared, if it is there.
+    """
+
+    fit_end: FitEnd | None = None
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Leave training; then set the final values of the wrapped optimizer: the mean of all ranks' moving averages.
+
+        ``fit`` calls this after the last epoch. If the wrapped optimizer has ``use_ema=True``, all ranks have to.
+        """
+        optimizer: Any = self
+        end, self.fit_end = self.fit_end, None
+        averages = any(each.use_ema for each in optimizers_inside(optimizer))
+        if end is not None:
+            end.run()
+        elif averages:
+            optimizer.finalize()
+        self.plain_optimizer.finalize_variable_values(var_list)
+        if averages:
+            self._average(var_list)
+
+    def _average(self, variables: Sequence[Any]) -> None:
+        """Set variables to their mean over all ranks: of optimizers inside first, then of this one."""
+        optimizer: Any = self
+        if isinstance(optimizer.inner_optimizer, EndsFit):
+            optimizer.inner_optimizer._average(variables)
+        _average_among(optimizer.synchronizer.membership, variables)
+
+
+def callbacks_of_fit(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
+    """Return all callbacks of the ``fit`` that calls this one, in their order; this one alone outside of ``fit``.
+
+    Keras tells callbacks nothing of each other: the list is that of the ``CallbackList`` among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.callbacks.CallbackList) and any(each is callback for each in caller.callbacks):
+            return list(caller.callbacks)
+        frame = frame.f_back
+    return [callback]
+
+
+def swaps(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback leaves moving averages in the model between epochs."""
+    return isinstance(callback, keras.callbacks.SwapEMAWeights) and callback.swap_on_epoch
+
+
+def _restores(callback: keras.callbacks.Callback) -> bool:
+    return isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+
+
+def _sent(senders: Sequence[Any], array: Any) -> Any:
+    """Return the root's array."""
+    vector = tf.reshape(tf.constant(array), [-1])
+    for send in senders:
+        vector = send(vector)
+    return tf.convert_to_tensor(vector).numpy().reshape(array.shape)
+
+
+def _average_among(membership: Membership, variables: Sequence[Any]) -> None:
+    """Set variables to their mean over the ranks that exchange."""
+    ranks = membership.communicator
+    for i, variable in enumerate(map(native, variables)):
+        exact = tf.cast(variable.read_value(), tf.float64 if variable.dtype == tf.float64 else tf.float32)
+        total = ranks.allreduce(tf.reshape(exact, [-1]), f"{membership.name}.final.{i}")()
+        variable.assign(tf.reshape(tf.cast(total / ranks.size, variable.dtype), variable.shape))
