@@ -67,8 +67,9 @@ def test_it_is_the_package_that_trains(capsys: pytest.CaptureFixture[str]) -> No
         with optimizer.center():
             return problem.loss(x), counters.rounds, counters.bytes_sent
 
-    words = "--problem quadratic --workers 3 --dimension 5 --heterogeneity 0.5 --seed 7 --steps 40 --learning-rate 0.05 --momentum 0.5"
-    [run] = simulated(capsys, *words.split(), "--algorithm", "easgd(moving_rate=0.2)", "--period", "7")["runs"]
+    words = "--problem quadratic --workers 3 --dimension 5 --heterogeneity 0.5 --seed 7 --steps 40"
+    words += " --learning-rate 0.05 --momentum 0.5 --algorithm easgd(moving_rate=0.2) --period 7"
+    [run] = simulated(capsys, *words.split())["runs"]
     loss, rounds, sent = run_ranks(3, program)[0]
     assert (run["center"], run["exchanges"], run["bytes"]) == (loss, rounds, sent)
     assert (run["algorithm"], run["period"], run["learning_rate"]) == ("easgd(moving_rate=0.2)", "7", 0.05)
