@@ -53,9 +53,8 @@ class TorchReplica(WatchedTensors):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         center_device: torch.device | str | None = None,
     ) -> None:
-        self.named, self.center_device = named, as_center_device(center_device)
+        self.named, self.bucket_bytes, self.center_device = named, bucket_bytes, as_center_device(center_device)
         self.optimizer, self._modes = optimizer, Modes(optimizer)
-        self.bucket_bytes = bucket_bytes
         self._held = None if optimizer is None else _held_by(optimizer)
         if self._held is not None:
             unnamed = self._held - {id(parameter) for _, parameter in named.parameters}
@@ -79,8 +78,7 @@ class TorchReplica(WatchedTensors):
                 )
         averaged, counted, followed = map(named.of_policy, (AVERAGE, MAXIMUM, BROADCAST))
         exchanged = {id(parameter) for _, parameter in taking_part}
-        constants = [pair for pair in named.parameters if id(pair[1]) not in exchanged]
-        constants += named.of_policy(LOCAL)
+        constants = [*(pair for pair in named.parameters if id(pair[1]) not in exchanged), *named.of_policy(LOCAL)]
         self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
         self.may_be_left_out = not self.divided
         check_divided(self.divided, [tensor for _, tensor in taking_part])

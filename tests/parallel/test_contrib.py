@@ -256,4 +256,6 @@ def test_disagreement_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> 
 
 
 def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
-    assert all("hvd.init()" in error for error in column(ranks, "not_initialized"))
+    """Alone, without a launcher, a process trains as the only rank."""
+    for error in column(ranks, "not_initialized"):
+        assert "hvd.init()" in error if len(ranks) > 1 else error == ""

@@ -231,7 +231,9 @@ def test_process_set(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_horovod_has_to_be_initialized(ranks: list[dict[str, Any]]) -> None:
-    assert all("call hvd.init()" in error for error in column(ranks, "not_initialized"))
+    """Alone, without a launcher, a process trains as the only rank."""
+    for error in column(ranks, "not_initialized"):
+        assert "call hvd.init()" in error if len(ranks) > 1 else error == ""
 
 
 def test_contract_of_the_communicator(ranks: list[dict[str, Any]]) -> None:
