@@ -163,6 +163,11 @@ class HorovodCommunicator(JobCommunicator):
         """Whether all ranks of the job are on one host."""
         return bool(self._hvd.local_size() == self._hvd.size())
 
+    @property
+    def on_this_host(self) -> tuple[int, int]:
+        """The place of this rank among the ranks of its host, and how many these are."""
+        return int(self._hvd.local_rank()), int(self._hvd.local_size())
+
     def everyone(self) -> HorovodCommunicator:
         """Return the communicator of all ranks of the job."""
         everyone = copy.copy(self)

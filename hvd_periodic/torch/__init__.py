@@ -20,6 +20,7 @@ from hvd_periodic.torch.checkpoints import load, save
 from hvd_periodic.torch.constructors import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.torch.groups import node_groups, node_ranks, rank_groups
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.process_group import init_process_group
 from hvd_periodic.torch.reporting import Reporter, SaveBestCenter
 from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.trainers import unwrap
@@ -50,6 +51,7 @@ __all__ = [
     "SlowMo",
     "Synchronizer",
     "center_state_dict",
+    "init_process_group",
     "load",
     "node_groups",
     "node_ranks",

@@ -274,6 +274,7 @@ def _check_ranks(synchronizer: Synchronizer, who: str, rank: int, size: int) -> 
     if (rank, size) != (ranks.rank, ranks.size):
         raise ValueError(
             f"{who} knows this process as rank {rank} of {size}, and the optimizer as rank {ranks.rank} of "
-            f"{ranks.size}: start them by torchrun; under mpirun or horovodrun, call "
-            "torch.distributed.init_process_group() with rank and size of Horovod first"
+            f"{ranks.size}: start them by torchrun; or call hvd.init() and hvdp.init_process_group() before "
+            "Accelerator() or TrainingArguments() is constructed. On CPUs: Accelerator(cpu=True), "
+            "TrainingArguments(use_cpu=True)"
         )

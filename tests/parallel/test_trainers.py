@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,31 @@ def test_an_example_learns_alone(name: str, launcher: str, tmp_path: Path) -> No
     output = start(launcher, 1, [f"examples/{name}_digits.py", str(tmp_path)], 120)
     assert re.findall(r"accuracy of the center: 0\.9[5-9]", output)
     assert output.count("this one trains alone, as the only rank") == 1
+
+
+RECIPES = [
+    ("Lightning", "horovodrun --gloo"),
+    ("transformers' Trainer", "horovodrun --gloo"),
+    ("accelerate", "horovodrun --gloo"),
+    ("accelerate", "mpirun"),
+    *(
+        thorough(name, launcher)
+        for launcher in ("python", "torchrun", "mpirun", "horovodrun --mpi", "horovodrun --gloo")
+        for name in ("Lightning", "transformers' Trainer", "accelerate", "Ignite")
+        if (name, launcher) != ("accelerate", "mpirun") and (name == "Ignite" or launcher != "horovodrun --gloo")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "launcher"), RECIPES)
+def test_a_recipe_of_the_page_as_it_stands(name: str, launcher: str, tmp_path: Path) -> None:
+    """All ranks know each other, and end with the same center."""
+    ranks = 1 if launcher == "python" else 2
+    start(launcher, ranks, ["-m", "tests.parallel.trainer_recipe_program", str(tmp_path), name], 120)
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert [report["size"] for report in reports] == [ranks] * ranks
+    assert reports == [reports[0]] * ranks
+    assert reports[0]["steps"] > 0
 
 
 FAILING = [
