@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.reporting import Values
-from hvd_periodic.torch.trainers import Centers, copied, gather
+from hvd_periodic.torch.trainers import Centers, copied, gather, share_average
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -30,6 +30,10 @@ _KEY = "hvd_periodic"
 
 _CONSTRUCTION, _END = 1, 2
 """Places where ranks meet besides."""
+
+_SWA = callbacks.StochasticWeightAveraging
+_AVERAGING: tuple[Any, ...] = (_SWA, getattr(callbacks, "WeightAveraging", _SWA))
+"""Callbacks that average weights; the second is of Lightning 2.6."""
 
 _REDUCTIONS: dict[str, Any] = {
     "mean": torch.mean,
@@ -71,7 +75,7 @@ class PeriodicStrategy(ParallelStrategy):
     def __init__(self, process_set: Any = None, every_rank: bool = False) -> None:
         self.communicator = communicator_of(process_set)
         super().__init__(cluster_environment=_Ranks(self.communicator))
-        self._every_rank = every_rank
+        self._every_rank, self.settled = every_rank, False
 
     @property
     def is_distributed(self) -> bool:
@@ -114,6 +118,7 @@ class PeriodicStrategy(ParallelStrategy):
                 "PeriodicStrategy needs a PeriodicCallback: pass Trainer(callbacks=[PeriodicCallback(), ...]), which "
                 "validates and saves the center"
             )
+        self.settled = False
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -161,8 +166,9 @@ class PeriodicStrategy(ParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module with the values of the center."""
-        if not self.optimizers:
+        """Return the module with the values of the center; after training, what it was left with."""
+        _share_averages(self)
+        if not self.optimizers or self.settled:
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
         return Centers(self.optimizers).state_of(self.lightning_module)
@@ -171,7 +177,9 @@ class PeriodicStrategy(ParallelStrategy):
         """Let the root write the center; before it every rank what is its own, where that was asked for."""
         if self._every_rank and "optimizer_states" in checkpoint:
             stamp = {"save": self.broadcast(uuid.uuid4().hex), "ranks": self.world_size}
-            own = {**checkpoint, "state_dict": copied(self.lightning_module), _KEY: stamp}
+            # A callback that averages weights has put the average in the place of the model, and that elsewhere.
+            replica = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
+            own = {**checkpoint, replica: copied(self.lightning_module), _KEY: stamp}
             self.checkpoint_io.save_checkpoint(own, self._file_of_rank(filepath))
             self.barrier("files of ranks")
             checkpoint[_KEY] = stamp
@@ -224,7 +232,8 @@ class PeriodicCallback(Callback):
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: another strategy of the trainer than :class:`PeriodicStrategy`; on every rank.
+        ValueError: another strategy of the trainer than :class:`PeriodicStrategy`, or a callback that changes which
+            parameters train; on every rank.
     """
 
     def __init__(self, log_every: int = 1) -> None:
@@ -240,6 +249,10 @@ class PeriodicCallback(Callback):
                 "PeriodicCallback needs Trainer(strategy=PeriodicStrategy()): others average gradients at every step, "
                 f"or know of one rank only. Received: {type(strategy).__name__}"
             )
+        if stage == TrainerFn.FITTING:
+            _refuse_callbacks(trainer, pl_module)
+        # The first: its last exchange is of what was trained, and others find the center, wherever they were listed.
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
         # Where torch.distributed is there, Lightning would broadcast a signal at every batch: ranks would wait for each
         # other at every step, those with more batches for ever. Each rank ends on a signal of its own.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -272,9 +285,12 @@ class PeriodicCallback(Callback):
         self._centers.finalize()
         gather(trainer.strategy.communicator, None, place=_END)
         self._centers.settle(pl_module)
+        _share_averages(trainer.strategy)
+        trainer.strategy.settled = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the center."""
+        """Show the center; and let callbacks that show an average of weights show that of all ranks."""
+        _share_averages(trainer.strategy)
         self._centers.enter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -288,6 +304,37 @@ class PeriodicCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the optimizers."""
         self._centers = Centers([])
+
+
+def _share_averages(strategy: Any) -> None:
+    """Give averages of weights, which Lightning's callbacks update on each rank, the mean over ranks; collective."""
+    trainer = strategy.lightning_module.trainer
+    if trainer.state.fn != TrainerFn.FITTING or strategy.settled:
+        return
+    for callback in trainer.callbacks:
+        if isinstance(callback, _AVERAGING):
+            average = callback._average_model  # It has no other name.
+            if average is not None:
+                counted = callback if isinstance(callback, _SWA) else average
+                share_average(strategy.communicator, getattr(average, "module", average), int(counted.n_averaged or 0))
+
+
+def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse callbacks that change, during training, which parameters and buffers there are."""
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, callbacks.BaseFinetuning | callbacks.ModelPruning):
+            raise ValueError(
+                f"{name} changes during training which parameters are trained, and ranks exchange those of the "
+                "beginning: leave it out, and freeze or prune the module before Trainer.fit(). "
+                f"Received: callbacks=[{name}(), ...]"
+            )
+        if isinstance(callback, _SWA) and trainer.max_epochs != -1 and _SWA.pl_module_contains_batch_norm(module):
+            raise ValueError(
+                f"{name} replaces the statistics of BatchNorm after training, on each rank by those of its own data: "
+                "use EMAWeightAveraging, which averages statistics, too. "
+                f"Received: callbacks=[{name}(), ...]"
+            )
 
 
 class _Ranks(ClusterEnvironment):

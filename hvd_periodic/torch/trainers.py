@@ -129,6 +129,30 @@ def gather(communicator: Communicator, value: Any, failure: Exception | None = N
         return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found
 
 
+def share_average(communicator: Communicator, average: torch.nn.Module, updates: int) -> None:
+    """Give an average of replicas, which a trainer has on each rank, the mean over ranks; collective.
+
+    An average of later replicas then goes on from it: where it is linear, when ranks share it makes no difference.
+
+    Args:
+        communicator: the ranks.
+        average: parameters and buffers; what counts, in integers, is the root's.
+        updates: replicas of this rank that are in it. Where a rank has none yet, all take over what the root has.
+    """
+    begun = all(gather(communicator, updates))
+    name = f"{communicator.meeting_name}.trainer.average"
+    with neutral():
+        for tensor in (*average.parameters(), *average.buffers()):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            wide = torch.float64 if real.dtype == torch.float64 else torch.float32
+            own = real.detach().to("cpu", wide if real.is_floating_point() else torch.int64, copy=True).reshape(-1)
+            if begun and real.is_floating_point():
+                found = communicator.allreduce(own, name)() / communicator.size
+            else:
+                found = communicator.broadcast(own, name, root=0)
+            real.copy_(found.view_as(real))
+
+
 def copied(model: torch.nn.Module) -> dict[str, Any]:
     """Return a copy of ``model.state_dict()``."""
     state = model.state_dict()

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,6 +30,7 @@ from torchmetrics import MeanMetric
 
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.lightning import PeriodicCallback, PeriodicStrategy
+from tests import oracle
 from tests.parallel.program import Scenarios, attempt
 from tests.parallel.trainer_ranks import PERIOD, Batches, Quadratic, begin, distance, easgd
 
@@ -218,6 +226,77 @@ def accumulates() -> list[Any]:
     return [made.global_step, module.optimizer.synchronizer.local_steps, module.optimizer.synchronizer.rounds]
 
 
+class Averages(Callback):
+    """Averages the replica of this rank by itself, as a callback of Lightning does."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.own, self.count = kind, torch.zeros(len(oracle.START), dtype=torch.float64), 0
+        self.validated: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *of_batch: Any) -> None:
+        if self.kind == "ema":
+            self.update(pl_module, 0.1)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.kind == "swa":
+            self.update(pl_module, 1 / (self.count + 1))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.validated.append(self.of_all(trainer))
+
+    def update(self, module: Any, share: float) -> None:
+        self.own += (module.net.x.detach() - self.own) * (share if self.count else 1)
+        self.count += 1
+
+    def of_all(self, trainer: Trainer) -> list[float]:
+        return torch.stack(trainer.strategy.gather(self.own)).mean(0).tolist()
+
+
+@scenario
+def averages_weights() -> dict[str, Any]:
+    """The mean over ranks of what each has averaged, wherever the callback is in the list: seen, saved and left."""
+    found = {}
+    for kind in ("ema", "swa"):
+        for order in ("first", "last"):
+            average = EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(0.05, 1)
+            folder, own, module = FOLDER / f"{kind} {order}", Averages(kind), Module()
+            listed = [average, PeriodicCallback()] if order == "first" else [PeriodicCallback(), average]
+            made = Trainer(
+                strategy=PeriodicStrategy(),
+                callbacks=[*listed, own, ModelCheckpoint(folder)],
+                **(QUIET | {"max_epochs": 3} | CHECKPOINTS),
+            )
+            made.fit(module, batches(5), batches(1))
+            made.save_checkpoint(folder / "end.ckpt")
+            end, states = own.of_all(made), {}
+            for file in folder.glob("*.ckpt"):
+                states[file.name] = torch.load(file, weights_only=False)["state_dict"]["net.x"].tolist()
+            saved = distance(states["epoch=2-step=15.ckpt"], end) if kind == "ema" else 0.0
+            seen = [distance(a, b) for a, b in zip(module.seen, own.validated, strict=True)] if kind == "ema" else []
+            found[f"{kind} {order}"] = {
+                "errors": [distance(module.net.x.tolist(), end), distance(states["end.ckpt"], end), saved, *seen],
+                "left": module.net.x.tolist(),
+                "looks": len(module.seen),
+            }
+    return found
+
+
+@scenario
+def averages_go_on() -> dict[str, Any]:
+    """Three epochs at once, and two and one, with checkpoints at the same steps."""
+    left = []
+    for epochs in ((3,), (2, 3)):
+        folder = FOLDER / f"averages {epochs}"
+        for last in epochs:
+            module, strategy = Module(), PeriodicStrategy(every_rank=True)
+            callbacks = [EMAWeightAveraging(decay=0.9), ModelCheckpoint(folder)]
+            made = trainer(*callbacks, strategy=strategy, max_epochs=last, **CHECKPOINTS)
+            saved = None if last == epochs[0] else folder / "epoch=1-step=10.ckpt"
+            made.fit(module, batches(5), ckpt_path=saved, weights_only=False)
+        left.append(module.net.x.tolist())
+    return {"equal": left[0] == left[1], "difference": distance(*left)}
+
+
 class Net(Module):
     """A model that autocast has something to do for."""
 
@@ -319,6 +398,11 @@ def misfits() -> dict[str, Callable[[], object]]:
         def configure_optimizers(self) -> Any:
             return self.net.sgd()
 
+    class Normed(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = torch.nn.BatchNorm1d(2)
+
     def fit(made: Trainer, module: Any = None) -> Callable[[], object]:
         return lambda: made.fit(module or Module(), batches(2))
 
@@ -329,6 +413,9 @@ def misfits() -> dict[str, Callable[[], object]]:
         "auto": fit(trainer(strategy="auto", devices=1)),
         "no callback": fit(Trainer(strategy=PeriodicStrategy(), **QUIET)),
         "plain": fit(trainer(), Plain()),
+        "finetuning": fit(trainer(BackboneFinetuning()), Normed()),
+        "pruning": fit(trainer(ModelPruning("l1_unstructured", amount=0.5)), Normed()),
+        "weight averaging": fit(trainer(StochasticWeightAveraging(0.05)), Normed()),
         "batch norm": fit(trainer(sync_batchnorm=True)),
         "gradients": lambda: trainer().strategy.all_gather(torch.ones(1), sync_grads=True),
         "reduction": lambda: trainer().strategy.reduce(torch.ones(1), reduce_op="product"),

@@ -113,11 +113,28 @@ def test_ranks_at_cross_purposes_find_out(ranks: Reports) -> None:
         assert "exchange of optimizer" in report
 
 
+@pytest.mark.parametrize("case", ["ema first", "ema last", "swa first", "swa last"])
+def test_averages_of_weights_are_of_all_ranks(ranks: Reports, case: str) -> None:
+    """Wherever the callback is in the list; what is left is equal to the bit."""
+    found = column(ranks, "averages_weights", case)
+    assert found[0]["left"] == found[1]["left"]
+    for report in found:
+        assert report["looks"] == 3
+        assert max(report["errors"]) < 1e-12
+
+
+def test_averages_of_weights_go_on_to_the_bit(ranks: Reports) -> None:
+    assert column(ranks, "averages_go_on") == [{"equal": True, "difference": 0.0}] * 2
+
+
 REFUSED = {
     "ddp": "ValueError: PeriodicCallback needs .* Received: DDPStrategy",
     "auto": "ValueError: PeriodicCallback needs .* Received: SingleDeviceStrategy",
     "no callback": "ValueError: PeriodicStrategy needs a PeriodicCallback",
     "plain": "TypeError: A trainer .* Received: SGD",
+    "finetuning": "ValueError: BackboneFinetuning changes during training",
+    "pruning": "ValueError: ModelPruning changes during training",
+    "weight averaging": "ValueError: StochasticWeightAveraging replaces the statistics of BatchNorm",
     "batch norm": "ValueError: `Trainer.sync_batchnorm=True.` averages",
     "gradients": "ValueError: all_gather.sync_grads=True.",
     "reduction": "ValueError: `reduce_op` must be .* Received: 'product'",
