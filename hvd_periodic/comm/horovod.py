@@ -267,7 +267,7 @@ def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
 
 def _refuse_unknown_launcher(size: int) -> None:
     """Raise where a launcher has started several processes of which each takes itself for the whole job."""
-    found = started_several()
+    found = started_several(horovodrun=False)
     if size == 1 and found is not None:
         launcher, processes, variable = found
         raise RuntimeError(

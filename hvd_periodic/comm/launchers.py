@@ -18,9 +18,15 @@ _WITHOUT_SIZE = ("PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "JSM_NAMESPACE_RANK
 """What a launcher sets that may tell its processes a number, but not how many there are."""
 
 
-def started_several() -> tuple[str, int, str] | None:
-    """Return the launcher that has started several processes, their number, and the variable that says so."""
+def started_several(horovodrun: bool = True) -> tuple[str, int, str] | None:
+    """Return the launcher that has started several processes, their number, and the variable that says so.
+
+    Args:
+        horovodrun: may be that launcher. Horovod reads its variable itself, and an elastic job outgrows the number.
+    """
     for variable, launcher in _SIZES.items():
+        if variable == "HOROVOD_SIZE" and not horovodrun:
+            continue
         processes = os.environ.get(variable, "1")
         if processes.isdigit() and int(processes) > 1:
             return launcher, int(processes), variable

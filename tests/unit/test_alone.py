@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvd_periodic.comm import LocalCommunicator, local
-from hvd_periodic.comm.launchers import started_alone
+from hvd_periodic.comm.launchers import started_alone, started_several
 
 LINE = "No launcher has started other processes: this one trains alone, as the only rank"
 
@@ -55,6 +55,15 @@ def told(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 def test_what_launchers_tell(variables: dict[str, str], alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, variables)
     assert started_alone() == alone
+
+
+def test_what_horovod_reads_itself_tells_it_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an elastic job of which one rank is left, the number is that of the beginning."""
+    told(monkeypatch, {"HOROVOD_SIZE": "4", "HOROVOD_ELASTIC": "1"})
+    assert started_several() == ("horovodrun", 4, "HOROVOD_SIZE")
+    assert started_several(horovodrun=False) is None
+    told(monkeypatch, {"PMI_SIZE": "3"})
+    assert started_several(horovodrun=False) == ("mpiexec of an MPICH", 3, "PMI_SIZE")
 
 
 def of_torch(monkeypatch: pytest.MonkeyPatch, process_set: Any = None) -> Any:
