@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hvd_periodic.ranks import named
 from tests.parallel.launch import run_scenarios
 from tests.parallel.program import column
 from tests.parallel.tiers import thorough
@@ -79,7 +80,7 @@ def test_islands(ranks: Reports) -> None:
 
 
 def test_gradients_that_are_averaged_over_the_same_ranks_are_refused(ranks: Reports) -> None:
-    start = f"ValueError: The DistributedDataParallel averages the gradients of ranks {[*range(len(ranks))]} at"
+    start = f"ValueError: The DistributedDataParallel averages the gradients of {named(range(len(ranks)))} at"
     for found in column(ranks, "averaged_anyway"):
         assert all(error.startswith(start) for error in found.values())
 
