@@ -68,7 +68,7 @@ class Saving:
         self._run_or_begin(lambda: self._write(content))
 
     def wait(self) -> None:
-        """Wait until all ranks have written, and complete the set; on all ranks, in the same place.
+        """Wait until all ranks have written, complete the set, and wait until old ones are removed; on all ranks.
 
         Raises:
             RuntimeError: a file could not be written on one of them; or ranks wait in different places; on all.
@@ -76,6 +76,7 @@ class Saving:
         if not self.over:
             self._meet()
         self.conclude()
+        self.join()
         error = self.take_error()
         if error is not None:
             raise RuntimeError(f"A checkpoint that was written in the background failed: {error}") from error
