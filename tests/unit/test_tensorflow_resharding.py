@@ -255,7 +255,7 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
     ):
         assert kind is RuntimeError
         assert "Shares of the center were lost together with their copies" in text
-        assert "those of rank 0 with rank 1" in text
+        assert "those of rank 0, with copies on rank 1" in text
 
 
 @pytest.mark.parametrize("center", ["root", "sharded"])
