@@ -68,11 +68,18 @@ def panel(tolds: Sequence[Told], what: str) -> Panel | None:
     """Return a quantity of trainings, as a panel; None where no log knows it."""
     figure = FIGURES[what]
     curves = _bars(tolds) if what == "waiting" else _curves(tolds, what, figure)
-    return Panel(figure.x, figure.y, curves) if curves else None
+    drawn = [curve for curve in curves if curve.x]
+    absent = [curve.label for curve in curves if not curve.x]
+    return Panel(figure.x, figure.y, drawn, absent=absent) if drawn else None
+
+
+def absent(panel: Panel, what: str) -> str | None:
+    """Return of which trainings or ranks a panel shows nothing, and why; None where it shows all."""
+    return f"Not shown: {', '.join(panel.absent)}. {FIGURES[what].where_none}" if panel.absent else None
 
 
 def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
-    """Return a curve for each training, or for each rank of a single one."""
+    """Return a curve for each training, or for each rank of a single one; it is empty where no log knows it."""
     alone = tolds[0].ranks if len(tolds) == 1 else ()
     wanted: list[tuple[str, Told, int | None]]
     if figure.of_ranks and 1 < len(alone) <= RANKS:
@@ -83,19 +90,18 @@ def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
         (label, curve(told, what, rank) if told.asynchronous or what != "staleness" else ([], []))
         for label, told, rank in wanted
     ]
-    return [Curve(label, x, y, color, STYLES[color % len(STYLES)]) for color, (label, (x, y)) in enumerate(found) if x]
+    return [Curve(label, x, y, color, STYLES[color % len(STYLES)]) for color, (label, (x, y)) in enumerate(found)]
 
 
 def _bars(tolds: Sequence[Told]) -> list[Curve]:
     """Return how long every rank has waited, and for a single training how long others have for it."""
     found = []
     for color, told in enumerate(tolds):
-        ranks = [each for each in told.ranks if each.waited is not None]
+        ranks = [each for each in told.ranks if each.waited is not None and len(told.ranks) > 1]
         label = "waited" if len(tolds) == 1 else told.label
-        if ranks and len(told.ranks) > 1:
-            places = [float(each.rank) for each in ranks]
-            found.append(Curve(label, places, [each.waited or 0.0 for each in ranks], color, "bars"))
-            if len(tolds) == 1:
-                kept = [each.kept or 0.0 for each in ranks]
-                found.append(Curve("others waited for it, all together", places, kept, 1, "bars"))
+        places = [float(each.rank) for each in ranks]
+        found.append(Curve(label, places, [each.waited or 0.0 for each in ranks], color, "bars"))
+        if len(tolds) == 1:
+            kept = [each.kept or 0.0 for each in ranks]
+            found.append(Curve("others waited for it, all together", places, kept, 1, "bars"))
     return found

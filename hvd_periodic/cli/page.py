@@ -68,8 +68,9 @@ def _figure(tolds: Sequence[Told], what: str) -> str:
         return f'<figure class="card">{head}<p>{escape(figure.where_none)}</p></figure>'
     said = f"{figure.title}: {figure.y} over {figure.x}. {' '.join(_said(curve) for curve in panel.curves)}"
     label, legend = escape(said, quote=True), len(panel.curves) > 1 or len(tolds) > 1
-    drawn = plots.svg(panel, what, legend)
-    return f'<figure class="card">{head}<div role="img" aria-label="{label}">{drawn}</div></figure>'
+    drawn, absent = plots.svg(panel, what, legend), figures.absent(panel, what)
+    note = "" if absent is None else f"<p>{escape(absent)}</p>"
+    return f'<figure class="card">{head}<div role="img" aria-label="{label}">{drawn}</div>{note}</figure>'
 
 
 def _said(curve: plots.Curve) -> str:

@@ -36,15 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     figure, panel = figures.FIGURES[arguments.what], figures.panel(tolds, arguments.what)
     if panel is None:
         raise RefusalError(figure.where_none)
-    for each in tolds if len(tolds) > 1 else []:
-        if figures.panel([each], arguments.what) is None:
-            warnings.warn(f"{each.label} is not drawn. {figure.where_none}", stacklevel=2)
+    if (note := figures.absent(panel, arguments.what)) is not None:
+        warnings.warn(note, stacklevel=2)
     if path is not None:
         names = ", ".join(each.label for each in tolds)
         plots.draw(path, f"{figure.title}: {names}", [panel], "-o")
     if arguments.json:
         curves = [{"label": curve.label, "x": list(curve.x), "y": list(curve.y)} for curve in panel.curves]
-        output.write_json({"what": arguments.what, "x": panel.x, "y": panel.y, "curves": curves})
+        head = {"what": arguments.what, "x": panel.x, "y": panel.y, "absent": list(panel.absent)}
+        output.write_json(head | {"curves": curves})
     else:
         output.say(f"Wrote {path}")
     return 0

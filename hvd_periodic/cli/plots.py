@@ -35,6 +35,7 @@ class Panel:
         curves: the lines.
         log: names of axes that are logarithmic.
         marks: places at which a vertical line stands, by what it says.
+        absent: labels of curves of which nothing is known.
     """
 
     x: str
@@ -42,6 +43,7 @@ class Panel:
     curves: Sequence[Curve]
     log: str = ""
     marks: dict[str, float] = field(default_factory=dict)
+    absent: Sequence[str] = ()
 
 
 def require(path: Path | None, option: str = "--plot") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from reprlib import repr as shortened
@@ -11,6 +12,9 @@ from hvd_periodic.journal.base import Report, Total
 
 SECONDS = 6e10
 """The longest time, and the moment farthest from 1970, that a line may tell of: a date has to have four digits."""
+
+ENORMOUS = 1e100
+"""The largest finite number: means and axes of larger ones overflow."""
 
 _COUNT = 2**63
 _RANKS = 2**31
@@ -29,13 +33,12 @@ def count(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Return any number; NaN and infinity were strings."""
+    """Return any number; NaN and infinity were strings, and what is beyond :data:`ENORMOUS` is as good as infinite."""
     if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in _NOT_FINITE):
         raise ValueError("no number")
-    try:
+    if isinstance(value, str) or abs(value) <= ENORMOUS or value != value:
         return float(value)
-    except OverflowError:
-        raise ValueError("no number that a computer calculates with") from None
+    return math.copysign(math.inf, 1 if value > 0 else -1)
 
 
 def seconds(value: Any) -> float:
