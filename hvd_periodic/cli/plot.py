@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (note := figures.absent(panel, arguments.what)) is not None:
         warnings.warn(note, stacklevel=2)
     if path is not None:
-        names = ", ".join(each.label for each in tolds)
+        names = ", ".join(each.label for each in tolds if each.label not in panel.absent)
         plots.draw(path, f"{figure.title}: {names}", [panel], "-o")
     if arguments.json:
         curves = [{"label": curve.label, "x": list(curve.x), "y": list(curve.y)} for curve in panel.curves]

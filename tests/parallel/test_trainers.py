@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_an_example_learns(name: str, launcher: str, tmp_path: Path) -> None:
     found = re.findall(r"accuracy of the center: (\d\.\d+)", output)
     assert len(found) == 1
     assert float(found[0]) > 0.95
+
+
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+def test_an_example_explains_itself(name: str, tmp_path: Path) -> None:
+    """--help is not the name of a folder, and nothing is trained."""
+    words = [sys.executable, str(ROOT / f"examples/{name}_digits.py"), "--help"]
+    shown = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert "folder for checkpoints" in shown.stdout
+    assert not list(tmp_path.iterdir())
 
 
 ALONE = [("accelerate", "python"), ("accelerate", "accelerate launch"), thorough("huggingface", "python")]
