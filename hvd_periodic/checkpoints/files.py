@@ -107,6 +107,8 @@ def naming(path: Path) -> Iterator[None]:
     """Turn what a file of another kind may raise into a ValueError that names it."""
     try:
         yield
+    except MemoryError:  # The file is sound, and this process has no room for it.
+        raise
     except Exception as error:  # Parsers of zip archives raise errors of many kinds.
         raise ValueError(f"{path} is no checkpoint of hvd_periodic: {error}") from error
 

@@ -135,6 +135,8 @@ class Saving:
             self._background = False  # At the end of a process no thread can begin.
             self._meet()
             self.conclude()
+            if (error := self.take_error()) is not None:
+                logger.error(_FAILED, error)
 
     def _run_or_begin(self, work: Callable[[], None]) -> None:
         """Run some work; in the background, begin it in a thread."""
@@ -256,6 +258,7 @@ def save_set(
     _last, failed = None, None
     if before is not None:
         before.conclude()
+        before.join()  # It may remove older sets, which this save looks for.
         failed = before.take_error()
 
     saved, run = _next_set(path, everyone, check, keep, failed)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.facts import check_agreement
+from hvd_periodic.sync.former import warn_of_former
 from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.startup import Moment
 
@@ -38,6 +39,7 @@ class ReplicaSynchronizer(Parts[V]):
             ValueError: ranks differ; raised on all of them.
             RuntimeError: as :meth:`begin`.
         """
+        warn_of_former(self)
         self.check_agreement()
         self.beginning.start(self.begin)
 

@@ -154,7 +154,6 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         else:
             build_on_all(communicator, name, build)
         self.learning_rate = _first_rate(optimizer)
-        _warn_of_unexchanged_steps(self, optimizer)
         if not self._alone:
             self.average_within(self.averaging)
             self.start()
@@ -353,25 +352,6 @@ def _check_levels(inner: Any, overlap: int | str) -> None:
 
 _made: list[weakref.ref[Synchronizer]] = []
 """Training begins with the next step of an optimizer of their parameters, of whatever class it is."""
-
-
-def _warn_of_unexchanged_steps(synchronizer: Synchronizer, optimizer: Any) -> None:
-    """Warn where another synchronizer of the same parameters, not one inside, has steps that were not exchanged."""
-    inside, ours = [], set(map(id, synchronizer.replica.tensors))
-    while optimizer is not None:
-        inside.append(vars(optimizer).get("synchronizer"))
-        optimizer = vars(optimizer).get("inner")
-    for former in filter(None, [made() for made in list(_made)]):
-        pending = former.counters.local_steps - former.counters.last_exchange
-        shared = any(id(tensor) in ours for tensor in former.replica.tensors)
-        if shared and pending > 0 and synchronizer.membership.is_root and not any(former is each for each in inside):
-            synchronizer.membership.log.warning(
-                "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
-                "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "
-                "is lost. Call finalize() of the former optimizer first",
-                pending,
-                former.counters.last_exchange,
-            )
 
 
 _lock = threading.Lock()
