@@ -122,6 +122,52 @@ def made(name: str) -> tuple[Any, Any, Any]:
     return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(inner, [3, 7], 0.5)
 
 
+class Held:
+    """Holds writers back until they are let go; or lets one fail."""
+
+    def __init__(self, failing: bool = False) -> None:
+        self.go, self.failing = threading.Event(), failing
+
+    def __enter__(self) -> Held:
+        self._write = files._Digesting.write
+
+        def write(stream: Any, data: Any) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                self.go.wait(100)
+                if self.failing:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            return self._write(stream, data)
+
+        files._Digesting.write = write  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+        files._Digesting.write = self._write  # type: ignore[method-assign]
+
+
+@scenario
+def beside_collectives_without_names() -> Any:
+    """The writer of one rank is held back, that of the others is not, while ranks take means: these, and the sets.
+
+    This is the first scenario: each rank numbers its collectives without names by itself, in Horovod, and counts all
+    that it has issued. Exchanges among some of the ranks would make them differ.
+    """
+    path, means = folder("unnamed"), []
+    model, optimizer, _ = made("easgd")
+    with Held() as held:
+        if hvd.rank() > 0:
+            held.go.set()
+        hvdp.save(path, model, optimizer, background=True)
+        for step in range(20):
+            means.append(float(hvd.allreduce(torch.tensor(float(step + hvd.rank())))))
+            train(model, optimizer, step, step + 1)
+        held.go.set()
+    meanwhile = len(list(path.glob("*/manifest.json")))
+    optimizer.finalize()
+    return [means, meanwhile, len(list(path.glob("*/manifest.json")))]
+
+
 @scenario
 def exact() -> Any:
     """Of every case: the steps and values that are loaded; everything at the end, of training that was not
@@ -287,30 +333,6 @@ def around_the_beginning() -> Any:
     return results
 
 
-class Held:
-    """Holds writers back until they are let go; or lets one fail."""
-
-    def __init__(self, failing: bool = False) -> None:
-        self.go, self.failing = threading.Event(), failing
-
-    def __enter__(self) -> Held:
-        self._write = files._Digesting.write
-
-        def write(stream: Any, data: Any) -> int:
-            if threading.current_thread() is not threading.main_thread():
-                self.go.wait(100)
-                if self.failing:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-            return self._write(stream, data)
-
-        files._Digesting.write = write  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go.set()
-        files._Digesting.write = self._write  # type: ignore[method-assign]
-
-
 class Watching:
     """Notes which sets are complete when it is asked for its state."""
 
@@ -371,24 +393,6 @@ def failing_in_the_background() -> Any:
     optimizer.finalize()
     hvd.barrier()
     return [*results, sorted(file.name for file in path.glob("*/*"))]
-
-
-@scenario
-def beside_collectives_without_names() -> Any:
-    """The writer of one rank is held back, that of the others is not, while ranks take means: these, and the sets."""
-    path, means = folder("unnamed"), []
-    model, optimizer, _ = made("easgd")
-    with Held() as held:
-        if hvd.rank() > 0:
-            held.go.set()
-        hvdp.save(path, model, optimizer, background=True)
-        for step in range(20):
-            means.append(float(hvd.allreduce(torch.tensor(float(step + hvd.rank())))))
-            train(model, optimizer, step, step + 1)
-        held.go.set()
-    meanwhile = len(list(path.glob("*/manifest.json")))
-    optimizer.finalize()
-    return [means, meanwhile, len(list(path.glob("*/manifest.json")))]
 
 
 @scenario

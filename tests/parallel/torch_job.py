@@ -56,8 +56,10 @@ class OverTorchDistributed:
     def barrier(self) -> None:
         dist.barrier()
 
-    def allreduce(self, value: torch.Tensor, name: str) -> None:
-        dist.all_reduce(value)
+    def allreduce(self, value: torch.Tensor, name: str = "") -> torch.Tensor:
+        mean = value.clone()
+        dist.all_reduce(mean)
+        return mean / self.size()
 
     def allgather_object(self, value: object, name: str = "") -> list[Any]:
         found: list[Any] = [None] * self.size()
