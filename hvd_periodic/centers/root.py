@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_periodic.centers.base import Placement, reduced
+from hvd_periodic.centers.saved_states import gather_states
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.layout import Bucket
 
@@ -38,7 +39,7 @@ class Root(Placement):
 
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:
         """Give all ranks the root's state, so that any of them may save."""
-        return communicator.broadcast_object(state, name, self._root)
+        return gather_states(communicator, state, name)[self._root]
 
     def select(self, saved: Any) -> Any:
         """Return all of it on the root."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from hvd_periodic.centers.outbox import UNSENT
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.vectors.lending import Deferred, defers
 
 V = TypeVar("V")
 
@@ -33,11 +39,39 @@ class SavedVectors(Generic[V]):
         group, replica = self._group, self._replica
         saved = self.save_own()
         for key in [] if group.placement.everywhere else group.center_state:
+            if defers():
+                saved[key] = self._deferred(communicator, prefix, key)
+                continue
             whole = replica.new_temporary_store(group.values.layout)
             for bucket in group.values.layout.buckets:
                 whole.write(bucket, group.fetch(communicator, bucket, prefix, key))
             saved[key] = replica.save(whole)
         return saved
+
+    def _deferred(self, communicator: Communicator, prefix: str, key: str) -> dict[str, Deferred]:
+        """Return a vector of the center, each bucket of which travels when its tensors are read."""
+        group, replica, layout = self._group, self._replica, self._group.values.layout
+
+        def pieces() -> Iterator[tuple[int, np.ndarray]]:
+            for bucket in layout.buckets:
+                whole = replica.to_host(group.fetch(communicator, bucket, prefix, key), bucket)
+                for piece in bucket.pieces:
+                    yield piece.tensor, whole[piece.offset : piece.offset + piece.stop - piece.start]
+
+        of_tensors = groupby(pieces(), itemgetter(0))
+
+        def parts_of_next() -> Iterator[np.ndarray]:
+            for _, part in next(of_tensors)[1]:
+                yield part
+
+        empty = Layout([replace(spec, shape=(0,)) for spec in layout.specs])
+        like = replica.save(replica.new_temporary_store(empty))
+        read = dict.fromkeys(piece.tensor for bucket in layout.buckets for piece in bucket.pieces)
+        order = [*read, *(i for i in range(len(layout.specs)) if i not in read)]
+        return {
+            spec.name: Deferred(spec.shape, like[spec.name], parts_of_next() if i in read else ())
+            for i, spec in ((i, layout.specs[i]) for i in order)
+        }
 
     def save_own(self) -> dict[str, Any]:
         """Return copies of what this rank has whole: of a center of shares, nothing. Local."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.saved_states import gather_states
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.layout import Bucket, chunk
 
@@ -41,7 +42,7 @@ class Sharded(Placement):
 
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:
         """Return the states of all ranks."""
-        return {"sharded": communicator.allgather_object(state, name)}
+        return {"sharded": gather_states(communicator, state, name)}
 
     def united(self, states: Mapping[int, Any]) -> Any:
         """Return the states in rank order."""

@@ -8,7 +8,7 @@ import math
 import os
 import stat
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from hvd_periodic.checkpoints.tree import TREE, Content
+from hvd_periodic.vectors.lending import Deferred
 
 _PIECE_BYTES = 16 * 2**20
 """Written and read at once."""
@@ -68,7 +69,12 @@ def write_content(path: Path, content: Content) -> tuple[int, str]:
 
     def write(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
-            for name, array in (content.arrays | {TREE: _as_bytes(content.tree)}).items():
+            arrays: Mapping[str, np.ndarray | Deferred] = {
+                **content.arrays,
+                **content.deferred,
+                TREE: _as_bytes(content.tree),
+            }
+            for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                     _write_array(entry, array)
 
@@ -124,13 +130,14 @@ def _as_bytes(tree: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(tree).encode(), np.uint8)
 
 
-def _write_array(entry: IO[bytes], array: np.ndarray) -> None:
+def _write_array(entry: IO[bytes], array: np.ndarray | Deferred) -> None:
     """Write an array as numpy does, but for its copies: Python's lock is free while a piece goes to the disk."""
-    whole = np.ascontiguousarray(array).reshape(array.shape)
-    np.lib.format.write_array_header_2_0(entry, np.lib.format.header_data_from_array_1_0(whole))
-    data = _bytes_of(whole)
-    for start in range(0, len(data), _PIECE_BYTES):
-        entry.write(data[start : start + _PIECE_BYTES])
+    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    np.lib.format.write_array_header_2_0(entry, header)
+    for part in array.parts if isinstance(array, Deferred) else [np.ascontiguousarray(array)]:
+        data = _bytes_of(part)
+        for start in range(0, len(data), _PIECE_BYTES):
+            entry.write(data[start : start + _PIECE_BYTES])
 
 
 def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> np.ndarray:

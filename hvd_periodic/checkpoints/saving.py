@@ -158,7 +158,10 @@ class Saving:
                 name = f"rank-{rank}.npz"
                 return Entry(name, *write_content(folder / name, content), self.everyone.among)
 
-        outcome = Outcome.of(write)
+        try:
+            outcome = Outcome.of(write)
+        finally:
+            content.discard()  # A rank whose disk is full reads on: the others need its parts.
         if self._background and outcome.failure is not None:
             logger.error(_FAILED, outcome.failure)
         self._outcome = outcome
@@ -263,7 +266,7 @@ def save_set(
 
     saved, run = _next_set(path, everyone, check, keep, failed)
     content: list[Content] = []
-    with lending():  # The only copies are those that a thread writes.
+    with lending(defer=not background):  # The only copies are those that a thread writes.
         everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
     saving = Saving(saved, everyone, run, content.pop(), keep, meet, background)
     if background:

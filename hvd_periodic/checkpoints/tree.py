@@ -8,12 +8,13 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_periodic.checkpoints.strides import strides_of, with_strides
+from hvd_periodic.vectors.lending import Deferred
 
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -85,15 +86,22 @@ class Content:
         tree: values that JSON can tell; every array is ``{"array": [name, kind]}``, or of those that are not row-major
             ``{"array": [name, kind, strides]}``.
         arrays: by name, which is the path that leads to it.
+        deferred: arrays that are read while they are written, by name.
     """
 
     tree: Any
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    deferred: dict[str, Deferred] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(array.nbytes for array in self.arrays.values()) + sum(a.nbytes for a in self.deferred.values())
+
+    def discard(self) -> None:
+        """Read deferred arrays that were not written, for which other ranks may wait."""
+        for array in self.deferred.values():
+            array.discard()
 
 
 def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Content:
@@ -109,7 +117,8 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
         {"deque": [[value, ...], length]} {"enum": [module, class, member]}    {"name": constant of the framework}
 
     Args:
-        tree: dicts, lists, tuples, deques, None, bools, ints, floats, strings, members of enums, arrays and tensors.
+        tree: dicts, lists, tuples, deques, None, bools, ints, floats, strings, members of enums, arrays and tensors,
+            also deferred ones.
         leaves: knows the tensors of a framework.
         copy: let no array share memory with a value.
 
@@ -124,7 +133,7 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
         {'epoch': 3, 7: (1.5, inf), 'w': array([0., 0.])}
     """
     content = Content(None)
-    return Content(_Encoder(leaves or Arrays(), copy, content.arrays).encode(tree, ()), content.arrays)
+    return replace(content, tree=_Encoder(leaves or Arrays(), copy, content).encode(tree, ()))
 
 
 def decode(content: Content, leaves: Leaves | None = None) -> Any:
@@ -137,8 +146,9 @@ def decode(content: Content, leaves: Leaves | None = None) -> Any:
 
 
 class _Encoder:
-    def __init__(self, leaves: Leaves, copy: bool, arrays: dict[str, np.ndarray]) -> None:
-        self._leaves, self._copy, self._arrays = leaves, copy, arrays
+    def __init__(self, leaves: Leaves, copy: bool, content: Content) -> None:
+        self._leaves, self._copy = leaves, copy
+        self._arrays, self._deferred = content.arrays, content.deferred
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         """Return a value as JSON."""
@@ -163,6 +173,8 @@ class _Encoder:
         return self._encode_array(value, path) if name is None else {"name": name}
 
     def _encode_array(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, Deferred):
+            return self._encode_deferred(value, path)
         found = self._leaves.to_array(value, self._copy)
         if found is None and isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _KINDS:
             found = np.array(value, copy=self._copy or None), _SCALAR if isinstance(value, np.generic) else ""
@@ -180,10 +192,16 @@ class _Encoder:
         strides = strides_of(array)
         return {"array": [name, kind] if strides is None else [name, kind, strides]}
 
+    def _encode_deferred(self, value: Deferred, path: tuple[Any, ...]) -> Any:
+        found, name = self._leaves.to_array(value.like, copy=False), self._name("/".join(map(str, path)))
+        like, kind = (value.like, "") if found is None else found
+        value.dtype, self._deferred[name] = like.dtype, value
+        return {"array": [name, kind]}
+
     def _name(self, wanted: str) -> str:
         """Return a name that no other array has: keys may differ and read the same."""
         names = (wanted if i == 1 else f"{wanted}#{i}" for i in itertools.count(1))
-        return next(name for name in names if name not in self._arrays and name != TREE)
+        return next(name for name in names if name not in self._arrays and name not in self._deferred and name != TREE)
 
 
 def _decode(node: Any, arrays: Mapping[str, np.ndarray], leaves: Leaves) -> Any:

@@ -1,29 +1,78 @@
-"""Whether what a state holds is copied: for one that is written before training goes on, that would cost memory."""
+"""How a state is saved that is written before training goes on: a copy of it would cost memory."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import numpy as np
 
 
 class _Thread(threading.local):
-    lends = False
+    lends = defers = False
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def lending() -> Iterator[None]:
-    """Let states that this thread asks for inside the block share memory with what training changes."""
-    before, _thread.lends = _thread.lends, True
+def lending(defer: bool = False) -> Iterator[None]:
+    """Let states that this thread asks for inside the block share memory with what training changes.
+
+    Args:
+        defer: they may also hold :class:`Deferred` tensors, which all ranks write, or read to the end, in one order.
+    """
+    before = _thread.lends, _thread.defers
+    _thread.lends, _thread.defers = True, defer
     try:
         yield
     finally:
-        _thread.lends = before
+        _thread.lends, _thread.defers = before
 
 
 def lends() -> bool:
     """Return whether this thread is inside of :func:`lending`."""
     return _thread.lends
+
+
+def defers() -> bool:
+    """Return whether states may hold deferred tensors."""
+    return _thread.defers
+
+
+class Deferred:
+    """A tensor of which other ranks hold parts: its elements travel while it is written, and are nowhere as a whole.
+
+    Args:
+        shape: of the tensor.
+        like: an empty tensor of its framework and dtype.
+        parts: yields its elements, row-major, in flat arrays, each of which is valid until the next. Collective: all
+            ranks read the deferred tensors of a state in the same order.
+
+    Attributes:
+        shape, like, parts: as given.
+        dtype: of the parts; set by the reader, who knows the framework.
+
+    Example:
+        >>> deferred = Deferred((2, 2), np.empty(0, "f4"), iter([np.zeros(3, "f4"), np.ones(1, "f4")]))
+        >>> np.concatenate(list(deferred.parts)).tolist()
+        [0.0, 0.0, 0.0, 1.0]
+    """
+
+    dtype: np.dtype[Any]
+
+    def __init__(self, shape: tuple[int, ...], like: Any, parts: Iterable[np.ndarray]) -> None:
+        self.shape, self.like, self.parts = shape, like, iter(parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def discard(self) -> None:
+        """Read what has not been read: other ranks may wait for it."""
+        for _ in self.parts:
+            pass

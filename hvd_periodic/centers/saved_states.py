@@ -1,0 +1,86 @@
+"""What ranks save of optimizers of the center of which each holds a part."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.vectors.lending import Deferred, defers
+
+_SMALL_BYTES = 2**16
+"""Arrays of fewer travel with the state that they belong to."""
+
+_PART_BYTES = 16 * 2**20
+"""Of larger ones, so much travels at once."""
+
+
+def gather_states(communicator: Communicator, state: Any, name: str) -> list[Any]:
+    """Return the states of all ranks, in rank order; where they may hold deferred tensors, those are in place of large
+    arrays. Collective.
+
+    Args:
+        communicator: the ranks.
+        state: of this rank, which can be pickled.
+        name: prefix of the names of collectives.
+    """
+    if not defers():
+        return communicator.allgather_object(state, name)
+    stream, own = io.BytesIO(), list[np.ndarray]()
+    _Pickler(stream, own).dump(state)
+    told = communicator.allgather_object((stream.getvalue(), [array.shape for array in own]), name)
+
+    def parts(owner: int, index: int, shape: tuple[int, ...], like: Any) -> Iterator[np.ndarray]:
+        flat = own[index].reshape(-1) if owner == communicator.rank else None
+        count = _PART_BYTES // like.itemsize
+        for start in range(0, int(np.prod(shape)), count):
+            part = None if flat is None else flat[start : start + count]
+            yield communicator.broadcast_object(part, name, owner)
+
+    return [
+        _Unpickler(
+            io.BytesIO(pickled),
+            lambda index, like, owner=owner, shapes=shapes: Deferred(
+                shapes[index], like, parts(owner, index, shapes[index], like)
+            ),
+        ).load()
+        for owner, (pickled, shapes) in enumerate(told)
+    ]
+
+
+class _Pickler(pickle.Pickler):
+    """Puts large arrays aside."""
+
+    def __init__(self, stream: io.BytesIO, aside: list[np.ndarray]) -> None:
+        super().__init__(stream)
+        self._aside = aside
+
+    def persistent_id(self, value: Any) -> tuple[int, Any] | None:
+        """Return the place of an array that was put aside, and an empty tensor like it."""
+        if isinstance(value, type) or not hasattr(value, "__array__") or getattr(value, "nbytes", 0) < _SMALL_BYTES:
+            return None
+        try:
+            array = np.asarray(value)
+        except (TypeError, RuntimeError):  # Of the memory of a GPU; or of a dtype that numpy lacks.
+            return None
+        if array.dtype.kind != "f" or not array.flags.c_contiguous:
+            return None
+        self._aside.append(array)
+        return len(self._aside) - 1, value.reshape(-1)[:0] * 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts deferred tensors in place of them."""
+
+    def __init__(self, stream: io.BytesIO, make: Any) -> None:
+        super().__init__(stream)
+        self._make = make
+
+    def persistent_load(self, pid: tuple[int, Any]) -> Deferred:
+        """Return what stands for an array."""
+        made: Deferred = self._make(*pid)
+        return made
