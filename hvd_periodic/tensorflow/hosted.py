@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,10 +20,11 @@ def hosted(run: Callable[[], object], variables: Sequence[tf.Variable]) -> Calla
 
     Args:
         run: what Python is to run.
-        variables: what it may read or change. The graph has to know: it reads and sets them around it.
+        variables: what it may read or change. The operations of the graph before and after this one that use them wait
+            for each other.
     """
 
-    def call() -> tf.Tensor:
+    def call(*_: Any) -> tf.Tensor:
         try:
             run()
         except tf.errors.OpError:
@@ -32,15 +34,24 @@ def hosted(run: Callable[[], object], variables: Sequence[tf.Variable]) -> Calla
         return tf.constant(True)
 
     def wait() -> tf.Tensor:
-        before = [variable.read_value() for variable in variables]
+        # An operation on the CPU takes handles of variables there alone; those elsewhere it comes between.
+        handles = [variable.handle for variable in variables if _is_here(variable)]
+        others = [variable for variable in variables if not _is_here(variable)]
+        before = [variable.read_value() for variable in others]
         with tf.control_dependencies(before), tf.device("CPU:0"):
-            done = tf.py_function(call, [], tf.bool)
+            done = tf.py_function(call, handles, tf.bool)
         with tf.control_dependencies([done]):
-            for variable in variables:
+            for variable in others:
                 variable.assign(variable.read_value())
             return tf.ensure_shape(tf.identity(done), [])
 
     return wait
+
+
+def _is_here(variable: tf.Variable) -> bool:
+    """Return whether a variable is where Python runs."""
+    device = tf.DeviceSpec.from_string(variable.device)
+    return (device.device_type, device.device_index) == ("CPU", 0)
 
 
 def _as_of_graph(error: Exception) -> Exception:

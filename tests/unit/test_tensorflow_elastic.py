@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -205,6 +207,41 @@ def test_a_compiled_step_waits_for_python_and_python_for_it() -> None:
         return variable.read_value()
 
     assert (int(steps()), seen) == (22, [1, 12])
+
+
+TWO_DEVICES = """
+import tensorflow as tf
+from hvd_periodic.tensorflow.hosted import hosted
+
+(processor,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)
+variables, seen = [], []
+for device in ("CPU:0", "CPU:1"):
+    with tf.device(device):
+        variables.append(tf.Variable(0))
+
+def run():
+    seen.append([int(variable) for variable in variables])
+    for variable in variables:
+        variable.assign_add(10)
+
+@tf.function
+def steps(due):
+    for _ in range(2):
+        for variable in variables:
+            variable.assign_add(1)
+        tf.cond(due, hosted(run, variables), lambda: tf.constant(False))
+    return [variable.read_value() for variable in variables]
+
+print([int(value) for value in steps(tf.constant(True))], seen)
+"""
+
+
+def test_variables_may_be_on_another_device() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert found.stdout.splitlines()[-1:] == ["[22, 22] [[1, 1], [12, 12]]"], found.stderr
 
 
 def test_a_rank_alone_meets_nobody_until_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
