@@ -46,7 +46,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, 
     except BaseException as error:
         partial.unlink(missing_ok=True)
         cause = stream.failure or error  # torch.save raises one of its own in its place.
-        if isinstance(cause, OSError) and cause.filename is None:
+        if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
             cause.filename = str(path)
         if cause is not error:
             raise cause from error

@@ -148,7 +148,7 @@ class Saving:
         self._thread = thread
 
     def _write(self, content: Content) -> None:
-        """Write the file of this rank; communicates nothing."""
+        """Write the file of this rank; in the background, where nothing is deferred, this communicates nothing."""
 
         def write() -> Entry:
             folder, rank = self._saved.folder, self.everyone.rank
@@ -158,10 +158,8 @@ class Saving:
                 name = f"rank-{rank}.npz"
                 return Entry(name, *write_content(folder / name, content), self.everyone.among)
 
-        try:
-            outcome = Outcome.of(write)
-        finally:
-            content.discard()  # A rank whose disk is full reads on: the others need its parts.
+        outcome = Outcome.of(write)
+        content.finish()  # A rank whose disk is full reads on: the others need its parts.
         if self._background and outcome.failure is not None:
             logger.error(_FAILED, outcome.failure)
         self._outcome = outcome
@@ -264,7 +262,7 @@ def save_set(
         before.join()  # It may remove older sets, which this save looks for.
         failed = before.take_error()
 
-    saved, run = _next_set(path, everyone, check, keep, failed)
+    saved, run = _next_set(path, everyone, check, keep, bool(background), failed)
     content: list[Content] = []
     with lending(defer=not background):  # The only copies are those that a thread writes.
         everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
@@ -283,14 +281,19 @@ def save_set(
 
 
 def _next_set(
-    path: Path, everyone: Everyone, check: Callable[[], Occasion], keep: int | None, failed: Exception | None
+    path: Path,
+    everyone: Everyone,
+    check: Callable[[], Occasion],
+    keep: int | None,
+    background: bool,
+    failed: Exception | None,
 ) -> tuple[SavedSet, str]:
     """Return the set that a save makes, and of which training it is, if all ranks can save at this step. Collective.
 
     The arguments are those of :func:`save_set`; ``failed`` is the error of the save before.
     """
 
-    def look() -> tuple[int, Occasion]:
+    def look() -> tuple[int, Occasion, bool]:
         if failed is not None:
             raise RuntimeError(f"The checkpoint before this one, written in the background, failed: {failed}")
         if keep is not None:
@@ -298,15 +301,19 @@ def _next_set(
         occasion = check()
         path.mkdir(parents=True, exist_ok=True)
         there = sets_in(path)
-        remove_unfinished(there)
-        return max((saved.number for saved in there), default=0), occasion
+        pending = {saving.folder.resolve() for saving in _unfinished if not saving.over}  # of other optimizers
+        remove_unfinished([saved for saved in there if saved.folder.resolve() not in pending])
+        return max((saved.number for saved in there), default=0), occasion, background
 
     told = everyone.attempt("place", look)
-    occasion, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank) in told.items()}
+    occasion, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank, _) in told.items()}
+    modes = {rank: f"background={mode}" for rank, (_, _, mode) in told.items()}
+    if len(set(modes.values())) > 1:
+        raise ValueError(f"`background` must be the same on all ranks. Received: {by_value(modes)}")
     if occasion.steps_agree and len(set(steps.values())) > 1:
         at = by_value({rank: f"step {step}" for rank, step in steps.items()})
         raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
-    return SavedSet.of(path, 1 + max(number for number, _ in told.values()), occasion.step), occasion.run
+    return SavedSet.of(path, 1 + max(number for number, *_ in told.values()), occasion.step), occasion.run
 
 
 @contextmanager
@@ -315,6 +322,8 @@ def _saying_what_is_needed(path: Path, rank: int, nbytes: int) -> Iterator[None]
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # Not of the disk: the TimeoutError of a rank that has waited for others, say.
+            raise
         needed, free = nbytes / 1e6, shutil.disk_usage(path).free / 1e6
         raise OSError(
             error.errno,

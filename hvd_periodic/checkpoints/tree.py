@@ -98,9 +98,15 @@ class Content:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values()) + sum(a.nbytes for a in self.deferred.values())
 
-    def discard(self) -> None:
-        """Read deferred arrays that were not written, for which other ranks may wait."""
+    def finish(self) -> None:
+        """Read deferred arrays that were not written, for which other ranks may wait.
+
+        Raises:
+            Exception: that of a collective by which one of them travels, now or while it was written.
+        """
         for array in self.deferred.values():
+            if array.failure is not None:
+                raise array.failure
             array.discard()
 
 

@@ -34,35 +34,38 @@ class Assigned(Generic[V]):
         self._count = len(replica.parameters.layout.specs)
         self._never = set(range(self._count))
         """Parameters that have had no gradient."""
-        self._at_start: dict[str, np.ndarray] | None = None
+        self._before: dict[str, np.ndarray] | None = None
         self._named_parameters = self._named_others = False
 
     def remember(self) -> None:
         """Note what all have now: training begins. Not known before, nor in sessions of TensorFlow 1."""
-        self._at_start = {name: self._replica.some_of(tensor) for name, tensor in self._watched()}
+        self._before = {name: self._replica.some_of(tensor) for name, tensor in self._watched()}
 
     def see_gradients(self) -> None:
         """Note which parameters have a gradient in this iteration."""
         if self._never:
             self._never -= set(self._replica.with_gradient(self._never))
 
+    def follow(self) -> None:
+        """Note the parameters without gradients as they are now, which an exchange has changed."""
+        if self._before is None or self._named_parameters:
+            return
+        if len(self._never) < self._count:
+            self._before |= self._without_gradient()
+        else:  # Where nobody shows gradients, looking at all would be in vain; what they are now is not known then.
+            for spec in self._groups.parameters.values.layout.specs:
+                self._before.pop(spec.name, None)
+
     def name_parameters(self) -> str | None:
         """Name parameters that take part, have never had a gradient while others have, and were changed all the same.
 
-        A check of every meeting, which it does not keep from going on. Where the center is here, what an exchange has
-        changed is equal to it.
+        A check of every meeting, which it does not keep from going on.
         """
         self.see_gradients()
-        if self._named_parameters or self._at_start is None or not 0 < len(self._never) < self._count:
+        if self._named_parameters or self._before is None or not 0 < len(self._never) < self._count:
             return None
-        group = self._groups.parameters
-        names, tensors = [spec.name for spec in group.values.layout.specs], group.values.tensors()
-        centers = group.center.tensors() if group.placement.everywhere else None
-        found = []
-        for i in sorted(self._never):
-            before = self._at_start[names[i]] if centers is None else self._replica.some_of(centers[i], tensors[i])
-            if not np.array_equal(self._replica.some_of(tensors[i]), before, equal_nan=True):
-                found.append(names[i])
+        now, before = self._without_gradient(), self._before
+        found = [name for name in now if name in before and not np.array_equal(now[name], before[name], equal_nan=True)]
         if found:
             self._named_parameters = True
             self._log().warning(
@@ -79,13 +82,13 @@ class Assigned(Generic[V]):
 
         Called where the center is read.
         """
-        if self._named_others or not self._at_start:
+        if self._named_others or not self._before:
             return
         found = [
             name
             for name, tensor in self._replica.unexchanged().items()
-            if name in self._at_start
-            and not np.array_equal(self._replica.some_of(tensor), self._at_start[name], equal_nan=True)
+            if name in self._before
+            and not np.array_equal(self._replica.some_of(tensor), self._before[name], equal_nan=True)
         ]
         if found:
             self._named_others = True
@@ -96,12 +99,16 @@ class Assigned(Generic[V]):
                 self._replica.how_to_exchange,
             )
 
+    def _without_gradient(self) -> dict[str, np.ndarray]:
+        """Return some elements of the parameters that have had no gradient, by name."""
+        values = self._groups.parameters.values
+        tensors = values.tensors() if self._never else []
+        return {values.layout.specs[i].name: self._replica.some_of(tensors[i]) for i in sorted(self._never)}
+
     def _watched(self) -> Iterable[tuple[str, Any]]:
         yield from self._replica.unexchanged().items()
-        group = self._groups.parameters
-        if not group.placement.everywhere:
-            specs = group.values.layout.specs
-            yield from ((spec.name, tensor) for spec, tensor in zip(specs, group.values.tensors(), strict=True))
+        values = self._groups.parameters.values
+        yield from ((spec.name, tensor) for spec, tensor in zip(values.layout.specs, values.tensors(), strict=True))
 
 
 def _listed(names: list[str]) -> str:

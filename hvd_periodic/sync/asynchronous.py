@@ -132,6 +132,7 @@ class Asynchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = Notes(memory=plan.memory)
+        setting.meeting.have_exchanged()
         tell(self, own, lambda: ledger.counters, came, None)
         ledger.time(counters.local_steps)
         return False

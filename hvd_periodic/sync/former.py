@@ -30,7 +30,7 @@ def warn_of_former(synchronizer: Any) -> None:
         if former is synchronizer or not shared:
             continue
         counters = former.counters
-        if counters.local_steps > counters.last_exchange:
+        if counters.local_steps > counters.last_exchange and not former.phase.equal:
             synchronizer.membership.log.warning(
                 "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
                 "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "

@@ -26,6 +26,7 @@ class Gradients(Generic[V]):
         setting, groups = course.setting, course.tensor_groups
         name = type(self._algorithm).__name__
         self.assigned = Assigned(setting.exchanged.replica, groups, name, lambda: setting.membership.log)
+        setting.meeting.followers.append(self.assigned.follow)
 
     def prepare(self) -> None:
         """Show the gradients of this iteration, unless they are still averaged over all ranks."""

@@ -48,6 +48,7 @@ class Meeting:
 
     Attributes:
         checks: of what else might keep this rank from going on.
+        followers: are called when an exchange has changed the replica.
         everyone_trains: at the last exchange no rank was leaving.
         background_save: the last save of these ranks that a thread has written, or writes.
         failure: why this rank can never exchange again; None while it can.
@@ -68,6 +69,7 @@ class Meeting:
         self._hyperparameters, self._optimizer_state = hyperparameters, optimizer_state
         self.weight = weight
         self.checks: list[Check] = []
+        self.followers: list[Callable[[], object]] = []
         self.failure: str | None = None
         self.everyone_trains = True
         self.background_save: Saving | None = None
@@ -116,6 +118,11 @@ class Meeting:
         save = self.background_save
         if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
             save.conclude(wait=False)
+
+    def have_exchanged(self) -> None:
+        """Tell the followers that an exchange has changed the replica, or has taken what was under way."""
+        for follow in self.followers:
+            follow()
 
     def have_left(self) -> None:
         """Complete a save in the background, at the end of training, of all levels."""

@@ -143,6 +143,7 @@ class Overlapped(Synchronous[V]):
             for part in self._under_way:
                 part.land(setting.ledger.local_steps > self._begun)
         self._under_way, self._due = [], None
+        setting.meeting.have_exchanged()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:

@@ -162,6 +162,7 @@ class Synchronous(Course[V]):
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
         ledger.notes = self._noted(own, due, plan)
+        setting.meeting.have_exchanged()
         tell(self, own, lambda: ledger.counters, setting.meeting.came, setting.meeting.waited, due.completes)
         ledger.time(agreed.step)
         return agreed.training

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.settings import ForwardedSettings, optimizers_inside
+from hvd_periodic.tensorflow.store import accumulation_dtype
 
 
 class FitEnd:
@@ -40,7 +41,7 @@ class FitEnd:
                 "asks for moving averages: leave out one of the two arguments"
             )
         for callback in self._swapping:  # In the last epoch it would overwrite the trained weights with the averages.
-            callback.set_params({**callback.params, "epochs": callback.params["epochs"] + 1})
+            callback.set_params({**callback.params, "epochs": callback.params.get("epochs", 1) + 1})
         self._centers: dict[int, list[Any]] = {}
         self._best: list[Any] | None = None
 
@@ -151,10 +152,11 @@ def _restores(callback: keras.callbacks.Callback) -> bool:
 
 def _sent(senders: Sequence[Any], array: Any) -> Any:
     """Return the root's array."""
-    vector = tf.reshape(tf.constant(array), [-1])
+    value = tf.constant(array)
+    vector = tf.reshape(tf.cast(value, accumulation_dtype(value.dtype)), [-1])  # Horovod carries no others.
     for send in senders:
         vector = send(vector)
-    return tf.convert_to_tensor(vector).numpy().reshape(array.shape)
+    return tf.cast(tf.reshape(vector, value.shape), value.dtype).numpy()
 
 
 def _average_among(membership: Membership, variables: Sequence[Any]) -> None:

@@ -84,6 +84,11 @@ class GraphMeeting:
         """Note that this rank waits no longer."""
         self._setting.membership.communicator.attendance.leave()
 
+    def finish(self) -> None:
+        """Note that the exchange is over, as in the core."""
+        self.leave()
+        self._setting.meeting.have_exchanged()
+
     def standpoint(self, before: list[int]) -> Standpoint:
         """Return in Python what this rank knew by itself."""
         known = from_integers(before, self._kinds)

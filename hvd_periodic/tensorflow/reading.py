@@ -155,7 +155,7 @@ def _translated(state: Any, groups: TensorGroups[Any], named: NamedVariables) ->
             for spec, tensor in zip(group.values.layout.specs, group.values.tensors(), strict=True)
         }
         then = dict(vectors.get(group.name, {}).get("center", {}))
-        if group.name == "buffers" and len(then) == len(named.formerly):
+        if group.name == "buffers" and then and len(then) == len(named.formerly):
             then = dict(zip(now, compress(then.values(), named.formerly), strict=True))
         kept = {name: value for name, value in then.items() if name in now or name not in known}
         vectors[group.name] = {"center": now | kept}

@@ -92,7 +92,7 @@ class GraphSynchronous(Synchronous[Any]):
         added = {"rounds": plan.somebody, "bytes_sent": sent + 8 * plan.sent}
         added |= {"left_out": plan.left_out} if self.finite.skips else {}
         ledger.exchanged(added, {"next_exchange": plan.next_exchange}, decided)
-        ledger.timed(started, meeting.leave, meeting.told_by(self))
+        ledger.timed(started, meeting.finish, meeting.told_by(self))
         return tf.constant(True)
 
     def _distance(self) -> tf.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any
@@ -44,10 +44,12 @@ class InnerSteps:
         if optimizer is None or synchronizer is None:
             return
         self._synchronizer, self._wrapper, self._wrapped = ref(synchronizer), wrapper, type(optimizer).__name__
-        for each in _with_inside(optimizer):
+        inside = list(_with_inside(optimizer))
+        levels = [getattr(each, "synchronizer", None) for each in inside]
+        for each in inside:
             if synchronizer.holds_some_of(each):
                 self._optimizers.append(ref(each))
-                self._watch(each)
+                self._watch(each, levels)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Watch nothing in a copy: the wrapper of a copied optimizer watches that."""
@@ -89,9 +91,9 @@ class InnerSteps:
         run.__self__ = wrapper  # type: ignore[attr-defined]  # As methods have it.
         return run
 
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hear of steps of an optimizer; those that watched it for a wrapper which is no more do not any longer."""
-        _remove(optimizer, lambda steps: steps._synchronizer() is None)
+    def _watch(self, optimizer: torch.optim.Optimizer, levels: Sequence[object]) -> None:
+        """Hear of steps of an optimizer; former wrappers of it, which are no levels of this one, hear no longer."""
+        _remove(optimizer, lambda steps: not any(steps._synchronizer() is level for level in levels if level))
         with suppress(AttributeError):  # Wrappers of trainers are optimizers without hooks.
             _watching.setdefault(optimizer, []).append((self, optimizer.register_step_pre_hook(self._before_step)))
 

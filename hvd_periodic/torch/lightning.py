@@ -315,8 +315,9 @@ def _share_averages(strategy: Any) -> None:
         if isinstance(callback, _AVERAGING):
             average = callback._average_model  # It has no other name.
             if average is not None:
-                counted = callback if isinstance(callback, _SWA) else average
-                share_average(strategy.communicator, getattr(average, "module", average), int(counted.n_averaged or 0))
+                # That of SWA is a copy of the module, which may itself have a part of the name ``module``.
+                model, counted = (average, callback) if isinstance(callback, _SWA) else (average.module, average)
+                share_average(strategy.communicator, model, int(counted.n_averaged or 0))
 
 
 def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:

@@ -246,10 +246,10 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     @contextmanager
     def center(self) -> Iterator[None]:
         """Hold the center in the model inside a ``with`` block, which runs in the user's own mode."""
-        block = ExitStack()
-        with neutral():
-            block.enter_context(self.replica.evaluating())
-            block.enter_context(super().center())
+        with neutral(), ExitStack() as entering:
+            entering.enter_context(self.replica.evaluating())
+            entering.enter_context(super().center())
+            block = entering.pop_all()
         try:
             yield
         finally:

@@ -55,6 +55,7 @@ class Deferred:
     Attributes:
         shape, like, parts: as given.
         dtype: of the parts; set by the reader, who knows the framework.
+        failure: the error of a collective, after which there are no more parts.
 
     Example:
         >>> deferred = Deferred((2, 2), np.empty(0, "f4"), iter([np.zeros(3, "f4"), np.ones(1, "f4")]))
@@ -65,7 +66,15 @@ class Deferred:
     dtype: np.dtype[Any]
 
     def __init__(self, shape: tuple[int, ...], like: Any, parts: Iterable[np.ndarray]) -> None:
-        self.shape, self.like, self.parts = shape, like, iter(parts)
+        self.shape, self.like, self.parts = shape, like, self._noting_failure(parts)
+        self.failure: Exception | None = None
+
+    def _noting_failure(self, parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        try:
+            yield from parts
+        except Exception as error:
+            self.failure = error
+            raise
 
     @property
     def nbytes(self) -> int:

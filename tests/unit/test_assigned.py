@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import hvd_periodic as numpy_front_end
-from hvd_periodic import LocalCommunicator
+from hvd_periodic import Communicator, LocalCommunicator
+from tests.helpers import run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -33,6 +34,14 @@ class Averaged(torch.nn.Module):
 
 def average(inner: Any, model: Any, **options: Any) -> Any:
     return hvdp.ModelAverageOptimizer(inner, model, 2, **options)
+
+
+def easgd(inner: Any, model: Any, **options: Any) -> Any:
+    return hvdp.ElasticAverageOptimizer(inner, model, 2, 0.25, **options)
+
+
+def bmuf(inner: Any, model: Any, **options: Any) -> Any:
+    return hvdp.PeriodicOptimizer(inner, model, hvdp.BMUF(nesterov=True), 2, **options)
 
 
 def agn(inner: Any, model: Any, **options: Any) -> Any:
@@ -68,6 +77,25 @@ def test_parameters_without_gradients_that_are_assigned(
     assert caplog.text.count(TAKE_PART) == 1
     assert f"{TAKE_PART}'ema.weight'. " in caplog.text
     assert "Set requires_grad = False on them before the optimizer is made" in caplog.text
+
+
+@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+@pytest.mark.parametrize("make", [easgd, average, agn, bmuf])
+def test_parameters_that_other_ranks_train(make: Any, center: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Exchanges alone change them on this rank, by a pull to the center or by the whole way."""
+
+    def work(communicator: Communicator) -> None:
+        shared, *heads = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+        inner = torch.optim.AdamW([shared, *heads], lr=0.1, weight_decay=0.5)
+        named = [("shared", shared), ("0", heads[0]), ("1", heads[1])]
+        optimizer = make(inner, named, process_set=communicator, center=center)
+        for _ in range(6):
+            optimizer.zero_grad()
+            (shared.square().sum() + heads[communicator.rank].square().sum()).backward()
+            optimizer.step()
+
+    run_ranks(2, work)
+    assert TAKE_PART not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"fragments": 2}, {"overlap": 1}], ids=str)

@@ -449,6 +449,23 @@ def test_a_set_in_the_background_is_complete_once_all_ranks_have_written(
     assert run_ranks(2, work) == [[False, [1], [1], True, [1, 2], None]] * 2
 
 
+def test_another_training_leaves_a_set_that_is_not_complete_yet(tmp_path: Path) -> None:
+    def work(communicator: Communicator) -> list[int]:
+        first = save(tmp_path, communicator, 1, background=True)
+        save(tmp_path, communicator, 2)
+        before = steps(tmp_path)
+        first.wait()
+        return [*before, *steps(tmp_path)]
+
+    assert run_ranks(2, work) == [[2, 1, 2]] * 2
+
+
+def test_all_ranks_write_in_the_background_or_none(tmp_path: Path) -> None:
+    found = errors(2, lambda communicator: save(tmp_path, communicator, 1, background=communicator.rank == 1))
+    text = "`background` must be the same on all ranks. Received: background=False on rank 0; background=True on rank 1"
+    assert found == [(ValueError, text)] * 2
+
+
 class Observed(ThreadCommunicator):
     """Notes the threads that communicate."""
 

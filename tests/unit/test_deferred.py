@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import AGN, EASGD, SGD, Algorithm, Communicator, DiLoCo, Every
-from hvd_periodic.centers import saved_states, saved_vectors
+from hvd_periodic.centers import Placement, placement_of, saved_states, saved_vectors
 from hvd_periodic.checkpoints import Everyone, decode, encode, files, save_set
 from hvd_periodic.checkpoints.files import read_content
 from hvd_periodic.checkpoints.saving import Occasion
@@ -104,6 +104,33 @@ def test_a_rank_whose_disk_is_full_gives_the_others_its_part(
     assert first[1].startswith("The checkpoint failed on rank 1 (1 of 2 ranks): ")
     assert second[0] is OSError
     assert "Rank 1 has to write" in second[1]
+
+
+@pytest.mark.parametrize("center", ["root", "sharded"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("rank 3 has ended"), TimeoutError("This rank has waited for rank 3")], ids=str
+)
+def test_errors_of_collectives_stay_what_they_are(
+    center: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hvd.elastic.run knows them by their type; they are not of the disk."""
+    fetched = []
+
+    def fetch(self: Placement, *arguments: Any) -> Any:
+        fetched.append(arguments)
+        if len(fetched) > 2:
+            raise error
+        return original(self, *arguments)
+
+    def work(communicator: Communicator) -> None:
+        trainer = trained(communicator, EASGD(0.25), center)
+        monkeypatch.setattr(placement_of(center), "fetch", fetch)
+        save(trainer, communicator, tmp_path)
+
+    original = placement_of(center).fetch
+    ((kind, text),) = errors(1, work)
+    assert (kind, text) == (type(error), str(error))
+    assert len(fetched) == 3
 
 
 def test_what_cannot_be_saved_is_an_error_before_anything_travels(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, LocalCommunicator, ModelAverageOptimizer
+from hvd_periodic import SGD, Communicator, LocalCommunicator, ModelAverageOptimizer, PostLocal
 from tests.helpers import run_ranks
 
 LOST = "has taken 2 local steps since its last exchange, at step 3: all ranks start from the root's parameters"
@@ -34,6 +34,15 @@ def test_the_root_warns_of_steps_that_were_not_exchanged(finalize: bool, caplog:
     warned = [record.getMessage() for record in caplog.records if "A new optimizer takes over" in record.getMessage()]
     assert len(warned) == (0 if finalize else 1)
     assert all(LOST in text and text.endswith("Call finalize() of the former optimizer first") for text in warned)
+
+
+def test_while_gradients_are_averaged_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    arrays = {"x": np.zeros(1)}
+    former = ModelAverageOptimizer(SGD(1.0), arrays, PostLocal(5, 2).around_averaging())
+    former.step([np.ones(1)])
+    assert former.synchronizer.phase.equal
+    ModelAverageOptimizer(SGD(1.0), arrays, 2)
+    assert "takes over" not in caplog.text
 
 
 def test_other_parameters_are_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:

@@ -192,3 +192,22 @@ def test_a_file_in_which_all_variables_were_averaged(tmp_path: Path) -> None:
     loaded.optimizer.attach(loaded, process_set=LocalCommunicator())
     found = loaded.optimizer.synchronizer.tensor_groups.statistics[0].center.tensors()
     assert [variable.numpy().tolist() for variable in found] == [value.tolist() for value in expected]
+
+
+POLICIES = [None, "average", "maximum", "broadcast", "local", {"*_queue": "average"}, {"*": "local"}]
+
+
+@pytest.mark.parametrize("loaded", POLICIES, ids=str)
+@pytest.mark.parametrize("saved", POLICIES, ids=str)
+def test_a_state_is_loaded_under_another_policy(saved: Any, loaded: Any) -> None:
+    """Weights that are exchanged only now start from what they are; those that were, and are, from what was saved."""
+    model = Queued()
+    state = wrap(model, saved).synchronizer.state_dict()
+    mean = state["vectors"].get("buffers", {"center": {}})["center"]
+    for name in mean:
+        mean[name] = np.full_like(mean[name], 0.25)
+    optimizer = wrap(model, loaded)
+    optimizer.synchronizer.load_state_dict(state)
+    group = next((each for each in optimizer.synchronizer.tensor_groups if each.name == "buffers"), None)
+    for spec, center in zip(group.values.layout.specs, group.center.tensors(), strict=True) if group else []:
+        assert (center.numpy() == 0.25).all() == (spec.name in mean), spec.name

@@ -14,6 +14,7 @@ keras = pytest.importorskip("keras")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.tensorflow import fit_end  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -108,6 +109,20 @@ def test_the_model_holds_the_center(batches: int) -> None:
     for _ in range(2):
         fit(model, Final(), batches=batches)
         assert same(weights(model), center(model))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "bool", "uint8", "uint32", "int64"])
+def test_weights_of_every_dtype_travel_as_horovod_carries_them(dtype: str) -> None:
+    array, carried = np.asarray(keras.ops.cast([[0, 1], [1, 0]], dtype)), []
+
+    def send(vector: Any) -> Any:
+        carried.append(vector.dtype.name)
+        return vector
+
+    found = fit_end._sent([send, send], array)
+    assert found.dtype == array.dtype
+    assert (found == array).all()
+    assert set(carried) <= {"float32", "float64", "int32", "int64"}
 
 
 REFUSED: dict[str, Any] = {

@@ -348,6 +348,24 @@ def test_hooks_of_optimizers_that_are_no_more_go() -> None:
     assert len(vars(inner)["_optimizer_step_pre_hooks"]) <= 2
 
 
+def test_a_former_wrapper_is_not_told_of_the_steps_of_the_next(wrap: Callable[..., Any]) -> None:
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizers = []
+    for _ in range(2):
+        optimizers.append(wrap(inner, model))
+        optimizers[-1].zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizers[-1].step()
+        optimizers[-1].finalize()
+    for optimizer in optimizers:
+        with optimizer.center():
+            pass
+    inner.step()
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) ran after local step 1 without"), optimizers[1].center():
+        pass
+
+
 def test_a_scaler_steps_the_wrapper_or_is_noticed() -> None:
     model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -72,7 +72,8 @@ class InitializationHook(tf.compat.v1.train.SessionRunHook):
                 tf.compat.v1.tables_initializer(),
             )
             graph.add_to_collection(keys.LOCAL_INIT_OP, tf.group(*initializers))
-            graph.add_to_collection(_READY, tf.constant([], dtype=tf.string))
+            if not graph.get_collection(_READY):  # It holds the check of another hook that is not used.
+                graph.add_to_collection(_READY, tf.constant([], dtype=tf.string))
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Run it."""
