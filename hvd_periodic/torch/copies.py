@@ -13,6 +13,7 @@ import torch
 
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.torch.gradient_averaging import innermost, plain_class
+from hvd_periodic.torch.neutral import random_numbers_kept
 
 Groups: TypeAlias = list[dict[str, Any]]
 
@@ -131,7 +132,7 @@ def _changed_by_steps(
     make: Callable[[Groups], torch.optim.Optimizer], like: Sequence[Sequence[torch.Tensor]]
 ) -> OwnState:
     try:
-        with torch.random.fork_rng(devices=[]):  # Training draws the random numbers that it would have drawn.
+        with random_numbers_kept():
             gradients = (lambda places, step: places, lambda places, step: torch.cos(places * step))
             seen, others = (_tried(make, [_small(tensors) for tensors in like], gradient) for gradient in gradients)
     except Exception:

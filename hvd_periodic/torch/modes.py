@@ -11,6 +11,7 @@ import torch
 from hvd_periodic.torch.copies import TRIAL_STEPS, fresh_copy, settings_in
 from hvd_periodic.torch.divided import shard_of
 from hvd_periodic.torch.gradient_averaging import innermost
+from hvd_periodic.torch.neutral import random_numbers_kept
 
 
 class Modes:
@@ -71,7 +72,7 @@ def _goes_on_from_evaluation(optimizer: Any) -> bool:
     if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
         return False
     try:
-        with torch.random.fork_rng(devices=[]):  # Training draws the random numbers that it would have drawn.
+        with random_numbers_kept():
             ends = [_end(optimizer, added) for added in (0.0, 1.0)]
     except Exception:
         return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -26,6 +27,16 @@ def neutral() -> Iterator[None]:
             if torch.is_autocast_enabled(device_type):
                 modes.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def random_numbers_kept() -> AbstractContextManager[None]:
+    """Return a block after which training draws the random numbers on the CPU that it would have drawn without it.
+
+    Threads draw from one generator, so that none knows which those are. They keep nothing: torch waits for ever where
+    two ask for the state of its generator at once.
+    """
+    alone = threading.current_thread() is threading.main_thread()
+    return torch.random.fork_rng(devices=[], enabled=alone)
 
 
 def eagerly(function: Callable[P, T]) -> Callable[P, T]:

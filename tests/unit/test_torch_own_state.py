@@ -274,3 +274,22 @@ def test_an_optimizer_of_other_parameters_is_refused_before_it_steps() -> None:
     with pytest.raises(ValueError, match="must hold the parameters of the model"):
         hvdp.AGNOptimizer(made, of, PERIOD, center_optimizer=lambda groups: made, process_set=LocalCommunicator())
     assert [parameter.tolist() for parameter in of.parameters()] == before
+
+
+def test_ranks_that_are_threads_leave_the_random_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch waits for ever where two threads ask for its state at once."""
+    asked, state = [], torch.get_rng_state
+
+    def noted() -> Any:
+        asked.append(None)
+        return state()
+
+    def work(communicator: ThreadCommunicator) -> None:
+        model = torch.nn.Linear(2, 1)
+        hvdp.AGNOptimizer(torch.optim.Adam(model.parameters()), model, 2, process_set=communicator)
+
+    monkeypatch.setattr(torch, "get_rng_state", noted)
+    run(2, work, 30.0)
+    assert asked == []
+    work(LocalCommunicator())
+    assert asked
