@@ -76,7 +76,7 @@ class GraphAsynchronous(Asynchronous[Any]):
         counted = {"next_exchange": pushed.next_exchange, "staleness_max": pushed.staleness_max}
         added = {"rounds": took_place, "bytes_sent": sent * took_place, "pushes_missed": pushed.missed}
         ledger.exchanged(added | ({"left_out": pushed.left_out} if self.finite.skips else {}), counted, decided)
-        ledger.timed(started, meeting.finish, meeting.told_by(self))
+        ledger.timed(started, setting.meeting.have_exchanged, meeting.told_by(self))
         return tf.constant(True)
 
     def _pull(self, pulled: Sequence[tf.Tensor], exchange: Any) -> tf.Tensor:

@@ -54,6 +54,7 @@ class Module(LightningModule):
     def __init__(self, rank: int = RANK, make: Callable[..., Any] = hvdp.ElasticAverageOptimizer, **options: Any):
         super().__init__()
         self.net, self.make, self.options = Quadratic(rank), make, options
+        self.module = torch.nn.Identity()  # As an average of weights calls the model that it averages.
         self.seen: list[list[float]] = []
         self.steps: list[int] = []
         self.mean = MeanMetric()

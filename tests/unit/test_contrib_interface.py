@@ -277,14 +277,17 @@ def test_a_hook_that_was_not_passed_is_named(is_chief: bool, getter: bool) -> No
             tf.train.MonitoredTrainingSession(is_chief=is_chief)
 
 
-def test_each_of_several_hooks_has_to_be_passed() -> None:
+@pytest.mark.parametrize("first", ["ModelAverageOptimizer", "ElasticAverageOptimizer"])
+def test_each_of_several_hooks_has_to_be_passed(first: str) -> None:
+    """On a rank that is not chief, also beside a hook that is passed and knows of that."""
     optimizers = []
-    for name in ("ModelAverageOptimizer", "AGNOptimizer"):
+    for name in (first, "AGNOptimizer"):
         w = variable(getter := getter_of(name), name)
         optimizers.append(optimizer := make(name, getter))
         step = tf.train.get_or_create_global_step()
         optimizer.minimize(tf.reduce_sum(w), global_step=step, var_list=[w])
-    passed, _ = optimizers[0].make_session_run_hook(), optimizers[1].make_session_run_hook(False, 1)
+    of_first = () if first == "ModelAverageOptimizer" else (False, 1)
+    passed, _ = optimizers[0].make_session_run_hook(*of_first), optimizers[1].make_session_run_hook(False, 1)
     with pytest.raises(tf.errors.InvalidArgumentError, match=UNUSED):
         tf.train.MonitoredTrainingSession(hooks=[passed], is_chief=False)
 

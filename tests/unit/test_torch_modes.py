@@ -137,6 +137,16 @@ def test_a_mode_that_is_set_inside_does_not_outlive_the_block(training: bool) ->
     assert (x.tolist(), local.param_groups[0]["train_mode"]) == (before, training)
 
 
+def test_a_block_that_is_refused_leaves_the_mode() -> None:
+    x, local, optimizer = made(LocalCommunicator())
+    descend(optimizer, x, 0, 1)
+    local.step()
+    before = x.tolist()
+    with pytest.raises(RuntimeError, match="the step was not counted") as refused, optimizer.center():
+        pass
+    assert (x.tolist(), local.param_groups[0]["train_mode"]) == (before, True), refused
+
+
 @pytest.mark.parametrize("wrapper", [hvdp.ElasticAverageOptimizer, hvdp.ModelAverageOptimizer, hvdp.AGNOptimizer])
 def test_reading_changes_nothing(wrapper: Any) -> None:
     def work(communicator: ThreadCommunicator, reads: bool) -> Any:
