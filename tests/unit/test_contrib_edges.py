@@ -17,6 +17,7 @@ from hvd_periodic import read_run_log  # noqa: E402
 from hvd_periodic.cli.told import told_of  # noqa: E402
 from hvd_periodic.journal.runs import read_run  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -221,6 +222,25 @@ def test_optimizers_count_from_the_first(caplog: pytest.LogCaptureFixture, monke
             for train in trains:
                 session.run(train)
         assert [line.partition("(")[0] for line in caplog.messages if "EASGD" in line] == expected
+
+
+def test_two_optimizers_begin_under_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session runs their operations at once: under one name, what one sends would be taken for the other's."""
+    used: list[str] = []
+    broadcast = TensorFlowCommunicator.broadcast
+
+    def recorded(self: Any, buffer: Any, name: str, root: int) -> Any:
+        used.append(name)
+        return broadcast(self, buffer, name, root)
+
+    monkeypatch.setattr(TensorFlowCommunicator, "broadcast", recorded)
+    for i in range(2):
+        getter = contrib_opt.ElasticAverageCustomGetter("")
+        w, optimizer = variable(getter, f"w{i}"), elastic(getter)
+        optimizer.minimize(tf.reduce_sum(w), var_list=[w])
+        optimizer.get_init_op(0)
+    assert used
+    assert len(set(used)) == len(used)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])

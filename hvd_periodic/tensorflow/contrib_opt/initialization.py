@@ -39,7 +39,7 @@ class Initialization:
         counters: CounterVariables,
         first_companion: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
-        self._name = name
+        self._name = self._prefix = name
         self._communicator = communicator
         self._getter = getter
         self._counters = counters
@@ -50,9 +50,9 @@ class Initialization:
         self.times = 0
         self.shared_centers: list[SharedCenter] = []
 
-    def begin_within(self, together: Together, global_step: Any) -> None:
-        """Reach the groups of ranks too, and give all this global step, if there is one."""
-        self._together, self._global_step = together, global_step
+    def begin_within(self, together: Together, prefix: str, global_step: Any) -> None:
+        """Reach the groups of ranks too, under names of no other optimizer, and give all this global step, if any."""
+        self._together, self._prefix, self._global_step = together, prefix, global_step
 
     def start_buffers(self, pairs: Iterable[tuple[tf.Variable, Any]]) -> None:
         """Let centers, which come first in these pairs, start from the root's statistics, which come second."""
@@ -79,18 +79,18 @@ class Initialization:
             *of_center_optimizer,
             *([] if self._global_step is None else [self._global_step]),
         ]
-        name, checks = f"{self._name}.initialize.{self.times}", self._counters.checks
+        prefix, checks = f"{self._prefix}.initialize.{self.times}", self._counters.checks
         with tf.compat.v1.name_scope(None), tf.device(None):
             with tf.control_dependencies(checks):
                 written = [center.write() for center in self.shared_centers]
             with tf.control_dependencies([*checks, *written]):
                 received = [
-                    variable.assign(self._from_root(variable.read_value(), f"{name}.{i}"))
+                    variable.assign(self._from_root(variable.read_value(), f"{prefix}.{i}"))
                     for i, variable in enumerate(shared)
                 ]
             with tf.control_dependencies(received):
                 assigned = self._start_from_centers()
-            return tf.group(*assigned, name=name)
+            return tf.group(*assigned, name=f"{self._name}.initialize.{self.times}")
 
     def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Return the root's value: first those who exchange with it get it, then the others of their groups."""

@@ -133,7 +133,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._synchronizers.append(synchronizer)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
-        self._initialization.begin_within(synchronizer.membership.together, global_step)
+        self._initialization.begin_within(synchronizer.membership.together, prefix, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
             made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
