@@ -1,4 +1,4 @@
-"""Periodic exchange for Horovod: workers train on their own for a while, then exchange once.
+"""Local-SGD-style training for Horovod: each worker takes several optimizer steps alone, then all synchronize once.
 
 This package holds the framework-free core and its numpy front end; it imports neither a deep learning framework nor
 Horovod. The front ends for frameworks are ``hvd_periodic.torch`` and ``hvd_periodic.tensorflow``.

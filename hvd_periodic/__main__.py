@@ -1,4 +1,4 @@
-"""``python -m hvd_periodic`` is ``hvdp``."""
+"""``python -m hvd_periodic`` runs ``hvdp``."""
 
 from hvd_periodic.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Checks of arguments, with one wording for all, and in the words of whoever has typed them."""
+"""Checks of arguments, with uniform messages that use the names the user has typed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _spellings: ContextVar[Mapping[str, str]] = ContextVar("spellings", default=Mapp
 
 @contextmanager
 def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
-    """Let messages inside a ``with`` block name classes and arguments as a named constructor does.
+    """Make messages inside a ``with`` block name classes and arguments as a named constructor does.
 
     Args:
-        spelling: what the user has typed, by the name of the core.
+        spelling: the user's names, by the names of the core.
 
     Example:
         >>> with spelled({"period": "interval_steps"}):
@@ -32,12 +32,12 @@ def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
 
 
 def as_typed(name: str) -> str:
-    """Return what the user calls a class or an argument of the core, for a message; see :func:`spelled`."""
+    """Return the user's name of a class or an argument of the core, for a message; see :func:`spelled`."""
     return _spellings.get().get(name, name)
 
 
 def outer_name() -> str:
-    """Return what the user calls the optimizer of the center."""
+    """Return the user's name of the argument for the center's optimizer."""
     return as_typed("outer_optimizer")
 
 
@@ -58,7 +58,7 @@ def require_int(value: object, argument: str, minimum: int) -> int:
 
 
 def described(value: object) -> str:
-    """Return ``repr(value)`` without the addresses of objects, so that it is the same on all ranks.
+    """Return ``repr(value)`` without the addresses of objects, so that it is equal on all ranks.
 
     Example:
         >>> described(object())

@@ -1,4 +1,4 @@
-"""Policies for tensors that an exchange reaches and no gradient does: buffers of modules, weights of Keras models."""
+"""Policies for exchanged tensors that have no gradient: buffers of modules, weights of Keras models."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 AVERAGE, MAXIMUM, BROADCAST, LOCAL = POLICIES = ("average", "maximum", "broadcast", "local")
-"""Mean over ranks, elementwise maximum, the root's at every exchange; or the root's at the start and then each its own.
+"""Mean over ranks; elementwise maximum; the root's value at every exchange; the root's at the start, then each its own.
 
 The mean of integers and booleans is their maximum.
 """
 
 Policies: TypeAlias = str | Mapping[str, str] | Callable[[str, Any], str | None] | None
-"""A policy for all; policies by patterns of names; a function from name and tensor to one; None: by their names."""
+"""One policy for all; policies by name patterns; a function from name and tensor to a policy; None: by tensor names."""
 
 _STATISTICS = {"running", "moving", "mean", "var", "variance", "std", "num", "count"}
-"""Words of a name that make a tensor a statistic: running_mean, moving_variance, num_batches_tracked."""
+"""Words in a name that mark a tensor as a statistic: running_mean, moving_variance, num_batches_tracked."""
 
 _CHOICES = f"one of {POLICIES}, a dict from patterns of names to these, or a function (name, tensor) to one of these"
 
 _LISTED = 20
-"""Names that an error message lists."""
+"""Number of names that an error message lists."""
 
 
 def check_policies(buffers: Policies) -> None:
-    """Raise unless this is what users may give.
+    """Raise unless this is a valid value of the argument.
 
     Raises:
-        TypeError: it is none of what it may be.
+        TypeError: it has none of the allowed types.
         ValueError: an unknown policy.
     """
     if isinstance(buffers, str):
@@ -42,7 +42,7 @@ def check_policies(buffers: Policies) -> None:
 
 
 def check_patterns(buffers: Policies, names: Sequence[str]) -> None:
-    """Raise a ValueError where a pattern matches none of the names."""
+    """Raise a ValueError if a pattern matches none of the names."""
     for pattern in buffers if isinstance(buffers, Mapping) else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
@@ -53,10 +53,10 @@ def check_patterns(buffers: Policies, names: Sequence[str]) -> None:
 
 
 def policy_asked_for(buffers: Policies, name: str, tensor: Any) -> str | None:
-    """Return the policy that was asked for one tensor; None where that is left to its name.
+    """Return the policy that was asked for one tensor; None if its name decides.
 
     Raises:
-        ValueError: a function returned an unknown one.
+        ValueError: a function returned an unknown policy.
     """
     if isinstance(buffers, Mapping):
         return next((policy for pattern, policy in buffers.items() if fnmatchcase(name, pattern)), None)
@@ -69,7 +69,7 @@ def policy_asked_for(buffers: Policies, name: str, tensor: Any) -> str | None:
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether the last part of a name says that it is one of a statistic.
+    """Return whether the last part of a name marks a statistic.
 
     Example:
         >>> [is_statistic(name) for name in ("norm.running_mean", "norm/moving_variance", "mean/queue")]

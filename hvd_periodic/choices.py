@@ -1,4 +1,4 @@
-"""Choices that users make by name: a new one is a new file of its room, found by walking it."""
+"""Choices that users make by name: to add one, add a file to its package, which is searched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def choices(room: str, kind: Any) -> dict[str, Any]:
-    """Return the concrete classes of a kind that the modules of a package define, by what users call them.
+    """Return the concrete classes of a kind that the modules of a package define, by the names that users give.
 
     Args:
         room: the package.

@@ -1,4 +1,4 @@
-"""Named tensors as users hand them over."""
+"""Named tensors as users pass them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 def unique_pairs(pairs: Iterable[tuple[str, T]], argument: str) -> list[tuple[str, T]]:
-    """Return (name, tensor) pairs as a list; a tensor that occurs again under another name (tied weights) occurs once.
+    """Return (name, tensor) pairs as a list; a tensor with several names (tied weights) occurs once.
 
     Args:
         pairs: a list, an iterator, or the items of a dict.
-        argument: what the caller calls it, for the error message.
+        argument: the caller's name of the argument, for the error message.
 
     Raises:
         TypeError: the elements are not pairs of a string and a tensor.

@@ -1,4 +1,4 @@
-"""Options that all constructors of all front ends share: declared here once, and handed on as one value."""
+"""Options shared by all constructors of all front ends: declared here once, and passed on as one value."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ P = ParamSpec("P")
 PathLike = str | os.PathLike[str]
 
 WeightLike = float | Callable[[], float] | None
-"""How much a rank counts in means: a number, what a function returns at every exchange, or None: all count alike."""
+"""How much a rank counts in means: a number, a function called at every exchange, or None: all ranks count equally."""
 
 
 class ExchangeOptions(TypedDict, total=False):
-    """Options that go to the synchronizer of the core as they are; annotated with their defaults.
+    """Options that are passed unchanged to the synchronizer of the core; annotated with their defaults.
 
     Attributes:
         center: where the center variables live: ``"replicated"`` on every rank, ``"root"`` on ``root_rank`` alone, or
             ``"sharded"``, one n-th on every rank. In the last two, ``center()`` and ``state_dict()`` are collective.
-        optimizer_state: what becomes of the local optimizer's state at an exchange: ``"local"``, every worker keeps its
-            own; ``"reset"``, it begins anew; ``"average"``, it becomes the mean over ranks; or a dict of multiples of
-            the exchange period by entry, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``, at which these are averaged.
-            What is not in the shape of a parameter, such as step counters and factored moments, is left alone.
-        overlap: local steps d during which an exchange may travel while training goes on: it begins at a step s and is
-            taken at min(s + d, next exchange). ``"period"``: just before the next one. For PyTorch and numpy, with a
-            replicated center. Without compression elastic averaging goes exactly where it goes without;
-            the others lose no local progress.
-        compression: how messages travel, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8``
-            or ``topk(0.01)``; also ``hvd.Compression.fp16``. What is not sent is not lost: it is kept for the next
-            exchange, or stays in the replica. Statistics travel as they are. All but fp16 over Horovod need a
-            replicated center.
-        fragments: parts F of the parameters, of about equal size, that are exchanged one after another within every
-            period of τ local steps: the f-th after ⌈f τ/F⌉ of them. The most that travels at once falls by F.
-            Statistics and optimizer state go with the last one; ``sync()`` and ``finalize()`` exchange all. F is at
-            most τ. Synchronously.
-        nonfinite: what becomes of a rank that comes to an exchange with NaN or infinity in its parameters, what the
-            algorithm keeps of them, its averaged statistics, or on the root in buffers that all take from it.
-            ``"raise"``: an error on all ranks that names rank and tensor. ``"skip"``: that rank is left out, and starts
-            again from the center, with a new state of its local optimizer; the others exchange. ``"ignore"``: nothing
-            is looked at, and all ranks and the center take it. Infinities of statistics that the center has as well,
-            such as those of a mask, are right.
+        optimizer_state: how an exchange treats the local optimizer's state: with ``"local"`` every worker keeps its
+            own; with ``"reset"`` it is reset; with ``"average"`` it becomes the mean over ranks; or a dict from entries
+            to multiples of the exchange period at which they are averaged, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``.
+            State without the shape of a parameter, such as step counters and factored moments, does not change.
+        overlap: number d of local steps during which an exchange may be in flight while training continues: it begins
+            at a step s and is applied at min(s + d, next exchange). ``"period"``: just before the next exchange. For
+            PyTorch and numpy, with a replicated center. Without compression, elastic averaging follows exactly the same
+            trajectory as without overlap; the other algorithms lose no local progress.
+        compression: encoding of messages, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``,
+            ``int8`` or ``topk(0.01)``; also ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept
+            for the next exchange, or stays in the replica. Statistics are sent uncompressed. All but fp16 over Horovod
+            need a replicated center.
+        fragments: number F of parts of the parameters, of about equal size, that are exchanged one after another within
+            every period of τ local steps: the f-th after ⌈f τ/F⌉ steps. The largest amount sent at once falls by a
+            factor of F. Statistics and optimizer state travel with the last fragment; ``sync()`` and ``finalize()``
+            exchange all fragments. F is at most τ. Synchronous training only.
+        nonfinite: treatment of a rank that enters an exchange with NaN or infinity in its parameters, in the
+            algorithm's state for them, in averaged statistics, or, on the root, in buffers that all ranks take from it.
+            ``"raise"``: an error on all ranks that names rank and tensor. ``"skip"``: that rank is excluded, and starts
+            again from the center, with a new state of its local optimizer; the others exchange. ``"ignore"``: no check,
+            and NaN and infinity reach all ranks and the center. Infinities in statistics that the center has as well,
+            such as in a mask, are valid.
         weight: how much this rank counts in the mean over ranks, such as the number of its examples: a number of at
-            least 0; or a function that is called once at every exchange and returns one; None: all ranks count alike.
-            Σ_i w_i x_i / Σ_i w_i takes the place of the mean, also of statistics and of optimizer state; the steps of a
-            rank of weight 0 count nowhere, and so does a rank that is in ``finalize()`` and has taken no step since the
-            last exchange. For averaging and outer optimizers. Synchronously.
-        audit_every: exchanges after which ranks compare what they hold of the center alike, to the bit: a digest of
-            each travels, and where they differ, training ends on all ranks with the names of ranks and tensor. 0:
-            never, but at the end. Synchronously.
-        timeout_seconds: for which a rank waits for others in one place, at most: then training ends with an error that
-            names those that have not come. None: for ever. Of several optimizers of the same ranks the longest counts.
-        center_file: a path, in whose pages an asynchronous center lies: whatever ends the job, also all ranks at once,
-            leaves the center of the last transaction there, as a safetensors file with the names of the tensors. It can
-            be read while training goes on. A file that had this name takes the name ``PATH.previous`` at the first
-            exchange. The state of the center's optimizer is not in it. None: in memory alone.
-        run_log: a folder, in which every rank appends what its exchanges were to a file ``rank-K.jsonl``: a line of
-            JSON for each. None: that of the environment variable ``HVD_PERIODIC_RUN_LOG``, if there is one. False:
-            none. Copies of the optimizer write none.
+            least 0; a function that is called once per exchange and returns a number; None: all ranks count equally.
+            Σ_i w_i x_i / Σ_i w_i replaces the mean, also for statistics and optimizer state. The steps of a rank of
+            weight 0 do not count; a rank that is in ``finalize()`` and has taken no step since the last exchange does
+            not count either. For averaging and outer optimizers. Synchronous training only.
+        audit_every: number of exchanges after which ranks compare, to the bit, the parts of the center that should be
+            equal on all of them: each rank sends a digest, and if digests differ, training ends on all ranks with the
+            names of ranks and tensor. 0: only at the end. Synchronous training only.
+        timeout_seconds: longest time that a rank waits for others in one place: then training ends with an error that
+            names the missing ranks. None: forever. Of several optimizers of the same ranks the longest counts.
+        center_file: a path; the pages of this file hold the asynchronous center. Whatever ends the job, even all ranks
+            at once, the file keeps the center of the last transaction, as a safetensors file with the names of the
+            tensors. It can be read while training goes on. A file that had this name is renamed to ``PATH.previous`` at
+            the first exchange. The file lacks the state of the center's optimizer. None: in memory only.
+        run_log: a folder; every rank appends one line of JSON per exchange to its own file ``rank-K.jsonl`` in it.
+            None: the folder in the environment variable ``HVD_PERIODIC_RUN_LOG``, if it is set. False: no log. Copies
+            of the optimizer write none.
     """
 
     center: Annotated[str, "replicated"]
@@ -82,14 +82,14 @@ class ExchangeOptions(TypedDict, total=False):
 class Options(ExchangeOptions, total=False):
     """Options of every constructor; front ends add to them.
 
-    A new one is declared here or in :class:`ExchangeOptions`, and every constructor takes it.
+    To add an option, declare it here or in :class:`ExchangeOptions`; every constructor then takes it.
 
     Attributes:
-        root_rank: the rank, as the job numbers them, whose values all start from. Default: the first.
+        root_rank: the rank, in the job's numbering, from whose values all ranks start. Default: the first.
         process_set: the Horovod process set that exchanges, default all ranks; any
             :class:`~hvd_periodic.Communicator`; in PyTorch and Keras also a function that returns the ranks of this
-            one's group, such as :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`:
-            it is asked anew where elastic Horovod changes ranks. In PyTorch also a
+            rank's group, such as :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`:
+            it is called again when elastic Horovod changes ranks. In PyTorch also a
             ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension.
     """
 
@@ -98,14 +98,14 @@ class Options(ExchangeOptions, total=False):
 
 
 def of_exchange(options: Options) -> ExchangeOptions:
-    """Return those of complete options that the synchronizer of the core takes."""
+    """Return the options, out of a complete set, that the synchronizer of the core takes."""
     return cast(ExchangeOptions, {name: value for name, value in options.items() if name in _defaults(ExchangeOptions)})
 
 
 def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor that ends in ``**options: Unpack[declared]`` receive all of them, with defaults filled in.
+    """Pass all options, with defaults filled in, to a constructor that ends in ``**options: Unpack[declared]``.
 
-    Its signature lists them one by one, and another keyword is refused by its name.
+    Its signature lists them one by one; the error about any other keyword names that keyword.
 
     Args:
         declared: a ``TypedDict`` whose keys are annotated with their defaults.
@@ -151,7 +151,7 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 
 def _defaults(declared: type) -> dict[str, Any]:
-    """Return the defaults that the keys of a ``TypedDict`` are annotated with."""
+    """Return the defaults with which the keys of a ``TypedDict`` are annotated."""
     hints = get_type_hints(declared, include_extras=True)
     for key, hint in hints.items():
         if not hasattr(hint, "__metadata__"):

@@ -1,18 +1,18 @@
-"""Ranks in the words of messages."""
+"""Wording of ranks in messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 _PIECES = 4
-"""Ranges, and single ranks, that are shown in full."""
+"""Largest number of ranges and single ranks that a message shows in full."""
 
 _FIRST = 2
-"""Of those, if there are more."""
+"""Number of them that are shown if there are more."""
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks as a message names them: in ranges, and abridged if there are many.
+    """Return ranks as a message names them: as ranges, and abridged if there are many.
 
     Example:
         >>> named([3]), named([0, 2]), named(range(48)), named([0, 1, 5, 6, 7])
@@ -37,7 +37,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def titled(ranks: Iterable[int]) -> str:
-    """Return the same as the beginning of a sentence.
+    """Return the same text for the beginning of a sentence.
 
     Example:
         >>> titled([0, 2])
@@ -50,7 +50,7 @@ def by_value(values: Mapping[int, str]) -> str:
     """Return which ranks have which values, the first ones if there are many.
 
     Args:
-        values: by rank.
+        values: values by rank.
 
     Example:
         >>> by_value({0: "5", 1: "4", 2: "5"})

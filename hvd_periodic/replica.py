@@ -1,4 +1,4 @@
-"""What a front end provides: where the tensors of one rank live, and how its framework works on them."""
+"""The interface of a front end: where the tensors of one rank live, and how its framework computes with them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hvd_periodic.vectors.store import Store
 V = TypeVar("V")
 
 SOME = 64
-"""Elements of a tensor that tell, well enough, whether it has changed."""
+"""Number of elements of a tensor that are enough to notice whether it has changed."""
 
 
 class Replica(Protocol, Generic[V]):
     """One rank's replica of the model; front ends inherit from it.
 
     Attributes:
-        space: the verbs on flat vectors of this front end.
-        parameters: what the algorithm acts on; the same parameters, in the same order, for the whole training.
-        buffers: real-valued statistics that are averaged at every exchange; None where there are none.
-        integers: counters, of which the largest of all ranks wins at every exchange; None where there are none.
-        from_root: what becomes the root's at every exchange; None where there is nothing.
-        constants: what the root broadcasts at the start and no exchange touches; None where there is nothing.
-        in_host_memory: vectors are at hand in host memory, at once.
-        may_be_left_out: an exchange may leave this rank out; not where other ranks hold parts of the same replica.
-        framework: its name and version, for people.
-        uncounted: what is wrong where the local optimizer has stepped and nobody counted it; None where nothing is
+        space: operations on the flat vectors of this front end.
+        parameters: tensors that the algorithm acts on; the same parameters, in the same order, for the whole training.
+        buffers: real-valued statistics that are averaged at every exchange; None if there are none.
+        integers: counters that take their largest value over all ranks at every exchange; None if there are none.
+        from_root: tensors that take the root's values at every exchange; None if there are none.
+        constants: tensors that the root broadcasts at the start and no exchange touches; None if there are none.
+        in_host_memory: vectors are in host memory and can be used there at once.
+        may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
+        framework: name and version of the framework, for display.
+        uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
             known.
-        how_to_exclude: what users do about parameters that take part and should not.
-        how_to_exchange: what users do about weights that no exchange touches and one should.
+        how_to_exclude: advice to users about parameters that take part but should not.
+        how_to_exchange: advice to users about weights that should be exchanged but are not.
     """
 
     space: VectorSpace[V]
@@ -53,88 +53,88 @@ class Replica(Protocol, Generic[V]):
     how_to_exchange: str = "Exchange them, too"
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """Return what profilers of this framework show as a range of this name, for a ``with`` block."""
+        """Return a context manager whose ``with`` block profilers of this framework show as a range of this name."""
         return nullcontext()
 
     def facts(self) -> dict[str, object]:
-        """Return what must be equal on all ranks, by readable name."""
+        """Return the values that must be equal on all ranks, by readable name."""
 
     def changes(self) -> str | None:
-        """Return what has changed in the set of parameters since construction, or None."""
+        """Return a description of changes in the set of parameters since construction, or None."""
 
     def misfit(self) -> str | None:
-        """Return which change keeps values from being read and written at all, or None."""
+        """Return the change because of which values cannot be read and written at all, or None."""
         return self.changes()
 
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 
     def new_resting_store(self, layout: Layout, name: str) -> Store[V]:
-        """Return what :meth:`new_store` does, for a vector that exchanges alone read; it may lie elsewhere."""
+        """Return a store as :meth:`new_store` does, of a vector that only exchanges read; it may be in other memory."""
         return self.new_store(layout, name)
 
     def resting(self, value: V) -> V:
-        """Return a vector that is not computed with for some time; it may lie elsewhere until it is written again."""
+        """Return a vector that is not used for some time; it may be in other memory until it is written again."""
         return value
 
     def drop_store(self, name: str) -> None:
-        """Take notice that what :meth:`new_store` has made under a name is no longer used."""
+        """Note that the store made by :meth:`new_store` under a name is no longer used."""
         return
 
     def new_temporary_store(self, layout: Layout) -> Store[V]:
-        """Return a store of zeros that is not part of what is saved, in the form that :meth:`save` takes."""
+        """Return a store of zeros that is not part of the saved state, in the form that :meth:`save` takes."""
 
     def scratch(self, bucket: Bucket, slot: int) -> V | None:
         """Return a reusable buffer for the bucket, one per slot; None if this front end allocates as it goes."""
 
     def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
-        """Return the parts of a bucket that are computed one after another; several only where vectors can be sliced.
+        """Return the parts of a bucket that are computed one after another; several only if vectors can be sliced.
 
-        As small as fits into the processor's cache.
+        Each part fits into the processor's cache.
         """
         return (bucket,)
 
     def compiled(self, run: Callable[..., int], key: Hashable, communicator: Communicator) -> Callable[..., int]:
-        """Return a function of numbers, or one that does the same faster, where this front end compiles.
+        """Return a function of numbers, or a faster equivalent if this front end compiles.
 
         Args:
-            run: takes numbers that change from call to call, or None; returns a number that does not.
+            run: takes numbers that change from call to call, or None; returns a number that does not change.
             key: equal for functions that do the same with the same numbers.
             communicator: the ranks that run it together.
         """
         return run
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[V]]) -> int:
-        """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if gradients were there, else 0."""
+        """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if there were gradients, else 0."""
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
-        """Return which of some parameters, by their places, have a gradient now, or have had one."""
+        """Return which of some parameters, given by index, have a gradient now or have had one."""
         return among
 
     def unexchanged(self) -> Mapping[str, Any]:
-        """Return the weights that no exchange touches although nobody has asked for that, by name."""
+        """Return, by name, the weights that no exchange touches although the user has not asked for this."""
         return {}
 
     def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
-        """Return some elements of a tensor or of a center's, spread over it; rounded as another tensor would be."""
+        """Return some elements, spread over a tensor or a tensor of the center; rounded to the dtype of ``like``."""
         return np.zeros(0)
 
     def frozen(self) -> bytes:
-        """Return a digest of the parameters that no step changes and all need alike; empty if there are none."""
+        """Return a digest of the parameters that no step changes and all ranks need equal; empty if there are none."""
 
     def discard_gradients(self) -> None:
-        """Forget the gradients of this iteration, which are of other parameters than there are."""
+        """Discard the gradients of this iteration, which were computed with other parameter values."""
 
     def follow_weights(self) -> None:
-        """Let follow what was derived from the values of the replica, which the root's have replaced."""
+        """Update everything derived from the values of the replica, which the root's values have replaced."""
         return
 
     def constrain(self, center: Store[V]) -> None:
-        """Make parameters and center obey constraints, alike on all ranks: what an exchange has averaged may not."""
+        """Make parameters and center obey constraints, identically on all ranks: averaged values may violate them."""
         return
 
     def to_host(self, value: V, bucket: Bucket) -> np.ndarray:
-        """Return a flat vector as an array in host memory; a view, where it is there already."""
+        """Return a flat vector as an array in host memory; a view if it is there already."""
 
     def from_host(self, array: np.ndarray, bucket: Bucket) -> V:
         """Return an array as a flat vector on the device of the bucket; may be a view of the array."""

@@ -1,4 +1,4 @@
-"""Algorithms: what an exchange computes. One file each, readable beside its paper.
+"""Algorithms: the arithmetic of an exchange. One file each, to be read along with its paper.
 
 Notation, the same in all files:
 
@@ -6,7 +6,7 @@ Notation, the same in all files:
     x_i   worker i's replica                    c     center variable
     α     moving rate                           ρ     strength of the elastic term in the loss
     g     gradient                              a_i   worker i's accumulated gradient
-    h     what the center hands out             γ     local learning rate
+    h     values that the center hands out      γ     local learning rate
 """
 
 from hvd_periodic.algorithms.agn import AGN

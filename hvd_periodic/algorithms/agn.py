@@ -22,14 +22,14 @@ class AGN(Algorithm):
                      x_i ← c,  a_i ← 0
 
     τ is the number of gradients that the worker accumulated since the last exchange: the communication period, or less
-    where updates were skipped or training ended within a period. To the center optimizer, a parameter without gradient
-    has a gradient of zero: weight decay and momentum go on.
+    if updates were skipped or training ended within a period. For the center optimizer, a parameter without a gradient
+    has a gradient of zero: weight decay and momentum still apply.
 
     Args:
         op: ``"sum"`` or ``"average"`` over workers.
 
     Raises:
-        ValueError: another ``op``.
+        ValueError: ``op`` is neither of these.
 
     Example:
         >>> AGN(op="average").op
@@ -53,16 +53,16 @@ class AGN(Algorithm):
 
     @property
     def uses_gradients(self) -> bool:
-        """Every local gradient is accumulated."""
+        """True: every local gradient is accumulated."""
         return True
 
     @property
     def takes_mean(self) -> bool:
-        """With ``op="average"``."""
+        """Whether ``op`` is ``"average"``."""
         return self.op == "average"
 
     def one_by_one(self, size: int) -> Algorithm:
-        """Return this: every worker in turn has its gradients applied to the center."""
+        """Return this algorithm: the gradients of each worker in turn are applied to the center."""
         return self
 
     def init_worker(self, space: VectorSpace[V], x: V) -> State[V]:
@@ -76,10 +76,10 @@ class AGN(Algorithm):
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
     ) -> tuple[V, State[V]]:
-        """Return the normalized accumulated gradient, in place of the accumulator."""
+        """Return the normalized accumulated gradient, in the memory of the accumulator."""
         workers = exchange.size if self.op == "average" else 1
         return space.scale(1.0 / (exchange.gradients * workers), worker["gradient"]), {}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center, which its optimizer has moved."""
+        """Return the center, which its optimizer has moved."""
         return center, {}

@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Averaging(Consensus):
-    """Replace every replica, and the center, by the mean of the replicas.
+    """Replace every replica, and the center, with the mean of the replicas.
 
         c   ← c + 1/n Σ_i (x_i − c)  =  1/n Σ_i x_i
         x_i ← c
@@ -35,7 +35,7 @@ class Averaging(Consensus):
     """
 
     def closes(self, exchange: Exchange) -> float:
-        """Return 1: all of it."""
+        """Return 1: an exchange removes the whole distance."""
         return 1.0
 
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:

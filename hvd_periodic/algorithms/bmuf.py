@@ -15,25 +15,25 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class BMUF(Consensus):
-    """Filter what a block of local training has moved the mean, with a momentum over blocks.
+    """Filter the movement of the mean in a block of local training with a momentum over blocks.
 
-        ḡ   = h − 1/n Σ_i x_i          h: what was handed out last
+        ḡ   = h − 1/n Σ_i x_i          h: the values handed out last
         Δ   ← η Δ − ζ ḡ
         c   ← c + Δ
         h   = c + η Δ                  Nesterov; c without it
         x_i ← h
 
-    Δ is in units of parameters. With ζ = 1 and η = 0 this is model averaging. What Nesterov's form hands out is the
-    center of DiLoCo with λ = ζ = 1 and μ = η.
+    Δ is in units of parameters. With ζ = 1 and η = 0 this is model averaging. Nesterov's form hands out the center of
+    DiLoCo with λ = ζ = 1 and μ = η.
 
     Args:
         block_momentum: η in [0, 1); default 1 − 1/n.
         block_learning_rate: ζ > 0.
-        nesterov: hand out the center as far as the momentum will move it; otherwise the center itself.
+        nesterov: hand out the center moved ahead by the momentum; otherwise the center itself.
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> import numpy as np
@@ -60,11 +60,11 @@ class BMUF(Consensus):
         object.__setattr__(self, "block_learning_rate", rate)
 
     def momentum(self, exchange: Exchange) -> float:
-        """Return η of one exchange."""
+        """Return η for one exchange."""
         return 1 - 1 / exchange.size if self.block_momentum is None else self.block_momentum
 
     def in_force(self, exchange: Exchange) -> str:
-        """Return the algorithm in words, with η in place of a default."""
+        """Return the algorithm as text, with η in place of a default."""
         return str(self).replace("block_momentum=None", f"block_momentum={self.momentum(exchange):.4g}")
 
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
@@ -78,7 +78,7 @@ class BMUF(Consensus):
         return {"center": space.axpy(1.0, update, center["center"]), "block_update": update}
 
     def hand_out(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
-        """Return the center, ahead by the momentum."""
+        """Return the center, moved ahead by the momentum."""
         if not self.nesterov:
             return center["center"]
         return space.axpy(self.momentum(exchange), center["block_update"], space.copy(center["center"]))

@@ -1,4 +1,4 @@
-"""The values of one worker for all."""
+"""Copies the values of one worker to all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Broadcast(Algorithm):
-    """Replace every replica, and the center, by the replica of the root.
+    """Replace every replica, and the center, with the replica of the root.
 
         x_i ← x_root ;  c ← the same
 
-    For what has no mean, such as a queue of samples and the place of its end: to the bit, and of any type.
+    For values that have no mean, such as a queue of samples and the index of its end: exact, and for any type.
 
     Example:
         >>> Broadcast().reduction
@@ -28,7 +28,7 @@ class Broadcast(Algorithm):
     reads_before: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
-        """Raise: the root may not be there when another worker exchanges."""
+        """Raise: the root may be absent when another worker exchanges."""
         raise ValueError("buffers='broadcast' is for synchronous exchange, where the root is there: use 'local'")
 
     def message(
@@ -38,9 +38,9 @@ class Broadcast(Algorithm):
         return space.copy(x, out=out), {}
 
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Take over the root's."""
+        """Set the center to the root's replica."""
         return {"center": space.copy(total, out=center["center"])}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center."""
+        """Return the center."""
         return center, {}

@@ -1,4 +1,4 @@
-"""What algorithms share whose workers all go on from what the center hands out."""
+"""The base of algorithms whose workers all continue from the values that the center hands out."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ V = TypeVar("V")
 
 
 class Consensus(Algorithm):
-    """Workers send their displacement from what the center has handed out, and become what it hands out next.
+    """Workers send their displacement from the values handed out last, and take over those handed out next.
 
         m_i = x_i − h
         x_i ← h
 
-    How the center moves is what these algorithms differ in.
+    These algorithms differ in how the center moves.
     """
 
     @property
     def takes_mean(self) -> bool:
-        """The center moves by the mean displacement."""
+        """True: the center moves by the mean displacement."""
         return True
 
     def message(
@@ -33,8 +33,8 @@ class Consensus(Algorithm):
 
     @abstractmethod
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Return what changes of the center's vectors, given the sum of the displacements; may overwrite all."""
+        """Return the changes to the center's vectors, given the sum of the displacements; may overwrite all vectors."""
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become what the center hands out."""
+        """Return the values that the center hands out."""
         return center, {}

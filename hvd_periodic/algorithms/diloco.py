@@ -16,24 +16,24 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class DiLoCo(Consensus):
-    """Descend with the center on what the workers' local training has moved them, by an outer optimizer.
+    """Move the center with an outer optimizer, whose gradient is the negative mean displacement of the workers.
 
         g   = c − 1/n Σ_i x_i          the pseudo-gradient
         m   ← μ m + g
         c   ← c − λ (g + μ m)          Nesterov; c − λ m without it
         x_i ← c
 
-    Any other optimizer of the framework may take the place of this one: the ``outer_optimizer`` of
-    ``PeriodicOptimizer``. With λ = 1 and μ = 0 this is model averaging. The state of local optimizers is kept.
+    Any other optimizer of the framework may replace this one: see ``outer_optimizer`` of ``PeriodicOptimizer``. With
+    λ = 1 and μ = 0 this is model averaging. The state of local optimizers is kept.
 
     Args:
         outer_learning_rate: λ > 0.
         outer_momentum: μ in [0, 1).
-        nesterov: Nesterov momentum, as ``torch.optim.SGD`` has it.
+        nesterov: Nesterov momentum, as in ``torch.optim.SGD``.
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> import numpy as np

@@ -25,23 +25,23 @@ class EASGD(Algorithm):
         x_i ← x_i − α d_i
         c   ← c + α Σ_i d_i
 
-    With ρ > 0 every local step descends on loss + ρ/2 ‖x − lc‖², where lc is the center as this worker read it at its
+    With ρ > 0 every local step descends on loss + ρ/2 ‖x − lc‖², where lc is the center that this worker read at its
     last exchange, before any push of that exchange:
 
         g ← g + ρ (x − lc)
 
     The mean displacement x̄ − c is multiplied by 1 − α(n+1) at each exchange: it shrinks without oscillation up to
-    α(n+1) = 1, changes its sign alone at 2, where equal replicas and the center change places, and grows without bound
-    beyond. Without gradients Σ_i x_i + c is conserved.
+    α(n+1) = 1, only changes its sign at 2, where equal replicas and the center swap places, and grows without bound
+    beyond 2. Without gradients, Σ_i x_i + c is conserved.
 
     Args:
-        moving_rate: α, in (0, 2/(n+1)]. Default: min(0.9/n, 1/(n+1)), the paper's rate where it does not overshoot.
-        beta: the paper's spelling, α = β/n, with no division by τ; exclusive with ``moving_rate``.
+        moving_rate: α, in (0, 2/(n+1)]. Default: min(0.9/n, 1/(n+1)), the paper's rate unless it overshoots.
+        beta: the paper's parameter, α = β/n, with no division by τ; excludes ``moving_rate``.
         rho: ρ ≥ 0, in units of 1/(learning rate).
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: an argument out of its range, or both ``moving_rate`` and ``beta``.
+        ValueError: an argument is out of range, or both ``moving_rate`` and ``beta``.
 
     Example:
         >>> EASGD(beta=0.9).rate(Exchange(size=3, period=10))
@@ -72,7 +72,7 @@ class EASGD(Algorithm):
 
     @property
     def _name(self) -> str:
-        """What the user calls this class."""
+        """The user's name for this class."""
         return as_typed(type(self).__name__)
 
     @property
@@ -81,7 +81,7 @@ class EASGD(Algorithm):
         return self.rho > 0
 
     def rate(self, exchange: Exchange) -> float:
-        """Return the moving rate α of one exchange."""
+        """Return the moving rate α for one exchange."""
         if self.moving_rate is not None:
             return self.moving_rate
         if self.beta is not None:
@@ -89,11 +89,11 @@ class EASGD(Algorithm):
         return self.default_rate(exchange)
 
     def default_rate(self, exchange: Exchange) -> float:
-        """Return the moving rate α where none was passed."""
+        """Return the moving rate α if none was passed."""
         return min(BETA / exchange.size, 1 / (exchange.size + 1))
 
     def in_force(self, exchange: Exchange) -> str:
-        """Return the algorithm in words, with α in place of a default."""
+        """Return the algorithm as text, with α in place of a default."""
         return str(self).replace("moving_rate=None", f"moving_rate={self.rate(exchange):.4g}")
 
     def closes(self, exchange: Exchange) -> float:
@@ -101,7 +101,7 @@ class EASGD(Algorithm):
         return self.rate(exchange) * (exchange.size + 1)
 
     def check(self, size: int) -> None:
-        """Refuse a rate that diverges with ``size`` workers; warn of one that oscillates.
+        """Refuse a rate that diverges with ``size`` workers; warn about one that oscillates.
 
         Raises:
             ValueError: α > 2/(n+1).
@@ -109,7 +109,7 @@ class EASGD(Algorithm):
         argument, value = ("beta", self.beta) if self.moving_rate is None else ("moving_rate", self.moving_rate)
         if value is None:
             return
-        # In units of the argument, so that 2/(n+1) itself is not refused for its rounding.
+        # In units of the argument, so that rounding does not cause 2/(n+1) itself to be refused.
         limit = (2 if self.beta is None else 2 * size) / (size + 1)
         if value > limit:
             interval = f"(0, {'2' if self.beta is None else '2n'}/(n+1)] = (0, {limit:.4g}]"
@@ -121,11 +121,11 @@ class EASGD(Algorithm):
             warnings.warn(
                 f"`{self._name}({argument}={value!r})` makes the center overshoot at every exchange; with "
                 f"n={size} workers it approaches their mean monotonically up to {limit / 2:.4g}",
-                stacklevel=1,  # Of one place Python shows a text once, however often an optimizer checks its rate.
+                stacklevel=1,  # Python shows a text from one line once, however often an optimizer checks its rate.
             )
 
     def one_by_one(self, size: int) -> Algorithm:
-        """Return this; refuse a rate above 1, with which one worker and the center step past each other.
+        """Return this algorithm; refuse a rate above 1, at which one worker and the center step past each other.
 
         Raises:
             ValueError: α > 1.
@@ -140,7 +140,7 @@ class EASGD(Algorithm):
         return self
 
     def init_worker(self, space: VectorSpace[V], x: V) -> State[V]:
-        """Return, where ρ needs it, the center as last read; it equals ``x``."""
+        """Return the center as last read, which equals ``x``, if ρ needs it."""
         return {"local_center": space.copy(x)} if self.uses_gradients else {}
 
     def local(self, space: VectorSpace[V], x: V, g: V, worker: State[V]) -> tuple[V, State[V]]:
@@ -158,23 +158,23 @@ class EASGD(Algorithm):
         return {"center": space.axpy(self.rate(exchange), total, center["center"])}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Move the replica by −α of its own displacement."""
+        """Move the replica by −α times its own displacement."""
         return space.lerp(x, center, self.rate(exchange)), self._read(space, worker, center)
 
     def pull_sent(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, sent: V, exchange: Exchange
     ) -> tuple[V, State[V]]:
-        """Move the replica by −α of what the center gets, so that Σ_i x_i + c is conserved."""
+        """Move the replica by −α times the part that the center receives, so that Σ_i x_i + c is conserved."""
         return space.axpy(-self.rate(exchange), sent, x), self._read(space, worker, center)
 
     def _read(self, space: VectorSpace[V], worker: State[V], center: V) -> State[V]:
-        """Return what ρ needs: the center as read."""
+        """Return the center as read, if ρ needs it."""
         return {"local_center": space.copy(center, out=worker["local_center"])} if self.uses_gradients else {}
 
 
 @dataclass(frozen=True)
 class ContribEASGD(EASGD):
-    """Elastic averaging with the default rate of ``tf.contrib.opt``; see :class:`EASGD` for all else.
+    """Elastic averaging with the default rate of ``tf.contrib.opt``; otherwise as :class:`EASGD`.
 
     Args:
         moving_rate: α. Default: 0.9/(τ n), with the τ that the schedule planned for the exchange.
@@ -191,5 +191,5 @@ class ContribEASGD(EASGD):
         return BETA / exchange.period / exchange.size
 
     def in_force(self, exchange: Exchange) -> str:
-        """Return it as plain elastic averaging at that rate: nobody writes the name of this class."""
+        """Return it as plain elastic averaging at that rate: users never write the name of this class."""
         return super().in_force(exchange).removeprefix("Contrib")

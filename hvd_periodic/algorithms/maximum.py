@@ -13,15 +13,15 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Maximum(Algorithm):
-    """Replace every replica, and the center, by the elementwise maximum of the replicas.
+    """Replace every replica, and the center, with the elementwise maximum of the replicas.
 
         x_i ← max_j x_j ;  c ← the same
 
-    This is how integer buffers follow, such as the number of batches that a batch normalization has seen: they have no
-    mean of their own type, and a count should not fall behind.
+    For integer buffers, such as the number of batches that a batch normalization has seen: they have no mean of their
+    own type, and a count should not fall behind.
 
     Args:
-        rising: also the center takes part, for workers that exchange one by one: c ← max(c, x_i).
+        rising: the center takes part as well, for workers that exchange one by one: c ← max(c, x_i).
 
     Example:
         >>> Maximum().reduction
@@ -34,7 +34,7 @@ class Maximum(Algorithm):
     reads_before: ClassVar[bool] = False
 
     def one_by_one(self, size: int) -> Algorithm:
-        """Return the maximum that also the center takes part in."""
+        """Return the maximum in which the center takes part as well."""
         return replace(self, rising=True)
 
     def message(
@@ -44,10 +44,10 @@ class Maximum(Algorithm):
         return space.copy(x, out=out), {}
 
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Take over the maximum."""
+        """Set the center to the maximum."""
         old = center["center"]
         return {"center": space.maximum(old, total) if self.rising else space.copy(total, out=old)}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center."""
+        """Return the center."""
         return center, {}

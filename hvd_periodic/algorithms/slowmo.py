@@ -15,16 +15,17 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SlowMo(Consensus):
-    """Average, then let a slow momentum of the averages move the center further.
+    """Average, then move the center further by a slow momentum of the averages.
 
         g   = c − 1/n Σ_i x_i
         u   ← β u + g/γ
         c   ← c − α γ u
         x_i ← c
 
-    γ is the learning rate of the local optimizers at the exchange, of each parameter group its own. u is in units of
-    gradients: when γ changes, it goes on as it is. Where γ is zero, as at the end of a cosine, c becomes the mean and u
-    stays. With α = 1 and β = 0 this is model averaging; with one worker and β = 0, Lookahead(α).
+    γ is the learning rate of the local optimizers at the exchange, separately for each parameter group. u is in
+    units of gradients: it is not rescaled when γ changes. If γ is zero, as at the end of a cosine schedule, c becomes
+    the mean and u stays as it is. With α = 1 and β = 0 this is model averaging; with one worker and β = 0,
+    Lookahead(α).
 
     Args:
         slow_momentum: β in [0, 1).
@@ -32,7 +33,7 @@ class SlowMo(Consensus):
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""The mean of statistics, which may be infinite for a while."""
+"""The mean of statistics, which may be temporarily infinite."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Statistics(Averaging):
-    """Replace every replica, and the center, by the mean of the replicas; an infinity lasts for one exchange only.
+    """Replace every replica, and the center, with the mean of the replicas; an infinity lasts only one exchange.
 
         f   = c where c is finite, 0 elsewhere
         c   ← f + 1/n Σ_i (x_i − f)
         x_i ← c where c is finite, x_i elsewhere
 
     For finite values this is :class:`Averaging`. Elements that are infinite on all workers, such as those of a mask,
-    stay what they are. Where one worker alone has an infinity or a NaN, the center is not finite at that exchange, all
-    replicas keep their own values, and the first exchange that finds all finite sets the center to their mean.
+    do not change. If only one worker has an infinity or a NaN, the center is not finite at that exchange, all replicas
+    keep their own values, and the first exchange at which all are finite sets the center to their mean.
 
     Args:
-        alone: workers exchange one by one: a center that is not finite becomes the value of the next worker.
+        alone: workers exchange one by one: a center that is not finite takes the value of the next worker.
 
     Example:
         >>> import numpy as np
@@ -55,7 +55,7 @@ class Statistics(Averaging):
         return {"center": space.where_finite(old, moved, total) if self.alone else moved}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the center, where that is finite."""
+        """Return the center where it is finite, the replica elsewhere."""
         return space.where_finite(center, center, x), {}
 
 

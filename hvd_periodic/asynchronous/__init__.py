@@ -1,6 +1,6 @@
 """Asynchronous exchange: one center, which every worker reads and moves on its own clock.
 
-Of a center in memory, ``center_in_memory`` knows what one transaction does to it: read c, form d from what was read,
-add α d. A ``transport`` gets a worker's transactions done: in memory that all share, or by a service thread of whoever
-holds it.
+``center_in_memory`` implements one transaction on a center in memory: read c, form d from the value read, add α d. A
+``transport`` runs a worker's transactions: in memory that all workers share, or through a service thread of the rank
+that holds the center.
 """

@@ -1,4 +1,4 @@
-"""The asynchronous center as a file, which is there when nobody is any more."""
+"""Keeps the asynchronous center in a file that outlives the job."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hvd_periodic.comm.base import Communicator
 
 _ALIGNMENT = 64
 _NAMES = {"f4": "F32", "f8": "F64", "i4": "I32", "i8": "I64"}
-"""What safetensors calls numpy's dtypes; of others the file has the bytes."""
+"""Names of numpy dtypes in safetensors; other dtypes are stored as bytes."""
 
 
 class CenterFile:
-    """A file whose pages are the memory in which the center moves: what ends the ranks, also all at once, leaves it.
+    """A file whose pages are the memory of the center: whatever ends the ranks, even all at once, the file remains.
 
-    It is a safetensors file at every moment, also while it changes. A bucket on which a rank dies may be moved in part.
-    The system brings pages to the disk in its own time, so that a host that loses power loses some seconds.
+    It is a valid safetensors file at all times, even while it changes. If a rank dies in a transaction, the bucket may
+    be moved in part. The system flushes pages to disk in its own time: a host that loses power loses some seconds.
 
-    Until the root's first exchange it has the name ``PATH.unfinished``; then it takes its own, and a file that had that
-    one, such as that of the job before, from which training may have begun, the name ``PATH.previous``.
+    Until the root's first exchange the file is named ``PATH.unfinished``; then it is renamed to ``PATH``, and an older
+    file of that name, such as the previous job's, from which training may have begun, to ``PATH.previous``.
 
     Args:
-        path: of the file.
+        path: path of the file.
         communicator: the ranks.
-        root: the rank that makes it.
-        parts: what is exchanged.
+        root: the rank that creates it.
+        parts: tensors that are exchanged.
 
     Attributes:
-        release: lets other optimizers have the path, now that training is over.
+        release: makes the path available to other optimizers, once training is over.
     """
 
     def __init__(self, path: Path, communicator: Communicator, root: int, parts: Sequence[ExchangedTensors]) -> None:
@@ -46,14 +46,14 @@ class CenterFile:
         self.release: Callable[[], object] = lambda: None
 
     def open(self, name: str, everywhere: bool) -> np.ndarray | None:
-        """Make the file, and return its center as bytes; collective.
+        """Create the file, and return its center as bytes; collective.
 
         Args:
-            name: of the collectives.
-            everywhere: all ranks map it, which are on one host; otherwise the root alone.
+            name: prefix of the names of the collectives.
+            everywhere: all ranks map the file, which requires one host; otherwise only the root does.
 
         Raises:
-            RuntimeError: it cannot be made, or some rank sees another file or none; on all ranks.
+            RuntimeError: it cannot be created, or some rank sees another file or none; on all ranks.
         """
         communicator, problem = self._communicator, ""
         center: np.ndarray | None = None
@@ -80,7 +80,7 @@ class CenterFile:
         return center
 
     def appear(self) -> None:
-        """Let the file have its name; on the root."""
+        """Give the file its final name; on the root."""
         if self._appeared:
             return
         if self.path.exists():
@@ -99,10 +99,10 @@ class CenterFile:
             raise IsADirectoryError("it is a folder")
         for used in filter(Path.exists, (self.path, self._unfinished)):
             os.close(_locked(used))
-        self._unfinished.unlink(missing_ok=True)  # That of a job that ended before its first step.
+        self._unfinished.unlink(missing_ok=True)  # Left by a job that ended before its first step.
         with self._unfinished.open("x+b") as file:
             self.release = finalize(self, os.close, _locked(self._unfinished))
-            # What is missing is an error here; on a page that has no place on the disk it would end the process.
+            # A full disk is an error here; later, writing to a page without disk space would end the process.
             os.posix_fallocate(file.fileno(), 0, len(header) + self._nbytes)
             file.write(header)
         return self._map(len(header))
@@ -122,10 +122,10 @@ class CenterFile:
 
 
 def _locked(path: Path) -> int:
-    """Return a descriptor by which a file is locked.
+    """Return a descriptor that holds the lock of a file.
 
     Raises:
-        BlockingIOError: another optimizer has it, of this job or of another.
+        BlockingIOError: another optimizer, of this job or of another, has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -133,15 +133,15 @@ def _locked(path: Path) -> int:
     except BlockingIOError as error:
         os.close(descriptor)
         raise BlockingIOError("another optimizer is using it: give each a file of its own") from error
-    except OSError:  # A disk without locks.
+    except OSError:  # A file system without locks.
         return descriptor
     return descriptor
 
 
 def _header(parts: Sequence[ExchangedTensors], token: str) -> bytes:
-    """Return how the file begins: the length of a JSON object, and the object, which says where each tensor is.
+    """Return the header of the file: the length of a JSON object, and the object, which gives the place of each tensor.
 
-    In the format every byte belongs to a tensor, so that there are some of bytes that mean nothing.
+    In this format every byte belongs to a tensor, so unused bytes form tensors of their own.
     """
     tensors: dict[str, object] = {"__metadata__": {"format": "hvd_periodic", "token": token}}
     end = 0
@@ -163,7 +163,7 @@ def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str,
 
 
 def _tensors(parts: Sequence[ExchangedTensors]) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-    """Yield name, dtype, shape, and the first and past-the-last byte of every tensor of the center."""
+    """Yield name, dtype, shape, first byte and past-the-last byte of every tensor of the center."""
     layouts = [part.layout for part in parts]
     for part, kind, first in CenterInMemory.arenas(parts, layouts):
         layout = layouts[part]

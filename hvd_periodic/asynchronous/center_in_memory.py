@@ -1,4 +1,4 @@
-"""The center in the memory of whoever holds it, and the transactions on it."""
+"""The center in the memory of its holder, and the transactions on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_periodic.vectors.space import ArraySpace
 from hvd_periodic.vectors.store import FlatStore
 
 _ALIGNMENT = 64
-"""Bytes; a cache line, and the widest vector register."""
+"""Bytes: the size of a cache line and of the widest vector register."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class ExchangedTensors:
     """Tensors that are exchanged together, as all ranks know them.
 
     Attributes:
-        layout: of the whole; the first word of a kind names the dtype, as numpy does.
-        algorithm: what a transaction computes.
+        layout: layout of the whole; the first word of a kind is the numpy name of the dtype.
+        algorithm: computes a transaction.
         optimized: an outer optimizer moves the center.
     """
 
@@ -33,7 +33,7 @@ class ExchangedTensors:
 
 
 class _Arena(NamedTuple):
-    """Bytes of a flat array: of the center of a part, or of the gradients for its optimizer."""
+    """Bytes of a flat array: the center of a part, or the gradients for its optimizer."""
 
     part: int
     of_center: bool
@@ -45,15 +45,15 @@ class _Arena(NamedTuple):
 class CenterInMemory:
     """One holder's share of the center.
 
-    Buckets are counted through all parts. A transaction on a bucket takes the worker's replica x, or its message where
-    the algorithm forms that without the center, and returns the center that the worker then pulls:
+    Buckets are numbered across all parts. A transaction on a bucket takes the worker's replica x, or its message if the
+    algorithm forms the message without the center, and returns the center that the worker then pulls:
 
         m  = message(x, hand_out(c))
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
-        returned: what c hands out, or c' where the algorithm pulls what has moved
+        returned: hand_out(c), or c' if the algorithm pulls the moved center
 
     Args:
-        parts: what is exchanged.
+        parts: tensors that are exchanged.
         shares: the layout of this holder's share of each part.
         buffer: ``uint8`` memory of :meth:`nbytes`.
     """
@@ -64,7 +64,7 @@ class CenterInMemory:
         self.parts = list(parts)
         self.centers: list[FlatStore[Any]] = []
         self.total: FlatStore[Any] | None = None
-        """The gradient for the outer optimizer, where one moves the center: of the first part alone."""
+        """The gradient for the outer optimizer, if one moves the center; of the first part only."""
         pieces = _pieces(parts, shares)
 
         def arena(kind: str, size: int) -> np.ndarray:
@@ -79,12 +79,12 @@ class CenterInMemory:
 
     @staticmethod
     def nbytes(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> int:
-        """Return the bytes that shares of these parts take."""
+        """Return the number of bytes that shares of these parts take."""
         return max((piece.stop for piece in _pieces(parts, shares)), default=0)
 
     @staticmethod
     def arenas(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[tuple[int, str, int]]:
-        """Yield part, kind and first byte of every flat array of the center; of gradients there may be more."""
+        """Yield part, kind and first byte of every flat array of the center, but not of arrays of gradients."""
         for piece in _pieces(parts, shares):
             if piece.of_center:
                 yield piece.part, piece.kind, piece.start
@@ -100,13 +100,13 @@ class CenterInMemory:
         self.centers[part].write(bucket, values)
 
     def set_total(self, index: int, message: np.ndarray, exchange: Exchange) -> None:
-        """Keep what an outer optimizer is to descend on."""
+        """Store the gradient for the outer optimizer."""
         part, bucket = self._buckets[index]
         if self.total is not None:
             self.total.write(bucket, self.parts[part].algorithm.gradient(self._space, message, exchange))
 
     def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """Run one transaction; return a copy of what the worker pulls."""
+        """Run one transaction; return a copy of the vector that the worker pulls."""
         part, bucket = self._buckets[index]
         algorithm, space = self.parts[part].algorithm, self._space
         center = {"center": self.centers[part].read(bucket)}

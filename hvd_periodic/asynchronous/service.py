@@ -1,4 +1,4 @@
-"""The transport through messages: whoever holds the center serves it, in a thread of its own."""
+"""The transport through messages: each holder of the center serves it from a separate thread."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.layout import Bucket, Layout
 
 _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
-"""Tags: of a request and of its answer; that of bucket i is ``_PAYLOAD + 2 i``, of the reply one more."""
+"""Tags of a request and of its answer; the tag of bucket i is ``_PAYLOAD + 2 i``, the tag of its reply one more."""
 
 _BEGIN, _READ, _WRITE, _STATE, _LOAD = range(5)
-"""Requests, of five integers. ``_BEGIN`` says what the payloads that follow belong to; the first holder answers it."""
+"""Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers."""
 
 _REST = 0.05
-"""Seconds between two looks for a message after training has ended."""
+"""Seconds between two polls for a message after training has ended."""
 
 Bounds = Callable[[Bucket], list[tuple[int, int]]]
-"""Gives the first and the past-the-last element that each holder has of a bucket."""
+"""Returns the first and the past-the-last element of a bucket for each holder."""
 
 
 class ServiceTransport(Transport):
     """Every holder of the center, the root or all ranks, serves its share from a thread.
 
-    A bucket is one message there and one back, and one transaction at the holder. Where an optimizer moves the center,
-    a holder takes all messages of one worker, steps, and replies, before it turns to the next worker.
+    A bucket is one message each way, and one transaction at the holder. If an optimizer moves the center, a holder
+    receives all messages of one worker, steps, and replies, before it serves the next worker.
 
     Args:
-        requests: what workers send.
-        replies: what holders send: apart, because a rank may be both.
-        parts: what is exchanged.
-        holders: the ranks that hold the center; the first of them counts.
-        bounds: what each of them holds of a bucket.
-        optimizer: of the center, where there is one.
-        center: memory for this rank's share of the center. Default: it is allocated.
+        requests: messages from workers.
+        replies: messages from holders; separate, because a rank may be both.
+        parts: tensors that are exchanged.
+        holders: the ranks that hold the center; the first of them counts pushes.
+        bounds: returns the bounds of each holder's share of a bucket.
+        optimizer: optimizer of the center, if there is one.
+        center: memory for this rank's share of the center. Default: allocated here.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ServiceTransport(Transport):
         requests.barrier()
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Send bucket by bucket, receive what is pulled."""
+        """Send bucket by bucket, and receive the buckets that the worker pulls."""
         counts = self._begin(exchange)
         optimized = [next(payloads) for _ in range(self._optimized)]
         if optimized:
@@ -98,7 +98,7 @@ class ServiceTransport(Transport):
         return self._gather(index)
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Send every holder its share of all buckets, and then the state of the optimizer."""
+        """Send every holder its share of all buckets, then the state of the optimizer."""
         for index, values in enumerate(buckets):
             for holder, start, stop in self._slices(index):
                 part = np.ascontiguousarray(values[start:stop])
@@ -121,7 +121,7 @@ class ServiceTransport(Transport):
                 self._answer(holder)
 
     def optimizer_state(self) -> Any:
-        """Ask every holder for the state of the optimizer of its share."""
+        """Ask every holder for the optimizer state of its share."""
         states = []
         for holder in self._holders:
             if holder == self._rank:
@@ -134,7 +134,7 @@ class ServiceTransport(Transport):
         return states[0] if len(states) == 1 else {"sharded": states}
 
     def expect_nothing(self) -> None:
-        """Let the thread look for messages less often, until one comes."""
+        """Make the thread poll for messages less often, until one arrives."""
         if self._service is not None:
             self._service.resting = True
 
@@ -152,7 +152,7 @@ class ServiceTransport(Transport):
         return self._service
 
     def _begin(self, exchange: Exchange) -> Callable[[], int]:
-        """Announce the payloads of an exchange; what is returned waits for the number of pushes before it."""
+        """Announce the payloads of an exchange; return a function that waits for the number of pushes before it."""
         sent = []
         for place, holder in enumerate(self._holders):
             if holder != self._rank:
@@ -264,7 +264,7 @@ class _Service:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, when nobody sends any more."""
+        """End the thread, once no rank sends any more."""
         self._stopping.set()
         self._thread.join()
 
@@ -280,7 +280,7 @@ class _Service:
             return self._held.transact(index, payload, exchange)
 
     def step(self, messages: Sequence[np.ndarray], exchange: Exchange) -> list[np.ndarray]:
-        """Apply the messages of one worker by the optimizer; return copies of the center."""
+        """Apply the messages of one worker with the optimizer; return copies of the center."""
         with self._lock:
             for index, message in enumerate(messages):
                 self._held.set_total(index, message, exchange)
@@ -304,7 +304,7 @@ class _Service:
             return self._optimizer.state() if self._stepped else None
 
     def load(self, state: Any) -> None:
-        """Set the optimizer's state, after the buckets have been written; None for a new one."""
+        """Set the optimizer's state after the buckets have been written; None: a new state."""
         with self._lock:
             self._stepped = state is not None
             if state is not None:
@@ -326,7 +326,7 @@ class _Service:
                 waiting = self._sending or time.monotonic() - idle < LONG
                 time.sleep(SHORT if waiting else _REST if self.resting else LONG)
         except BaseException:
-            # The other ranks wait for replies that will never come.
+            # The other ranks would wait forever for replies.
             traceback.print_exc()
             self._requests.abort()
 

@@ -1,4 +1,4 @@
-"""What a worker needs of an asynchronous center, and the transport through memory that all workers share."""
+"""The interface of workers to an asynchronous center, and the transport through memory that all workers share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvd_periodic.outer.framework import OuterOptimizer
 
 
 class Transport(ABC):
-    """A worker's way to the one center.
+    """A worker's connection to the one center.
 
     Attributes:
-        description: what it is, for the log.
-        missed: pushes of other workers between the last two of this one: the staleness of the last exchange.
+        description: describes the transport, for the log.
+        missed: pushes of other workers between this worker's last two: the staleness of the last exchange.
     """
 
     description: str
@@ -28,9 +28,9 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Run one transaction per bucket, in their order; yield what the worker pulls.
+        """Run one transaction per bucket, in order; yield the vectors that the worker pulls.
 
-        Where an optimizer moves the center, all payloads of that part are taken before its first result is given.
+        If an optimizer moves the center, all payloads of that part are consumed before its first result is yielded.
         """
 
     @abstractmethod
@@ -39,36 +39,36 @@ class Transport(ABC):
 
     @abstractmethod
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
-        """Set the whole center and the state of its optimizer, None for a new one; on one rank."""
+        """Set the whole center and the state of its optimizer (None: a new state); on one rank."""
 
     @abstractmethod
     def optimizer_state(self) -> Any:
         """Return a copy of the state of the center's optimizer."""
 
     def expect_nothing(self) -> None:
-        """Expect nothing for a while."""
+        """Prepare for a time without messages."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything, when all ranks are done."""
+        """Release everything once all ranks are done."""
 
 
 _PUSHES, _STEPPED, _HEADER = 0, 1, 8
-"""Places in the header, in integers of 64 bits: pushes so far, whether the center's optimizer has stepped."""
+"""Positions in the header, in 64-bit integers: pushes so far, and whether the center's optimizer has stepped."""
 
 
 class MemoryTransport(Transport):
-    """Every worker does the whole exchange itself, in memory that all see, under a lock per bucket.
+    """Every worker performs the whole exchange itself, in memory that all workers see, under a lock per bucket.
 
-    Where an optimizer moves the center, one lock spans all its buckets, and its state lies in the same memory.
+    If an optimizer moves the center, one lock covers all its buckets, and its state is in the same memory.
 
     Args:
-        allocate: returns shared memory of so many bytes.
-        parts: what is exchanged.
-        optimizer: of the center, where there is one.
+        allocate: returns shared memory of a given number of bytes.
+        parts: tensors that are exchanged.
+        optimizer: optimizer of the center, if there is one.
         shapes: shape and dtype of the arrays of its state.
-        use_locking: whether reading and adding exclude those of others. Without it, additions that collide may be lost.
-        center: memory for the center, which all workers share. Default: of what is allocated.
+        use_locking: whether transactions exclude each other. Without locking, additions that collide may be lost.
+        center: memory for the center, which all workers share. Default: part of the allocated memory.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MemoryTransport(Transport):
         self._seen = 0
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Read and add, bucket by bucket."""
+        """Run the transactions in shared memory, bucket by bucket."""
         with self._memory.lock(sum(self._counts)):
             pushes = int(self._header[_PUSHES])
             self._header[_PUSHES] += 1
@@ -133,7 +133,7 @@ class MemoryTransport(Transport):
                 self._optimizer.push(self._state)
 
     def optimizer_state(self) -> Any:
-        """Return the state in the memory."""
+        """Return the state from the shared memory."""
         with self._memory.lock(0, max(self._optimized, 1)):
             if not self._header[_STEPPED]:
                 return None
@@ -167,6 +167,6 @@ class MemoryTransport(Transport):
 
 
 def bind(optimizer: OuterOptimizer, held: CenterInMemory) -> None:
-    """Let the optimizer act on a center, if the algorithm has one."""
+    """Bind the optimizer to a center, if the algorithm has one."""
     if held.total is not None:
         optimizer.bind_host(held.centers[0], held.total, held.parts[0].layout)

@@ -1,4 +1,4 @@
-"""One worker's side of asynchronous exchange."""
+"""The worker's side of asynchronous exchange."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from hvd_periodic.vectors.layout import Bucket, chunk
 _LEFT = object()
 
 VARIABLE = "HVD_PERIODIC_TRANSPORT"
-"""Environment variable: ``service`` forces the service thread where all ranks share memory; ``window`` forbids it.
-Without it, it is the service where ranks are on several hosts, or there is not enough memory that they share."""
+"""Environment variable: ``service`` forces the service thread even if all ranks share memory; ``window`` forbids it.
+If unset, the service is used if ranks are on several hosts or do not have enough shared memory."""
 
 logger = logging.getLogger("hvd_periodic")
 
 _opened: list[Worker] = []
-"""Workers of this process that others may still need."""
+"""Workers of this process that other ranks may still need."""
 
 
 class BehindTransport(Placement):
-    """The center is behind a transport; a rank reads it without the others.
+    """The center is behind a transport; each rank reads it without the others.
 
     Args:
         communicator: the ranks.
         root: the rank that starts and restores the center.
-        worker: has the transport that leads to it.
-        first: number of the first bucket of the part, counted through all parts.
+        worker: has the transport to the center.
+        first: number of the first bucket of the part, counted across all parts.
     """
 
     name = "asynchronous"
@@ -61,36 +61,36 @@ class BehindTransport(Placement):
         self._worker, self._first = worker, first
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """Return that this rank holds no element: all are behind the transport."""
+        """Return empty bounds: all elements are behind the transport."""
         return 0, 0
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
-        """Read it through the transport."""
+        """Read a bucket through the transport."""
         return self._worker.read(self._first + bucket.index, bucket)
 
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
-        """Refuse: there are no reductions."""
+        """Raise: there are no reductions."""
         raise NotImplementedError("Nothing is reduced in asynchronous exchange")
 
 
 class Worker:
     """One rank that exchanges with the center on its own clock.
 
-    :meth:`open` is collective, and so is :meth:`close`, which happens by itself when the process ends. Everything else
-    is this rank's alone.
+    :meth:`open` is collective, and so is :meth:`close`, which runs automatically when the process ends. All other calls
+    involve this rank alone, unless they say otherwise.
 
     Args:
         communicator: all workers.
-        replica: of this rank.
-        outer: moves the center, where one does.
-        parts: what is exchanged.
+        replica: replica of this rank.
+        outer: optimizer that moves the center, if one does.
+        parts: tensors that are exchanged.
         root: the rank that holds the center, and starts and restores it.
-        sharded: every rank holds one n-th of the center, where it is not in memory that all share.
+        sharded: every rank holds one n-th of the center, unless the center is in memory that all ranks share.
         use_locking: whether transactions in shared memory exclude each other.
-        center_file: in which the center lies, if in one.
+        center_file: file that holds the center, if there is one.
 
     Attributes:
-        broken_off: something has ended an exchange of this worker in its midst; a holder may wait for the rest.
+        broken_off: an exchange of this worker has begun and not ended; a holder may be waiting for the rest.
 
     Raises:
         TypeError, ValueError: the center cannot have the optimizer that it needs.
@@ -126,10 +126,10 @@ class Worker:
 
     @property
     def transport(self) -> Transport:
-        """Leads to the center.
+        """The transport to the center.
 
         Raises:
-            RuntimeError: there is none yet.
+            RuntimeError: there is no transport yet.
         """
         if self._transport is None:
             raise RuntimeError("The synchronizer has not been started: call start() on all ranks")
@@ -140,15 +140,15 @@ class Worker:
         return log_of(self._number if self.communicator.constructed > 1 else None)
 
     def open(self, number: int) -> None:
-        """Make the center, and the way to it; collective.
+        """Create the center and the transport to it; collective.
 
         Args:
-            number: of the optimizer, the same on all ranks and above 0.
+            number: number of the optimizer, the same on all ranks and above 0.
 
         Raises:
-            RuntimeError: these ranks cannot exchange asynchronously, as the job was launched; or the environment asks
-                for shared memory, and there is none for them, or not enough; or the file cannot be made.
-            ValueError: a center of shares, of which no file could hold the whole.
+            RuntimeError: the way the job was launched rules out asynchronous exchange; or the environment asks for
+                shared memory, and these ranks have none, or not enough; or the file cannot be created.
+            ValueError: the center is sharded, so that no file could hold the whole.
         """
         communicator = self.communicator
         self._number = number
@@ -190,7 +190,7 @@ class Worker:
         return ServiceTransport(requests, replies, self._shared, holders, bounds, self._outer, center)
 
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
-        """Return the memory of a center in a file, on the ranks that hold it; None where there is no file."""
+        """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""
         if self._file is None:
             return None
         if self._sharded and not everywhere:
@@ -202,7 +202,7 @@ class Worker:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Let an exchange of this worker take place inside a ``with`` block."""
+        """Run an exchange of this worker inside a ``with`` block."""
         self.go_on()
         self._show_file()
         self.broken_off = True
@@ -210,7 +210,7 @@ class Worker:
         self.broken_off = False
 
     def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
-        """Run one exchange of this worker; return the bytes it pushed."""
+        """Run one exchange of this worker; return the number of bytes that it pushed."""
         buckets = list(all_buckets(parts))
 
         def payloads() -> Iterator[np.ndarray]:
@@ -223,12 +223,12 @@ class Worker:
         return sum(bucket.nbytes for _, bucket in buckets)
 
     def centers(self) -> list[np.ndarray]:
-        """Return copies of all buckets of the center as it is now, also where it was final."""
+        """Return copies of all buckets of the center as it is now, even after :meth:`finish`."""
         self.go_on()
         return [self.transport.read(index) for index in range(self._count)]
 
     def read(self, index: int, bucket: Bucket) -> Any:
-        """Return a bucket of the center, which is the ``index``-th of all parts, as a vector of the front end."""
+        """Return bucket ``index`` of the center, counted across all parts, as a vector of the front end."""
         if self._final is not None:
             return self._replica.from_host(self._final[index], bucket)
         return self._replica.from_host(self.transport.read(index), bucket)
@@ -246,7 +246,7 @@ class Worker:
         return self.transport.optimizer_state()
 
     def facts(self) -> dict[str, object]:
-        """Return what all ranks have to agree on.
+        """Return the values on which all ranks must agree.
 
         Raises:
             ValueError: the environment asks for a transport that does not exist.
@@ -260,7 +260,7 @@ class Worker:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no training is under way: :meth:`finish` was the last, or nothing has been exchanged yet."""
+        """Whether training has ended: :meth:`finish` was the last call."""
         return self._final is not None
 
     def start(self, parts: Sequence[TensorGroup[Any]]) -> None:
@@ -275,7 +275,7 @@ class Worker:
         self._wait_for_root()
 
     def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
-        """Set the center to what the root has loaded, or where nothing was to its replica; collective."""
+        """Set the center to the state that the root has loaded, or to its replica if it has loaded none; collective."""
         if self.communicator.rank == self._root and state is None:
             self._log.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
         has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{self._number}.center")
@@ -288,16 +288,16 @@ class Worker:
         self._wait_for_root()
 
     def check(self, state: dict[str, Any]) -> None:
-        """Check a state that is to be loaded.
+        """Check a state before it is loaded.
 
         Raises:
-            ValueError: the state of the center's optimizer was saved of other holders.
+            ValueError: the state of the center's optimizer was saved with other holders.
         """
         holders = Sharded(self.communicator, self._root) if self._divided else self.placements[0]
         holders.select(state["center_optimizer"])
 
     def _show_file(self) -> None:
-        """Let the file of the center have its name, now that training has begun, and what it began from was read."""
+        """Give the center's file its final name, now that training has begun and its initial state was read."""
         if self._file is not None and self.communicator.rank == self._root:
             self._file.appear()
 
@@ -305,7 +305,7 @@ class Worker:
         self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
 
     def read_from_saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
-        """Let what was saved be read as the center, until there is one."""
+        """Use a saved state as the center for reading, until training goes on."""
         self._final = list(self._saved(parts, state))
 
     def _saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> Iterator[np.ndarray]:
@@ -316,7 +316,7 @@ class Worker:
                 yield self._replica.to_host(store.read(bucket), bucket)
 
     def finish(self) -> None:
-        """Wait for all workers to be done, and keep the final center; collective."""
+        """Wait until all workers are done, and keep the final center; collective."""
         self._show_file()
         with self.communicator.attendance.at("finalize() of asynchronous exchange"):
             self.communicator.assemble(self._number)
@@ -334,7 +334,7 @@ class Worker:
         return self._final[index]
 
     def go_on(self) -> None:
-        """Go on after :meth:`finish`: forget the center that was final."""
+        """Continue after :meth:`finish`: discard the final center."""
         self._final = None
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class Worker:
 
 
 def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:
-    """Take part in every end that others wait for, until all ranks leave; yield while there is nothing to do."""
+    """Take part in every barrier at which others wait, until all ranks leave; yield while there is nothing to do."""
     if not communicator.alive():
         return
     if getattr(sys, "last_type", None) is not None or any(worker.broken_off for worker in workers):
@@ -376,8 +376,8 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
 
 
 def _leave_all() -> None:
-    """End with the process, all workers at once: other ranks may finish those of other ranks first."""
-    tell_leaving()  # Before the first assembly: who waits for something else will know that this rank never comes.
+    """Close all workers at the end of the process, all channels at once: ranks may finish them in different orders."""
+    tell_leaving()  # Before the first barrier: ranks that wait for something else learn that this one never comes.
     channels: dict[int, list[Worker]] = {}
     for worker in _opened:
         channels.setdefault(id(worker.communicator.channel), []).append(worker)
@@ -394,7 +394,7 @@ def _leave_all() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # MPI's end, and Horovod's, would wait for those that have died.
+        os._exit(0)  # The shutdown of MPI, and of Horovod, would wait for the ranks that have died.
     depart()
 
 

@@ -1,4 +1,4 @@
-"""Files of a training: what they hold, how they are written and found again; of no framework."""
+"""Checkpoint files: their content, how they are written and how they are found; independent of frameworks."""
 
 from hvd_periodic.checkpoints.everyone import Everyone
 from hvd_periodic.checkpoints.saving import Saving, save_set

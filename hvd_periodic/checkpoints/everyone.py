@@ -1,4 +1,4 @@
-"""All ranks of a training, also where they exchange on several levels."""
+"""All ranks of a training, even if they exchange on several levels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """The outcome of some work on this rank, of which all ranks have to hear.
+    """The outcome of some work on this rank, which all ranks must know.
 
     Attributes:
-        done: the result, where the work succeeded.
-        failure: the error, where it failed.
+        done: the result, if the work succeeded.
+        failure: the error, if it failed.
     """
 
     done: T | None
@@ -35,15 +35,15 @@ class Outcome(Generic[T]):
 
     @property
     def told(self) -> tuple[T | None, str | None]:
-        """What the other ranks hear: the result, or the error in words."""
+        """The message to the other ranks: the result, or the error in words."""
         return self.done, None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
 
     def on_all(self, told: Mapping[int, Any]) -> dict[int, T]:
-        """Return the results of all ranks, given what all have told, by rank.
+        """Return the results of all ranks by rank, given the messages of all.
 
         Raises:
-            Exception: the work failed on this rank: its error.
-            RuntimeError: it succeeded here and failed elsewhere; cites the first error.
+            Exception: the work failed on this rank; the error itself.
+            RuntimeError: it succeeded here but failed elsewhere; cites the first error.
         """
         if self.failure is not None:
             raise self.failure
@@ -55,17 +55,17 @@ class Outcome(Generic[T]):
 
 
 class Everyone:
-    """Tells all ranks of a training what each of them has to say, in as many hops as there are levels.
+    """Gathers values from all ranks of a training, in as many hops as there are levels.
 
     Args:
-        levels: the ranks that train together with this one, of the innermost optimizer first.
-        root: the global rank that all start from.
+        levels: the ranks that train together with this one, for each optimizer, innermost first.
+        root: the global rank from which all ranks start.
 
     Attributes:
-        rank: this one, counted over the job.
+        rank: the global rank of this process.
         root: as given.
-        levels: sets of global ranks, innermost first, which tell whether a training goes on among the same ranks.
-        one_level: all of them meet at an exchange of the outermost optimizer.
+        levels: sets of global ranks, innermost first, which show whether training resumes among the same ranks.
+        one_level: all ranks take part in an exchange of the outermost optimizer.
     """
 
     def __init__(self, levels: Sequence[Together], root: int) -> None:
@@ -83,12 +83,12 @@ class Everyone:
 
     @property
     def is_root(self) -> bool:
-        """Whether all start from this rank."""
+        """Whether all ranks start from this one."""
         return self.rank == self.root
 
     @property
     def among(self) -> str:
-        """A text that is the same where this rank trains among the same ranks."""
+        """A text that is equal whenever this rank trains among the same ranks."""
         return hashlib.sha256(json.dumps([self.rank, self.levels]).encode()).hexdigest()[:16]
 
     def gather(self, value: Any, name: str) -> dict[int, Any]:
@@ -100,7 +100,7 @@ class Everyone:
         return dict(sorted(known.items()))
 
     def attempt(self, name: str, work: Callable[[], T]) -> dict[int, T]:
-        """Return the results of some work on all ranks; where it fails on one, raise on all. Collective.
+        """Return the results of some work on all ranks; if it fails on one, raise on all. Collective.
 
         Raises:
             Exception: as :meth:`Outcome.on_all`.

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under another name, brought to the disk, then renamed."""
+"""Atomic files: written under another name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hvd_periodic.checkpoints.tree import TREE, Content
 from hvd_periodic.vectors.lending import Deferred
 
 _PIECE_BYTES = 16 * 2**20
-"""Written and read at once."""
+"""Bytes written and read at once."""
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-    """Let ``write`` fill a file, so that after a crash at any moment it is there as a whole, or not at all.
+    """Write a file with ``write``; after a crash at any moment the file is complete or absent.
 
     Returns:
         The number of its bytes, and their SHA-256.
 
     Raises:
-        OSError: it cannot be written, as the disk is full; names it.
+        OSError: the file cannot be written, for example because the disk is full; names it.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     stream = _Digesting()
@@ -45,7 +45,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, 
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        cause = stream.failure or error  # torch.save raises one of its own in its place.
+        cause = stream.failure or error  # torch.save replaces it with its own error.
         if isinstance(cause, OSError) and cause.errno is not None and cause.filename is None:
             cause.filename = str(path)
         if cause is not error:
@@ -56,7 +56,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, 
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_content(path: Path, content: Content) -> tuple[int, str]:
-    """Write an ``.npz`` that numpy reads, of the arrays by name and the tree as JSON; return its bytes and SHA-256."""
+    """Write the named arrays, and the tree as JSON, to an ``.npz`` for numpy; return its bytes and SHA-256."""
 
     def write(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
@@ -82,10 +82,10 @@ def write_content(path: Path, content: Content) -> tuple[int, str]:
 
 
 def read_content(path: Path) -> Content:
-    """Return what :func:`write_content` was given.
+    """Return the content that was passed to :func:`write_content`.
 
     Raises:
-        ValueError: another kind of file, or one with a pickle inside, which is not loaded; names it.
+        ValueError: another kind of file, or a file that contains a pickle, which is not loaded; names it.
     """
     with open_regular(path) as file, naming(path), zipfile.ZipFile(file) as archive:
         size = os.fstat(file.fileno()).st_size
@@ -96,10 +96,10 @@ def read_content(path: Path) -> Content:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it.
+    """Open a file for reading.
 
     Raises:
-        ValueError: it is a pipe or a device, which a reader might wait for, or a folder; names it.
+        ValueError: it is a pipe or a device, on which a reader might block, or a folder; names it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # So that opening a pipe does not wait for a writer.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -110,17 +110,17 @@ def open_regular(path: Path) -> BufferedReader:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn what a file of another kind may raise into a ValueError that names it."""
+    """Turn errors that a file of another kind may cause into a ValueError that names the file."""
     try:
         yield
-    except MemoryError:  # The file is sound, and this process has no room for it.
+    except MemoryError:  # The file is intact, but this process has no room for it.
         raise
     except Exception as error:  # Parsers of zip archives raise errors of many kinds.
         raise ValueError(f"{path} is no checkpoint of hvd_periodic: {error}") from error
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """Return the bytes and the SHA-256 of a file."""
+    """Return the number of bytes and the SHA-256 of a file."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
@@ -131,7 +131,7 @@ def _as_bytes(tree: Any) -> np.ndarray:
 
 
 def _write_array(entry: IO[bytes], array: np.ndarray | Deferred) -> None:
-    """Write an array as numpy does, but for its copies: Python's lock is free while a piece goes to the disk."""
+    """Write an array as numpy does, but without its copies; the GIL is released while a piece goes to disk."""
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
     np.lib.format.write_array_header_2_0(entry, header)
     for part in array.parts if isinstance(array, Deferred) else [np.ascontiguousarray(array)]:
@@ -141,7 +141,7 @@ def _write_array(entry: IO[bytes], array: np.ndarray | Deferred) -> None:
 
 
 def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> np.ndarray:
-    """Return an array of an archive of so many bytes; take memory for it only if its bytes are there."""
+    """Return an array from an archive of ``size`` bytes; allocate memory only if the array's bytes are there."""
     with archive.open(entry) as stream:
         version = np.lib.format.read_magic(stream)
         if version not in _HEADERS:
@@ -164,12 +164,12 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> 
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """Return the memory of an array that is row-major."""
+    """Return the memory of a row-major array."""
     return memoryview(array.reshape(-1).view(np.uint8) if array.nbytes else b"")  # type: ignore[arg-type]
 
 
 class _Digesting:
-    """A file that can only be appended to, so that a digest of it is known at its end."""
+    """An append-only file, whose digest is known when writing ends."""
 
     file: FileIO
     failure: OSError | None = None
@@ -185,11 +185,11 @@ class _Digesting:
         if len(left) < _PIECE_BYTES // 16:
             self.digest.update(left)
             digesting = None
-        else:  # Python's lock is free in both.
+        else:  # Both release the GIL.
             digesting = Thread(target=self.digest.update, args=(left,))
             digesting.start()
         try:
-            while left:  # A file without a buffer of its own may take a part.
+            while left:  # An unbuffered file may accept only a part.
                 left = left[self.file.write(left) :]
         except OSError as error:
             self.failure = error
@@ -200,4 +200,4 @@ class _Digesting:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: nothing is buffered."""

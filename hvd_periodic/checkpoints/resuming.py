@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: each rank by itself, from what it sees."""
+"""Resumes from a checkpoint: each rank on its own, from the files it sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_periodic.checkpoints.tree import Leaves, decode
 logger = logging.getLogger("hvd_periodic")
 
 STATES, MORE = "states", "more"
-"""Under which a file holds, by name, states of objects that were saved besides, and plain values."""
+"""Keys under which a file holds, by name, the states of additional objects, and plain values."""
 
 
 def resume(
@@ -28,21 +28,21 @@ def resume(
     put_back: Callable[[dict[str, Any], bool], None],
     failed: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Load what this rank goes on from; return the plain values in it, nothing where there is no file for it.
+    """Load the file from which this rank resumes; return its plain values, or none if there is no file.
 
     Args:
         path: folder of the sets.
-        everyone: the ranks, of which none is asked.
-        step: local steps of the set. Default: the newest.
-        leaves: knows the tensors of a framework.
-        stateful: names of what will want its state back.
-        put_back: takes what the file holds, and whether it was saved among other ranks.
-        failed: told of an error before it is raised, for the other ranks, should this one go on; first of none, "".
+        everyone: the ranks; there is no communication with them.
+        step: local steps of the set. Default: the newest set.
+        leaves: handles the tensors of a framework.
+        stateful: names of the objects whose states are to be restored.
+        put_back: receives the content of the file, and whether it was saved among other ranks.
+        failed: called with an error before it is raised, to tell the other ranks if this one goes on; first with "".
 
     Raises:
-        ValueError: a damaged file, or of something else; as ``put_back``.
+        ValueError: the file is damaged or of another kind; or as ``put_back``.
         FileNotFoundError: there is no set of this ``step``.
-        RuntimeError: a save into the folder is under way in the background.
+        RuntimeError: a background save into the folder is in flight.
     """
     failed("")
     try:
@@ -67,7 +67,7 @@ def resume(
 
 
 def _say(source: Source, everyone: Everyone) -> None:
-    """Say in the log what training goes on from."""
+    """Log the file from which training resumes."""
     step, folder = source.saved.step, source.saved.folder
     if not source.among_others and not source.own:
         logger.warning("Rank %d goes on from %s, the file of the root, at step %d", everyone.rank, source.file, step)

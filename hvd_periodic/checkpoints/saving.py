@@ -1,4 +1,4 @@
-"""Saving: by all ranks together, at once or by a thread beside training."""
+"""Saving by all ranks together, immediately or in a background thread."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger("hvd_periodic")
 class Saving:
     """A save, in which each rank writes its file, and all ranks together make the files a set.
 
-    In the background a thread writes, and communicates nothing: Horovod numbers the collectives that have no name, in
-    the order in which a process begins them, and confuses eager operations of TensorFlow that two threads run at once.
-    The thread that trains tells the others, when all ranks are in one place: at an exchange, in :meth:`wait`, in the
-    next save, at the end of training, or at that of the process.
+    In the background a thread writes but communicates nothing: Horovod numbers unnamed collectives in the order in
+    which a process begins them, and confuses eager operations of TensorFlow that two threads run at once. The training
+    thread tells the other ranks when all ranks are in one place: at an exchange, in :meth:`wait`, in the next save, at
+    the end of training, or at the end of the process.
 
     Args:
         saved: the set.
         everyone: the ranks.
-        run: which training.
-        content: of the file of this rank.
-        keep: complete sets that are left, this one included. Default: all.
-        meet: finds out whether all ranks are in one place; called where they may not be.
+        run: identifies the training.
+        content: content of this rank's file.
+        keep: number of complete sets to keep, including this one. Default: all.
+        meet: checks that all ranks are in one place; called where they may not be.
         background: a thread writes.
 
     Attributes:
@@ -68,10 +68,10 @@ class Saving:
         self._run_or_begin(lambda: self._write(content))
 
     def wait(self) -> None:
-        """Wait until all ranks have written, complete the set, and wait until old ones are removed; on all ranks.
+        """Wait until all ranks have written, complete the set, and wait until old sets are removed; on all ranks.
 
         Raises:
-            RuntimeError: a file could not be written on one of them; or ranks wait in different places; on all.
+            RuntimeError: one rank could not write its file, or ranks wait in different places; on all ranks.
         """
         if not self.over:
             self._meet()
@@ -82,10 +82,10 @@ class Saving:
             raise RuntimeError(f"A checkpoint that was written in the background failed: {error}") from error
 
     def conclude(self, wait: bool = True) -> None:
-        """Complete the set once all ranks have written. Collective; the error, if there is one, is kept.
+        """Complete the set once all ranks have written. Collective; an error is kept.
 
         Args:
-            wait: for files that are still being written; otherwise nothing happens as long as there are any.
+            wait: wait for files that are still being written; otherwise do nothing while there are any.
         """
         if self.over:
             return
@@ -104,7 +104,7 @@ class Saving:
                 logger.error(_FAILED, error)
 
     def abandon(self, why: str) -> None:
-        """Leave the set incomplete: its ranks can no longer complete it together."""
+        """Leave the set incomplete, because its ranks can no longer complete it together."""
         if not self.over:
             self.over, self._error = True, RuntimeError(f"{self._saved.folder} is not complete: {why}")
             logger.warning("%s", self._error)
@@ -115,31 +115,31 @@ class Saving:
         return self._saved.folder
 
     def take_error(self) -> Exception | None:
-        """Return what went wrong, once."""
+        """Return the error, if there is one, and forget it."""
         error, self._error = self._error, None
         return error
 
     def join(self) -> None:
-        """Wait for the thread of this rank; local."""
+        """Wait for the thread of this rank, without communication."""
         if self._thread is not None:
             self._thread.join()
 
     def conclude_at_exit(self) -> None:
-        """Complete the set where the process ends, unless an error ends it or its ranks cannot reach each other."""
+        """Complete the set when the process ends, unless an error ends it or its ranks cannot reach each other."""
         if self.over or getattr(sys, "last_value", None) is not None:
             return
         if not self.everyone.alive():
             self.abandon("the ranks were shut down before. Call wait() or finalize() on all of them before that")
         else:
             self.join()
-            self._background = False  # At the end of a process no thread can begin.
+            self._background = False  # At the end of a process no thread can start.
             self._meet()
             self.conclude()
             if (error := self.take_error()) is not None:
                 logger.error(_FAILED, error)
 
     def _run_or_begin(self, work: Callable[[], None]) -> None:
-        """Run some work; in the background, begin it in a thread."""
+        """Run some work; in the background, start a thread for it."""
         if not self._background:
             work()
             return
@@ -148,7 +148,7 @@ class Saving:
         self._thread = thread
 
     def _write(self, content: Content) -> None:
-        """Write the file of this rank; in the background, where nothing is deferred, this communicates nothing."""
+        """Write the file of this rank; in the background, where nothing is deferred, without communication."""
 
         def write() -> Entry:
             folder, rank = self._saved.folder, self.everyone.rank
@@ -159,7 +159,7 @@ class Saving:
                 return Entry(name, *write_content(folder / name, content), self.everyone.among)
 
         outcome = Outcome.of(write)
-        content.finish()  # A rank whose disk is full reads on: the others need its parts.
+        content.finish()  # A rank whose disk is full reads to the end: the others need its parts.
         if self._background and outcome.failure is not None:
             logger.error(_FAILED, outcome.failure)
         self._outcome = outcome
@@ -184,15 +184,15 @@ class Saving:
 _FAILED = "A checkpoint that was written in the background failed: %s"
 
 _last: Saving | None = None
-"""A process writes one at a time: memory holds one copy of the state."""
+"""A process writes one save at a time, so that memory holds one copy of the state."""
 
 
 _unfinished: list[Saving] = []
-"""Saves in the background that were not over when the last one began, in the order of all ranks."""
+"""The last background save, and those that were not over when it began; in the same order on all ranks."""
 
 
 def require_complete(path: Path) -> None:
-    """Raise a RuntimeError where a save into a folder is under way, of which this rank alone cannot know the end."""
+    """Raise a RuntimeError if a save into a folder is in flight: this rank alone cannot know when it ends."""
     for saving in _unfinished:
         if not saving.over and saving.folder.parent.resolve() == path.resolve():
             raise RuntimeError(
@@ -202,19 +202,19 @@ def require_complete(path: Path) -> None:
 
 
 def _conclude_at_exit(process: int) -> None:
-    """Complete what is left when the process ends, and not when a child that it has forked does."""
+    """Complete the remaining saves when the process ends, but not when a forked child ends."""
     for saving in _unfinished if os.getpid() == process else []:
         saving.conclude_at_exit()
 
 
 @dataclass(frozen=True)
 class Occasion:
-    """When a set is saved.
+    """The point in training at which a set is saved.
 
     Attributes:
         step: local steps of this rank.
-        run: which training.
-        steps_agree: all ranks have to be at the same step.
+        run: identifies the training.
+        steps_agree: all ranks must be at the same step.
     """
 
     step: int
@@ -234,24 +234,24 @@ def save_set(
     meet: Callable[[], object] = lambda: None,
     before: Saving | None = None,
 ) -> Saving:
-    """Save a file of every rank; collective. A set is complete once its manifest is there, which is written last.
+    """Save a file of every rank; collective. A set is complete once its manifest exists, which is written last.
 
     In the background, a rank that dies leaves files without a manifest, which the next save removes.
 
     Args:
         path: folder of the sets.
         everyone: the ranks.
-        check: says when this is; raises where this rank cannot be saved now.
-        state: returns what is to be saved; communicates, if at all, before anything in it can fail.
-        leaves: knows the tensors of a framework.
-        keep: complete sets that are left, this one included. Default: all.
-        background: let a thread write a copy while training goes on.
-        meet: of the :class:`Saving`.
-        before: the last save of the same ranks in the background.
+        check: returns the point in training; raises if this rank cannot be saved now.
+        state: returns the state to save; communicates, if at all, before anything in it can fail.
+        leaves: handles the tensors of a framework.
+        keep: number of complete sets to keep, including this one. Default: all.
+        background: write a copy in a thread while training goes on.
+        meet: as in :class:`Saving`.
+        before: the last background save of the same ranks.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold; on all ranks.
-        RuntimeError: as ``check``; this save, or the one before, has failed on one of them.
+        RuntimeError: as ``check``; this save, or the previous one, has failed on one of the ranks.
     """
     global _last
     if _last is not None:
@@ -259,12 +259,12 @@ def save_set(
     _last, failed = None, None
     if before is not None:
         before.conclude()
-        before.join()  # It may remove older sets, which this save looks for.
+        before.join()  # Its thread may still remove older sets, for which this save looks.
         failed = before.take_error()
 
     saved, run = _next_set(path, everyone, check, keep, bool(background), failed)
     content: list[Content] = []
-    with lending(defer=not background):  # The only copies are those that a thread writes.
+    with lending(defer=not background):  # Only a background thread needs copies.
         everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
     saving = Saving(saved, everyone, run, content.pop(), keep, meet, background)
     if background:
@@ -288,9 +288,9 @@ def _next_set(
     background: bool,
     failed: Exception | None,
 ) -> tuple[SavedSet, str]:
-    """Return the set that a save makes, and of which training it is, if all ranks can save at this step. Collective.
+    """Return the set for a save, and the run of its training, if all ranks can save at this step. Collective.
 
-    The arguments are those of :func:`save_set`; ``failed`` is the error of the save before.
+    The arguments are as in :func:`save_set`; ``failed`` is the error of the previous save.
     """
 
     def look() -> tuple[int, Occasion, bool]:
@@ -318,11 +318,11 @@ def _next_set(
 
 @contextmanager
 def _saying_what_is_needed(path: Path, rank: int, nbytes: int) -> Iterator[None]:
-    """Let an OSError say which rank was to write how much, and how much room there is."""
+    """Add to an OSError which rank needs how much space, and how much is free."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # Not of the disk: the TimeoutError of a rank that has waited for others, say.
+        if error.errno is None:  # Not from the disk, for example the TimeoutError of a rank that has waited for others.
             raise
         needed, free = nbytes / 1e6, shutil.disk_usage(path).free / 1e6
         raise OSError(

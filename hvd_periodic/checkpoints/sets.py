@@ -1,4 +1,4 @@
-"""Sets of files: one of every rank, and a manifest, which makes them a set.
+"""Sets of files: one file per rank, and a manifest, which makes them a set.
 
     path/
       000007-step1200/
@@ -8,7 +8,7 @@
       000008-step1400/
         ...
 
-The first number counts the saves of a folder, so that the newest is the one that was saved last, also where training
+The first number counts the saves in a folder, so that the newest set is the one that was saved last, even if training
 has gone back to an earlier step.
 """
 
@@ -31,22 +31,22 @@ logger = logging.getLogger("hvd_periodic")
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
 _MANIFEST = "manifest.json"
 _OURS = re.compile(r"\.?(rank-\d+\.npz|manifest\.json)(\.\d+\.partial)?")
-"""Names of the files that a save writes: nothing else is removed."""
+"""Names of the files that a save writes; only these are ever removed."""
 
 _VERSION = 1
 _LONGEST = 2**28
-"""Bytes that are read of a manifest: a longer one is damaged."""
+"""Number of bytes read from a manifest; a longer one is damaged."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a manifest says of the file of one rank.
+    """A manifest's entry for the file of one rank.
 
     Attributes:
-        file: its name.
-        size: in bytes.
-        sha256: of all of them.
-        among: tells among which ranks this one has trained, see ``Everyone.among``.
+        file: name of the file.
+        size: size in bytes.
+        sha256: digest of all bytes.
+        among: identifies the ranks among which this rank trained, see ``Everyone.among``.
     """
 
     file: str
@@ -61,13 +61,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What makes files a set.
+    """The manifest, which makes files a set.
 
     Attributes:
         step: local steps of the root.
-        run: of which training.
-        root: the global rank that all started from.
-        files: by global rank.
+        run: identifies the training.
+        root: the global rank from which all ranks started.
+        files: entries by global rank.
     """
 
     step: int
@@ -81,9 +81,9 @@ class SavedSet:
     """The folder of a set.
 
     Attributes:
-        number: of the save.
+        number: number of the save.
         step: local steps of the root.
-        folder: where its files are.
+        folder: folder of its files.
     """
 
     number: int
@@ -92,7 +92,7 @@ class SavedSet:
 
     @classmethod
     def of(cls, path: Path, number: int, step: int) -> SavedSet:
-        """Return the set that a save with this number makes."""
+        """Return the set of the save with this number."""
         return cls(number, step, path / f"{number:06}-step{step}")
 
     @property
@@ -101,16 +101,16 @@ class SavedSet:
         return (self.folder / _MANIFEST).exists()
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Make the files a set."""
+        """Write the manifest, which makes the files a set."""
         said = asdict(manifest)
         text = json.dumps({"version": _VERSION, "manifest": said, "sha256": _digest(said)}, indent=1)
         write_whole(self.folder / _MANIFEST, lambda stream: stream.write(text.encode()))
 
     def manifest(self) -> Manifest:
-        """Return what makes it a set.
+        """Return the manifest.
 
         Raises:
-            ValueError: it was altered, or another version has written it; names it.
+            ValueError: it was altered, or written by another version; names it.
         """
         file = self.folder / _MANIFEST
         with open_regular(file) as stream:
@@ -128,9 +128,9 @@ class SavedSet:
         raise ValueError(f"{file} is damaged: it was altered after it was written")
 
     def remove(self) -> None:
-        """Remove what saves have written, the manifest first; another rank may be doing the same.
+        """Remove the files that saves have written, the manifest first; another rank may be doing the same.
 
-        Of a folder that is elsewhere, and here a symbolic link, the link is removed. A folder with other files remains.
+        If the folder is a symbolic link, only the link is removed. A folder that contains other files remains.
         """
         with suppress(FileNotFoundError):
             if self.folder.is_symlink():
@@ -144,7 +144,7 @@ class SavedSet:
 
 
 def sets_in(path: Path) -> list[SavedSet]:
-    """Return the sets in a folder, the oldest first, complete or not; none where there is no folder."""
+    """Return the sets in a folder, oldest first, complete or not; none if there is no folder."""
     if not path.is_dir():
         return []
     found = ((_NAME.fullmatch(folder.name), folder) for folder in path.iterdir())
@@ -152,18 +152,18 @@ def sets_in(path: Path) -> list[SavedSet]:
 
 
 def remove_old(path: Path, newest: SavedSet, keep: int | None) -> None:
-    """Remove all complete sets but the last ``keep``, the newest one included; None: keep all."""
+    """Remove all complete sets but the last ``keep``, including the newest; None: keep all."""
     older = [saved for saved in sets_in(path) if saved.number < newest.number and saved.complete]
     _remove(older if keep is not None else [], keep=(keep or 1) - 1)
 
 
 def remove_unfinished(found: Sequence[SavedSet]) -> None:
-    """Remove what crashes have left: folders without a manifest; a link to one may be to a disk that is not there."""
+    """Remove leftovers of crashes: folders without a manifest, but not links, whose disk may only be absent."""
     _remove([saved for saved in found if not saved.complete and not saved.folder.is_symlink()])
 
 
 def _remove(found: Sequence[SavedSet], keep: int = 0) -> None:
-    """Remove sets but for the last ones; what cannot be removed does not end training."""
+    """Remove all sets but the last ``keep``; a failed removal does not end training."""
     for saved in found[: max(len(found) - keep, 0)]:
         try:
             saved.remove()
@@ -173,13 +173,13 @@ def _remove(found: Sequence[SavedSet], keep: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """The file that a rank goes on from.
+    """The file from which a rank resumes.
 
     Attributes:
-        saved: the set that it belongs to.
+        saved: the set to which it belongs.
         file: its path.
         own: this rank has written it, among the same ranks as now.
-        among_others: the ranks were others, so that all start from the center.
+        among_others: it was saved among other ranks, so that all ranks start from the center.
     """
 
     saved: SavedSet
@@ -189,21 +189,21 @@ class Source:
 
 
 def find_file(path: Path, rank: int, among: str, is_root: bool, step: int | None = None) -> Source | None:
-    """Return from which file a rank goes on, given what it sees; nothing is communicated.
+    """Return the file from which a rank resumes, among the files it sees; without communication.
 
-    That is its own, of the newest set; where it does not see that, or the ranks are others now, the root's. None where
-    it sees no set, or of a set of other ranks not the root's file: then it takes over what the root has found.
+    This is its own file of the newest set, or the root's file if it does not see its own or the ranks have changed.
+    None if it sees no set, or not the root's file when the ranks have changed: it then takes over the root's state.
 
     Args:
         path: folder of the sets.
-        rank: of the job.
-        among: of ``Everyone``.
-        is_root: all start from this rank.
-        step: local steps of the set to go on from. Default: the newest.
+        rank: the global rank.
+        among: as in ``Everyone``.
+        is_root: all ranks start from this one.
+        step: local steps of the set from which to resume. Default: the newest set.
 
     Raises:
         FileNotFoundError: there is no set of that step.
-        ValueError: a file is missing, truncated, altered, or of another set; names it, and what can be done.
+        ValueError: a file is missing, truncated, altered, or of another set; names it, and the remedy.
     """
     complete = [saved for saved in sets_in(path) if saved.complete]
     chosen = [saved for saved in complete if step in (None, saved.step)]
@@ -226,7 +226,7 @@ def _source(saved: SavedSet, rank: int, among: str, is_root: bool) -> Source | N
     manifest = saved.manifest()
     present = {owner: saved.folder / entry.file for owner, entry in manifest.files.items()}
     present = {owner: file for owner, file in present.items() if file.exists()}
-    for owner, file in present.items():  # Cheap, so that all ranks that see a truncated file say so.
+    for owner, file in present.items():  # Cheap, so that every rank that sees a truncated file reports it.
         if file.stat().st_size != manifest.files[owner].size:
             raise ValueError(
                 f"{file} is damaged: it has {file.stat().st_size} bytes, and had {manifest.files[owner].size} when it "
@@ -254,5 +254,5 @@ def _steps(found: list[SavedSet]) -> str:
 
 
 def _digest(said: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what a manifest says; in JSON, keys are strings."""
+    """Return the SHA-256 of the content of a manifest, as JSON, in which keys are strings."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(said)), sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Where the elements of arrays lie in memory: files hold them row by row, and what is loaded lies as it was saved."""
+"""Memory layout of arrays: files hold elements row by row, and loaded arrays get the strides they were saved with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 _SPREAD = 16
-"""A view whose elements are spread over more than so many times its size comes back row-major."""
+"""A view whose elements span more than this many times its size is restored row-major."""
 
 
 def strides_of(array: np.ndarray) -> list[int] | None:
-    """Return the strides of an array, in elements; None where it is row-major, or they cannot be had again."""
+    """Return the strides of an array, in elements; None if it is row-major or its strides cannot be restored."""
     size = array.itemsize
     if not array.size or not size or any(stride < 0 or stride % size for stride in array.strides):
         return None
@@ -21,7 +21,7 @@ def strides_of(array: np.ndarray) -> list[int] | None:
 
 
 def with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
-    """Return the same values in memory of these strides.
+    """Return the same values in an array with these strides.
 
     Raises:
         ValueError: an array of this shape cannot have them.
@@ -37,5 +37,5 @@ def with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return over how many elements of memory an array reaches."""
+    """Return the number of elements of memory that an array spans."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=False))

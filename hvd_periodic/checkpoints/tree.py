@@ -1,4 +1,4 @@
-"""Nested values as JSON and named arrays, and back: exactly, and without pickle."""
+"""Converts nested values to JSON and named arrays, and back: exactly, and without pickle."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": OrderedDict,
     "defaultdict": lambda pairs: defaultdict(None, pairs),
 }
-"""Mappings that come back as what they were; of a defaultdict, what it makes of a missing key does not."""
+"""Mappings that are restored with their type; the default factory of a defaultdict is lost."""
 
 _KINDS = "?biufcSUmM"
-"""Kinds of numpy's dtypes that files hold."""
+"""Kinds of numpy dtypes that files can hold."""
 
 _SCALAR = "scalar"
-"""Tells a numpy scalar from an array without dimensions."""
+"""Marks a numpy scalar, as opposed to an array without dimensions."""
 
 TREE = "tree"
-"""No array has this name: in files it is that of the JSON."""
+"""Reserved name: in files it is the name of the JSON."""
 
 _LARGEST = 2**63
-"""Integers from here on are written in hexadecimal: Python limits the digits of decimal ones."""
+"""Integers from here on are written in hexadecimal, because Python limits the digits of decimal integers."""
 
 
 class Leaves(Protocol):
-    """What a framework has in the place of arrays."""
+    """Converts the values that a framework has instead of arrays."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
-        """Return a tensor as an array that numpy can write, and a name of what it was; None of anything else.
+        """Return a tensor as an array that numpy can write, and the name of its kind; None for anything else.
 
         Args:
-            value: that may be a tensor.
-            copy: the array must not share memory with it.
+            value: a value that may be a tensor.
+            copy: the array must not share memory with the tensor.
         """
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Return what :meth:`to_array` was given."""
+        """Return the value that was passed to :meth:`to_array`."""
 
     def to_name(self, value: Any) -> str | None:
-        """Return the name of a constant of the framework, such as a dtype; None of anything else."""
+        """Return the name of a constant of the framework, such as a dtype; None for anything else."""
 
     def from_name(self, name: str) -> Any:
-        """Return what :meth:`to_name` was given."""
+        """Return the value that was passed to :meth:`to_name`."""
 
 
 class Arrays:
-    """Numpy's own arrays and scalars alone."""
+    """Handles numpy's own arrays and scalars only."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
         """Return None."""
         return None
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Raise a ValueError: a framework has written it."""
+        """Raise a ValueError: a framework has written the array."""
         raise ValueError(f"it holds a {kind}")
 
     def to_name(self, value: Any) -> str | None:
@@ -74,19 +74,19 @@ class Arrays:
         return None
 
     def from_name(self, name: str) -> Any:
-        """Raise a ValueError: a framework has written it."""
+        """Raise a ValueError: a framework has written the name."""
         raise ValueError(f"it holds {name!r} of a framework")
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        tree: values that JSON can tell; every array is ``{"array": [name, kind]}``, or of those that are not row-major
+        tree: values that JSON can represent; every array is ``{"array": [name, kind]}``, or if it is not row-major
             ``{"array": [name, kind, strides]}``.
-        arrays: by name, which is the path that leads to it.
-        deferred: arrays that are read while they are written, by name.
+        arrays: arrays by name, which is the path to the array.
+        deferred: arrays that are read only while they are written, by name.
     """
 
     tree: Any
@@ -99,10 +99,10 @@ class Content:
         return sum(array.nbytes for array in self.arrays.values()) + sum(a.nbytes for a in self.deferred.values())
 
     def finish(self) -> None:
-        """Read deferred arrays that were not written, for which other ranks may wait.
+        """Read the deferred arrays that were not written: other ranks may be waiting for them.
 
         Raises:
-            Exception: that of a collective by which one of them travels, now or while it was written.
+            Exception: the error of a collective that sends one of them, now or while it was written.
         """
         for array in self.deferred.values():
             if array.failure is not None:
@@ -113,8 +113,8 @@ class Content:
 def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Content:
     """Return nested values as JSON and arrays.
 
-    In JSON, ``null``, booleans, numbers, strings and lists stand for themselves, but for floats that are not finite and
-    very large integers. Any other value is an object with one key, which says what it is::
+    In JSON, ``null``, booleans, numbers, strings and lists stand for themselves, except for floats that are not finite
+    and very large integers. Any other value is an object with one key, which names its kind::
 
         {"dict": [[key, value], ...]}     also "Counter", "OrderedDict", "defaultdict"
         {"tuple": [value, ...]}           {"float": "nan"}           {"int": "0x8000000000000000"}
@@ -124,12 +124,12 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
 
     Args:
         tree: dicts, lists, tuples, deques, None, bools, ints, floats, strings, members of enums, arrays and tensors,
-            also deferred ones.
-        leaves: knows the tensors of a framework.
-        copy: let no array share memory with a value.
+            including deferred ones.
+        leaves: handles the tensors of a framework.
+        copy: no array shares memory with a value.
 
     Raises:
-        TypeError: a value of another kind; names its path.
+        TypeError: a value of another type; names its path.
 
     Example:
         >>> content = encode({"epoch": 3, 7: (1.5, float("inf")), "w": np.zeros(2)})
@@ -143,10 +143,10 @@ def encode(tree: Any, leaves: Leaves | None = None, *, copy: bool = False) -> Co
 
 
 def decode(content: Content, leaves: Leaves | None = None) -> Any:
-    """Return what :func:`encode` was given.
+    """Return the values that were passed to :func:`encode`.
 
     Raises:
-        ValueError: no such content.
+        ValueError: the content is invalid.
     """
     return _decode(content.tree, content.arrays, leaves or Arrays())
 
@@ -205,7 +205,7 @@ class _Encoder:
         return {"array": [name, kind]}
 
     def _name(self, wanted: str) -> str:
-        """Return a name that no other array has: keys may differ and read the same."""
+        """Return a name that no other array has: different keys may have the same text."""
         names = (wanted if i == 1 else f"{wanted}#{i}" for i in itertools.count(1))
         return next(name for name in names if name not in self._arrays and name not in self._deferred and name != TREE)
 
@@ -246,7 +246,7 @@ def _path_of(member: enum.Enum) -> list[Any]:
 
 
 def _member(module: str, owner: str, name: str | None) -> enum.Enum | None:
-    """Return a member of an enum in a module that was imported: a file is no reason to import one."""
+    """Return a member of an enum in a module that is already imported: a file must not cause imports."""
     found: Any = sys.modules.get(module)
     for part in owner.split("."):
         found = getattr(found, part, None)

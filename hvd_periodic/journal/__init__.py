@@ -1,4 +1,4 @@
-"""What exchanges tell of themselves: to the log, to files, and to whoever listens."""
+"""Reports of exchanges, to the log, to files, and to listeners."""
 
 from hvd_periodic.journal.base import Journal, Listener, Report, Total
 

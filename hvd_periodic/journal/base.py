@@ -1,4 +1,4 @@
-"""What one rank tells of its exchanges, and to whom."""
+"""Reports of one rank on its exchanges, and the listeners that receive them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from dataclasses import dataclass
 logger = logging.getLogger("hvd_periodic")
 
 Facts = Mapping[str, object]
-"""What training is, by readable name: numbers, strings, lists of them, None."""
+"""Description of the training, by readable name: numbers, strings, lists of these, None."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One exchange, as one rank saw it.
+    """One exchange, as seen by one rank.
 
     Attributes:
-        time: at its end, in seconds since 1970.
+        time: end of the exchange, in seconds since 1970.
         step: local steps at the exchange.
-        rounds: exchanges so far, this one included.
-        steps: local steps since the one before.
-        seconds: in exchanges since the end of the one before, waiting included.
-        waited: of these, until all ranks had come; None where ranks do not wait.
-        bytes_sent: by this rank.
-        step_seconds: per local step since the exchange before; None where that is not known.
-        loss: mean of what was reported on this rank; None where nothing was.
-        learning_rate: of the local optimizer; None where it is unknown.
-        missed: asynchronously, pushes of other ranks since the one before.
-        left_out: this rank's replica was not finite, and it was left out.
-        came: when this rank was ready to meet the others, in seconds since 1970; from then on it waited. Where ranks do
-            not wait, when it began.
-        distance: ‖x − c‖₂ of this rank then, before anything was exchanged; None where it was not measured.
-        skipped_updates: iterations since the exchange before whose update did not run.
+        rounds: exchanges so far, including this one.
+        steps: local steps since the previous exchange.
+        seconds: time spent in exchanges since the end of the previous one, including waiting.
+        waited: part of ``seconds`` until all ranks had arrived; None if ranks do not wait.
+        bytes_sent: bytes that this rank sent.
+        step_seconds: seconds per local step since the previous exchange; None if unknown.
+        loss: mean of the losses reported on this rank; None if none was reported.
+        learning_rate: learning rate of the local optimizer; None if unknown.
+        missed: in asynchronous training, pushes of other ranks since the previous exchange.
+        left_out: this rank was excluded because its replica was not finite.
+        came: when this rank was ready for the handshake, in seconds since 1970; from then on it waited. If ranks do not
+            wait, when the exchange began.
+        distance: ‖x − c‖₂ of this rank at that time, before anything was exchanged; None if it was not measured.
+        skipped_updates: iterations since the previous exchange whose update did not run.
     """
 
     time: float
@@ -56,22 +56,22 @@ class Report:
 
 @dataclass(frozen=True)
 class Total:
-    """What all exchanges of one rank came to, since training began or went on.
+    """Totals over all exchanges of one rank, since training began or was resumed.
 
     Attributes:
         time: now, in seconds since 1970.
         step: local steps so far.
         rounds: exchanges so far.
-        steps: local steps since then.
-        exchanges: since then.
-        wall_seconds: since then.
-        seconds: of these, in exchanges.
-        waited: of those, until all ranks had come; None where ranks do not wait.
-        bytes_sent: by this rank since then.
-        left_out: exchanges from which this rank was left out since then.
-        missed: asynchronously, pushes of other ranks between its own since then.
-        closed: part of a distance to the replicas that the center has closed; None where the algorithm has no such
-            thing.
+        steps: local steps since training began or was resumed.
+        exchanges: exchanges since then.
+        wall_seconds: wall-clock time since then.
+        seconds: part of ``wall_seconds`` spent in exchanges.
+        waited: part of ``seconds`` until all ranks had arrived; None if ranks do not wait.
+        bytes_sent: bytes that this rank has sent since then.
+        left_out: exchanges since then from which this rank was excluded.
+        missed: in asynchronous training, pushes of other ranks between this rank's own since then.
+        closed: fraction of a distance to the replicas that the center has closed; None if the algorithm does not define
+            it.
         skipped_updates: iterations since then whose update did not run.
     """
 
@@ -91,7 +91,7 @@ class Total:
 
 
 class Listener:
-    """Hears of the exchanges of one rank; what it does not care for, it leaves out.
+    """Receives reports on the exchanges of one rank; override only the methods that you need.
 
     Example:
         >>> class Printer(Listener):
@@ -107,24 +107,24 @@ class Listener:
         step 4: ... bytes
 
     Attributes:
-        wants_distance: reports are to have one, where that takes little of the time.
+        wants_distance: reports should include the distance, as long as measuring it takes little of the time.
     """
 
     wants_distance: bool = False
 
     def began(self, facts: Facts) -> None:
-        """Training begins, or goes on from what was loaded."""
+        """Training begins, or continues from a loaded state."""
 
     def exchanged(self, report: Report) -> None:
-        """An exchange is over."""
+        """An exchange has ended."""
 
     def ended(self, total: Total) -> None:
-        """Training is over, or pauses."""
+        """Training has ended or pauses."""
 
 
 @dataclass
 class Count:
-    """What a rank has counted, as far as a journal tells of it."""
+    """The counters of a rank that a journal reports."""
 
     step: int = 0
     rounds: int = 0
@@ -136,16 +136,16 @@ class Count:
 
 
 LITTLE = 0.01
-"""Part of the time since the beginning that may be spent on measuring distances."""
+"""Fraction of the time since the beginning that may be spent on measuring distances."""
 
 
 class Journal:
-    """Tells listeners of exchanges; costs next to nothing where there are none.
+    """Reports exchanges to listeners; costs next to nothing without listeners.
 
     Attributes:
-        listeners: who hears; any may be added at any time, in TensorFlow before the first step is compiled.
-        begun: they have been told that training has begun.
-        over: they have been told that it has ended, and of no exchange since.
+        listeners: receive the reports; you may add one at any time, in TensorFlow before the first step is compiled.
+        begun: the start of training has been reported.
+        over: the end of training has been reported, and no exchange since.
     """
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
@@ -158,11 +158,11 @@ class Journal:
         self._measuring = 0.0
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
-        """Let nobody listen to a copy: whose exchanges it tells of, listeners could not know."""
+        """Copy without listeners, which could not tell the copy's exchanges from the original's."""
         return Journal, ()
 
     def began(self, facts: Facts, count: Count) -> None:
-        """Tell that training begins with these counters."""
+        """Report that training begins with these counters."""
         self._first = self._last = count
         self.begun, self.over = True, False
         self._begun, self._waited, self._open, self._measuring = time.perf_counter(), None, 1.0, 0.0
@@ -170,11 +170,11 @@ class Journal:
 
     @property
     def wants_distance(self) -> bool:
-        """Whether a listener does."""
+        """Whether any listener wants distances."""
         return any(listener.wants_distance for listener in self.listeners)
 
     def measured(self, distance: Callable[[], float]) -> float | None:
-        """Return a distance, unless nobody wants it, or measuring has taken more than a little of the time so far."""
+        """Return a distance, or None if no listener wants it or measuring has taken too much of the time so far."""
         now = time.perf_counter()
         if not self.wants_distance or self._measuring > LITTLE * (now - self._begun):
             return None
@@ -193,14 +193,14 @@ class Journal:
         learning_rate: float | None = None,
         distance: float | None = None,
     ) -> None:
-        """Tell of an exchange that has led to these counters, unless nothing was exchanged.
+        """Report an exchange that has led to these counters, unless nothing was exchanged.
 
         Args:
-            count: counters at its end.
+            count: counters at the end of the exchange.
             came: as in :class:`Report`.
-            waited: seconds until all ranks had come.
-            closes: part of its distance to the replicas that the center has closed in it; None where there is no such
-                thing.
+            waited: seconds until all ranks had arrived.
+            closes: fraction of its distance to the replicas that the center has closed in this exchange; None if the
+                algorithm does not define it.
             step_seconds: as in :class:`Report`.
             loss: likewise.
             learning_rate: likewise.
@@ -210,7 +210,7 @@ class Journal:
             self._waited = (self._waited or 0.0) + waited
         before = self._last
         if (count.rounds, count.left_out) == (before.rounds, before.left_out):
-            return  # Ranks have met, and none had anything to send.
+            return  # A handshake at which no rank had anything to send.
         self._last, self.over = count, False
         self._open *= math.nan if closes is None else abs(1.0 - closes)
         report = Report(
@@ -233,10 +233,10 @@ class Journal:
         self._tell(lambda listener: listener.exchanged(report))
 
     def ended(self, count: Count | None = None) -> None:
-        """Tell that training is over.
+        """Report that training has ended.
 
         Args:
-            count: counters at its end; None: where they were at the last exchange, as nobody can ask them any more.
+            count: counters at the end; None: their values at the last exchange, because they can no longer be read.
         """
         first, count, self.over = self._first, count or self._last, True
         total = Total(
@@ -257,7 +257,7 @@ class Journal:
         self._tell(lambda listener: listener.ended(total))
 
     def _tell(self, tell: Callable[[Listener], None]) -> None:
-        """Tell all listeners; one that fails hears no more, and training goes on as on ranks where nobody failed."""
+        """Call all listeners; a listener that raises is removed, and training goes on as on the other ranks."""
         for listener in list(self.listeners):
             try:
                 tell(listener)

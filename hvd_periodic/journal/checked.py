@@ -1,4 +1,4 @@
-"""Checks what a line of a run log says, so that whoever reads the log may rely on it."""
+"""Checks the values in a line of a run log, so that readers of the log can rely on them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from hvd_periodic.journal.base import Report, Total
 
 SECONDS = 6e10
-"""The longest time, and the moment farthest from 1970, that a line may tell of: a date has to have four digits."""
+"""The longest duration, and the time farthest from 1970, that a line may contain: a year must fit in four digits."""
 
 ENORMOUS = 1e100
-"""The largest finite number: means and axes of larger ones overflow."""
+"""The largest number that counts as finite: means and axes of larger numbers overflow."""
 
 _COUNT = 2**63
 _RANKS = 2**31
 _NOT_FINITE = ("nan", "inf", "-inf")
-"""How numbers are written that JSON does not have."""
+"""Spellings of the numbers that JSON does not have."""
 
 Check = Callable[[Any], Any]
-"""Returns a value as it is kept, or raises a ValueError that says what it is not."""
+"""Returns the value to keep, or raises a ValueError that says what the value is not."""
 
 
 def count(value: Any) -> int:
@@ -33,7 +33,7 @@ def count(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Return any number; NaN and infinity were strings, and what is beyond :data:`ENORMOUS` is as good as infinite."""
+    """Return any number; NaN and infinity are strings in the log, numbers beyond :data:`ENORMOUS` become infinite."""
     if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in _NOT_FINITE):
         raise ValueError("no number")
     if isinstance(value, str) or abs(value) <= ENORMOUS or value != value:
@@ -42,7 +42,7 @@ def number(value: Any) -> float:
 
 
 def seconds(value: Any) -> float:
-    """Return a time, or a moment in seconds since 1970."""
+    """Return a duration, or a time in seconds since 1970."""
     found = number(value)
     if not abs(found) <= SECONDS:
         raise ValueError("no time")
@@ -68,7 +68,7 @@ def text(value: Any) -> str:
 
 
 def ranks(value: Any) -> list[int]:
-    """Return different ranks, at least one."""
+    """Return a list of distinct ranks, at least one."""
     if not isinstance(value, list) or not value:
         raise ValueError("no list of ranks")
     found = [count(each) for each in value]
@@ -78,7 +78,7 @@ def ranks(value: Any) -> list[int]:
 
 
 def plain(value: Any) -> Any:
-    """Return a number, a text or a list of them."""
+    """Return a number, a string, a boolean, None, or a list of these."""
     if isinstance(value, list):
         return [_scalar(each) for each in value]
     return _scalar(value)
@@ -119,7 +119,7 @@ _FACTS: dict[str, Check] = {
     "closes": number,
     "asynchronous": flag,
 }
-"""Of a beginning; what else it says is plain."""
+"""Checks of the facts of a beginning; its other facts are plain."""
 
 _ANY_NUMBER = ("loss", "learning_rate", "distance", "closed")
 _KINDS: dict[str, Check] = {"int": count, "bool": flag, "float": seconds}
@@ -133,14 +133,14 @@ _FIELDS: dict[type[Report] | type[Total], dict[str, tuple[Check, Any]]] = {
     }
     for kind in (Report, Total)
 }
-"""Of exchanges and ends, by name: how it is checked, and what it is where a line does not say it."""
+"""Fields of exchanges and ends, by name: the check of the field, and its value if a line lacks it."""
 
 
 def beginning(line: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the facts of a beginning, on a rank.
+    """Return the facts of a beginning on one rank.
 
     Raises:
-        ValueError: something is missing, or is not what it has to be.
+        ValueError: a fact is missing or invalid.
     """
     for name in ("version", "time", "ranks", "algorithm"):
         if line.get(name) is None:
@@ -152,12 +152,12 @@ def beginning(line: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def report(line: Mapping[str, Any]) -> Report:
-    """Return an exchange; as :func:`beginning`."""
+    """Return the report of an exchange; raises as :func:`beginning`."""
     return Report(**_known(Report, line))
 
 
 def total(line: Mapping[str, Any]) -> Total:
-    """Return an end; as :func:`beginning`."""
+    """Return the totals at an end; raises as :func:`beginning`."""
     return Total(**_known(Total, line))
 
 
@@ -172,7 +172,7 @@ def _known(kind: type[Report] | type[Total], line: Mapping[str, Any]) -> dict[st
 
 
 def _one(name: str, value: Any, check: Check) -> Any:
-    """Return a value that is as it has to be."""
+    """Return the checked value; the error of an invalid one names it."""
     try:
         return check(value)
     except ValueError as error:

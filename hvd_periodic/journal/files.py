@@ -1,4 +1,4 @@
-"""The run log: a file of every rank, a line of JSON for everything that it tells."""
+"""The run log: one file per rank, with one line of JSON per event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weakref import finalize
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
 
 VARIABLE = "HVD_PERIODIC_RUN_LOG"
-"""Environment variable: folder of the run log, where an optimizer was not given one."""
+"""Environment variable: folder of the run log, for optimizers that were not given one."""
 
 VERSION = 1
 
@@ -26,20 +26,20 @@ logger = logging.getLogger("hvd_periodic")
 
 
 class RunLog(Listener):
-    """Appends to ``FOLDER/rank-K.jsonl``; several optimizers of a process share the file, a line is written at once.
+    """Appends to ``FOLDER/rank-K.jsonl``; all optimizers of a process share the file, and each line is one write.
 
     A line is ``{"event": "began" | "exchanged" | "ended", "optimizer": number, "name": name, ...}`` with the facts of
     :meth:`~hvd_periodic.journal.Listener.began`, or the fields of :class:`~hvd_periodic.journal.Report` or
-    :class:`~hvd_periodic.journal.Total`; what is None is left out. NaN and infinity are strings. A disk that is full
-    ends the log, and not the training.
+    :class:`~hvd_periodic.journal.Total`; values that are None are omitted. NaN and infinity are strings. A full disk
+    ends the log, not the training.
 
     Args:
-        folder: of the run; it is made.
-        place: returns the rank in the job, which may change under elastic Horovod, which optimizer of its ranks this
-            is, and the name that it has on all of them, and no other optimizer of this process.
+        folder: folder of the run; created if missing.
+        place: returns the rank in the job, which may change under elastic Horovod; the number of this optimizer among
+            the optimizers of its ranks; and its name, the same on all these ranks and unique in this process.
 
     Raises:
-        OSError: the folder cannot be made, or written to.
+        OSError: the folder cannot be created or written to.
     """
 
     wants_distance = True
@@ -55,7 +55,7 @@ class RunLog(Listener):
         self._over = False
 
     def began(self, facts: Facts) -> None:
-        """Write what training is."""
+        """Write the description of the training."""
         self._write("began", {"version": VERSION, **facts})
 
     def exchanged(self, report: Report) -> None:
@@ -63,7 +63,7 @@ class RunLog(Listener):
         self._write("exchanged", asdict(report))
 
     def ended(self, total: Total) -> None:
-        """Write what they came to."""
+        """Write the totals of all exchanges."""
         self._write("ended", asdict(total))
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class RunLog(Listener):
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Return whether the last line of a job before was not written to its end."""
+    """Return whether the last line of an earlier job was not written completely."""
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(file.tell() - 1, 0))
@@ -99,10 +99,10 @@ def _plain(value: Any) -> Any:
 
 
 def folder_asked(given: str | os.PathLike[str] | bool | None) -> Path | None:
-    """Return the folder of the run log, if one is asked for here or by the environment; of False, None.
+    """Return the folder of the run log that the argument or the environment asks for, or None; for False, None.
 
     Raises:
-        TypeError: no path.
+        TypeError: not a path.
     """
     if given is False:
         return None
@@ -113,11 +113,11 @@ def folder_asked(given: str | os.PathLike[str] | bool | None) -> Path | None:
 
 
 class Bad(NamedTuple):
-    """A line of a file that is left out.
+    """A line of a file that is skipped.
 
     Attributes:
-        number: from 1.
-        why: what is wrong with it.
+        number: line number, from 1.
+        why: the problem with the line.
     """
 
     number: int
@@ -125,7 +125,7 @@ class Bad(NamedTuple):
 
 
 def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
-    """Return the lines of a run log by rank, each in their order; lines that the end of a job has cut off are left out.
+    """Return the lines of a run log by rank, in order; lines that the end of a job has cut off are skipped.
 
     Raises:
         FileNotFoundError: there is no run log in the folder.
@@ -147,7 +147,7 @@ def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def lines_of(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[Bad]]:
-    """Return the lines of a file with their numbers, and those that are no JSON objects."""
+    """Return the lines of a file with their numbers, and the lines that are not JSON objects."""
     found, bad = [], []
     for number, text in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""Lines in the log: what training is, every exchange if that is asked for, and what they came to."""
+"""Lines in the log: a description of the training, every exchange if asked for, and the totals."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
 
 VARIABLE = "HVD_PERIODIC_LOG"
-"""Environment variable: ``info`` for a line at the start and a summary at the end, ``debug`` for one of every exchange
-as well; ``warning`` or ``error`` for less. Without it the log is what the script has made of Python's ``logging``."""
+"""Environment variable: ``info`` for a line at the start and a summary at the end, ``debug`` for a line per exchange
+as well; ``warning`` or ``error`` for less. Without it, the script's setup of Python's ``logging`` applies."""
 
 _LEVELS = ("debug", "info", "warning", "error")
 ENOUGH = 0.95
-"""Part of its way to the replicas after which a center has arrived."""
+"""Fraction of its way to the replicas after which a center counts as arrived."""
 
 logger = logging.getLogger("hvd_periodic")
 
 
 def set_up(level: str | None = None) -> None:
-    """Let the log of this package be written to stderr, if the environment asks for it.
+    """Write the log of this package to stderr, if the environment asks for it.
 
     Args:
-        level: in place of the environment's.
+        level: used instead of the environment's.
     """
     asked = os.environ.get(VARIABLE) if level is None else level
     if not asked:
@@ -44,10 +44,10 @@ Log = logging.LoggerAdapter[logging.Logger]
 
 
 def log_of(number: int | None) -> Log:
-    """Return the log for what one of several optimizers has to say: lines begin with its number.
+    """Return the log of one of several optimizers: its lines begin with the number of the optimizer.
 
     Args:
-        number: of the optimizer; None where there is one.
+        number: number of the optimizer; None if there is only one.
     """
     return _Named(logger, {"number": number})
 
@@ -56,8 +56,8 @@ class Lines(Listener):
     """Writes to the log of the package, on one rank.
 
     Args:
-        speaks: returns whether this is the rank.
-        number: returns which of several optimizers this is; None where there is one.
+        speaks: returns whether this is the rank that writes.
+        number: returns the number of this optimizer; None if there is only one.
     """
 
     def __init__(self, speaks: Callable[[], bool], number: Callable[[], int | None] = lambda: None) -> None:
@@ -68,12 +68,12 @@ class Lines(Listener):
         return log_of(self._number())
 
     def began(self, facts: Facts) -> None:
-        """Say what training is."""
+        """Write a description of the training."""
         if self._speaks():
             self._log.info("%s", described(facts))
 
     def exchanged(self, report: Report) -> None:
-        """Say what an exchange has taken."""
+        """Write the cost of an exchange."""
         if not (logger.isEnabledFor(logging.DEBUG) and self._speaks()):
             return
         waited = "" if report.waited is None else f" ({seconds_of(report.waited)} waiting)"
@@ -91,7 +91,7 @@ class Lines(Listener):
         )
 
     def ended(self, total: Total) -> None:
-        """Say what all of them came to."""
+        """Write the totals of all exchanges."""
         if not (total.exchanges and self._speaks()):
             return
         waited = "" if total.waited is None else f", {seconds_of(total.waited)} of it waiting for other ranks"
@@ -120,13 +120,13 @@ class _Named(logging.LoggerAdapter[logging.Logger]):
     """Begins lines with the number of an optimizer, if there is one."""
 
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the line and what goes with it."""
+        """Return the line and its keyword arguments."""
         number = (self.extra or {}).get("number")
         return (msg if number is None else f"Optimizer {number}: {msg}"), kwargs
 
 
 def described(facts: Facts) -> str:
-    """Return in one line what training is."""
+    """Return a description of the training in one line."""
     known: dict[str, Any] = dict(facts)
     period = known.get("period")
     options = [f"{name}={known[name]}" for name in ("overlap", "fragments", "compression") if known.get(name)]

@@ -1,4 +1,4 @@
-"""Run logs as what they tell of: trainings, their parts, and what every rank has seen of each."""
+"""Reads run logs as trainings, their parts, and the reports of every rank in each part."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvd_periodic.journal.checked import beginning, count, report, text, total
 from hvd_periodic.journal.files import VERSION, Bad, lines_of, log_files
 
 _NAMED = 3
-"""Bad lines of a file that are named one by one."""
+"""Number of bad lines of a file that are named one by one."""
 
 
 @dataclass
 class Segment:
-    """What one rank has written from one beginning on.
+    """The lines of one rank from one beginning to the next.
 
     Attributes:
-        facts: what training is.
-        reports: of exchanges, in their order.
-        total: what they came to; None where the job did not get to its end.
+        facts: description of the training.
+        reports: reports of exchanges, in order.
+        total: totals of the exchanges; None if the job did not reach its end.
     """
 
     facts: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last that was written."""
+        """Seconds from the beginning to the last line."""
         if self.total is not None:
             return self.total.wall_seconds
         return self.reports[-1].time - float(self.facts["time"]) if self.reports else 0.0
@@ -42,11 +42,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Part:
-    """A training from one beginning to the next; it has several where a job was started again, or its ranks changed.
+    """A training from one beginning to the next; there are several parts if a job was restarted or its ranks changed.
 
     Attributes:
-        ranks: that trained together, counted over the job.
-        segments: what each of them has written.
+        ranks: global ranks that trained together.
+        segments: the lines that each of them has written.
     """
 
     ranks: tuple[int, ...]
@@ -54,23 +54,23 @@ class Part:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What training was, on the first rank."""
+        """Description of the training, from the first rank."""
         return self.segments[min(self.segments)].facts
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which there is no log."""
+        """Ranks without a log."""
         return sorted(set(self.ranks) - self.segments.keys())
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one optimizer did, on all ranks that exchanged by it.
+    """The training with one optimizer, on all ranks that exchanged through it.
 
     Attributes:
-        name: of the optimizer, the same on all ranks.
-        number: which of the optimizers of its ranks.
-        parts: from beginning to beginning, in the order of time.
+        name: name of the optimizer, the same on all ranks.
+        number: number of the optimizer among the optimizers of its ranks.
+        parts: from one beginning to the next, in order of time.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Training:
 
     @property
     def ranks(self) -> list[int]:
-        """All that ever were among its ranks."""
+        """All ranks that ever took part."""
         return sorted({rank for part in self.parts for rank in part.ranks})
 
 
@@ -89,8 +89,8 @@ class Run:
 
     Attributes:
         path: as given.
-        trainings: of which they tell, in the order of time.
-        bad: lines that are left out, by the name of their file.
+        trainings: the trainings in the logs, in order of time.
+        bad: lines that are skipped, by file name.
     """
 
     path: Path
@@ -99,15 +99,15 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = lambda file: None) -> Run:
-    """Return what a folder of logs tells.
+    """Return the contents of a folder of logs.
 
     Args:
-        folder: of the logs.
-        told: is called with each file that has been read.
+        folder: folder of the logs.
+        told: called with each file after it has been read.
 
     Raises:
         FileNotFoundError: there is no log.
-        ValueError: a file is no log of this version, or none at all.
+        ValueError: a file is a log of another version, or not a log.
     """
     path = Path(folder)
     if path.is_file():
@@ -137,7 +137,7 @@ def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = la
 
 
 def _segments(file: Path, rank: int) -> tuple[list[tuple[str, int, Segment]], list[Bad]]:
-    """Return name and number of an optimizer with what was written from each of its beginnings on; and bad lines."""
+    """Return the segments, each with the name and number of its optimizer, and the bad lines."""
     latest: dict[str, Segment] = {}
     found: list[tuple[str, int, Segment]] = []
     lines, bad = lines_of(file)
@@ -159,10 +159,10 @@ class _VersionError(Exception):
 
 
 def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: list[tuple[str, int, Segment]]) -> None:
-    """Add what a line says to the latest segment of its optimizer, or begin one.
+    """Add a line to the latest segment of its optimizer, or begin a new segment.
 
     Raises:
-        ValueError: something in it is not what it has to be.
+        ValueError: a value in the line is invalid.
     """
     event = line.get("event")
     if event not in ("began", "exchanged", "ended"):
@@ -170,7 +170,7 @@ def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: li
     number = count(line.get("optimizer", 0))
     name = text(line.get("name", str(number)))
     if event == "began":
-        latest.pop(name, None)  # What follows a bad beginning does not belong to the one before.
+        latest.pop(name, None)  # Lines after a bad beginning do not belong to the segment before.
         _check_version(line)
         latest[name] = Segment(beginning(line, rank))
         found.append((name, number, latest[name]))
@@ -183,7 +183,7 @@ def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: li
 
 
 def _check_version(line: Mapping[str, Any]) -> None:
-    """Refuse a log that another version has written."""
+    """Refuse a log written by another version."""
     version, package = line.get("version"), line.get("package")
     if isinstance(version, int) and version != VERSION:
         known = package if isinstance(package, str) else "of the version that wrote it"
@@ -193,7 +193,7 @@ def _check_version(line: Mapping[str, Any]) -> None:
 
 
 def bad_lines(bad: Mapping[str, Sequence[Bad]]) -> Iterator[str]:
-    """Yield for each file which of its lines are left out, and why."""
+    """Yield for each file which of its lines are skipped, and why."""
     for name, of_file in bad.items():
         named = "; ".join(f"line {each.number}: {each.why}" for each in of_file[:_NAMED])
         more = f"; and {len(of_file) - _NAMED} more" if len(of_file) > _NAMED else ""
@@ -201,7 +201,7 @@ def bad_lines(bad: Mapping[str, Sequence[Bad]]) -> Iterator[str]:
 
 
 def _trainings(parts: Sequence[tuple[str, Part]], numbers: Mapping[str, int]) -> Iterator[Training]:
-    """Yield trainings: the parts of an optimizer of one name, among ranks that have one in common."""
+    """Yield trainings: the parts with one optimizer name whose sets of ranks overlap."""
     together: list[tuple[str, list[Part]]] = []
     for name, part in sorted(parts, key=lambda pair: float(pair[1].facts["time"])):
         for known, others in together:

@@ -1,4 +1,4 @@
-"""What becomes of the local optimizer's state at an exchange. One file each."""
+"""Policies for the local optimizer's state at an exchange. One file each."""
 
 from hvd_periodic.local_state.average import Average
 from hvd_periodic.local_state.base import LocalState, LocalStateLike, as_local_state

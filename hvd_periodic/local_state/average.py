@@ -1,4 +1,4 @@
-"""The optimizer's state is averaged over workers, all of it or by entry."""
+"""Averages the optimizer's state over workers, all of it or by entry."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hvd_periodic.local_state.base import LocalState
 
 @dataclass(frozen=True)
 class Average(LocalState):
-    """Replace entries by their mean over workers: all of them at every exchange, or each at its own multiple of it.
+    """Replace entries with their mean over workers: all at every exchange, or each at its own multiple of it.
 
         s_i ← 1/n Σ_j s_j
 
     Args:
-        periods: exchanges between averages, by entry; those that are not named stay local. Default: every entry at
+        periods: exchanges between averages, by entry; entries not named here stay local. Default: every entry at
             every exchange.
 
     Raises:
-        TypeError, ValueError: a period that is no int of at least 1.
+        TypeError, ValueError: a period is not an int of at least 1.
 
     Example:
         >>> Average({"exp_avg": 3, "exp_avg_sq": 6}).averaged(["exp_avg", "exp_avg_sq"])
@@ -42,7 +42,7 @@ class Average(LocalState):
             require_int(period, f"`optimizer_state[{entry!r}]`", minimum=1)
 
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return all entries, or those that were named."""
+        """Return all entries, or the named ones."""
         if self.periods is None:
             return dict.fromkeys(entries, 1)
         unknown = sorted(self.periods.keys() - set(entries))

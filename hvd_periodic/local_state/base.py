@@ -1,4 +1,4 @@
-"""What a policy for the local optimizer's state is."""
+"""The interface of policies for the local optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvd_periodic.choices import choices
 
 
 class LocalState(ABC):
-    """Says at which exchanges which entries of the state are averaged over ranks or begun anew.
+    """Decides which entries of the state are averaged over ranks or reset, and at which exchanges.
 
-    An *entry* is what an optimizer keeps of every parameter in its shape, by the optimizer's own name for it:
-    ``exp_avg`` of torch's Adam, ``momentum`` of Keras's SGD. Step counters are no entries, and left alone.
+    An *entry* is a tensor that an optimizer keeps for every parameter, in its shape, under the optimizer's own name:
+    ``exp_avg`` of torch's Adam, ``momentum`` of Keras's SGD. Step counters are not entries, and are left alone.
 
     Attributes:
-        name: what users call the policy.
-        touches: whether it touches anything.
-        resets: whether all entries are begun anew at every exchange.
+        name: the users' name for the policy.
+        touches: whether the policy changes any entry.
+        resets: whether all entries are reset at every exchange.
     """
 
     name: ClassVar[str]
@@ -27,10 +27,10 @@ class LocalState(ABC):
 
     @abstractmethod
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return which of these entries are averaged, each with its period in exchanges.
+        """Return the entries among these to average, each with its period in exchanges.
 
         Raises:
-            ValueError: an entry that was asked for is not there.
+            ValueError: the policy names an entry that does not exist.
         """
 
 
@@ -39,11 +39,11 @@ LocalStateLike: TypeAlias = str | Mapping[str, int] | LocalState
 
 
 def as_local_state(value: Any, argument: str = "`optimizer_state`") -> LocalState:
-    """Return a policy by its name, or for multiples of the exchange period by entry.
+    """Return the policy for a name, or for multiples of the exchange period by entry.
 
     Args:
         value: ``"local"``, ``"reset"``, ``"average"``, a dict such as ``{"exp_avg": 3, "exp_avg_sq": 6}``, or a policy.
-        argument: what the caller calls it, for the error message.
+        argument: the caller's name for it, for the error message.
 
     Raises:
         TypeError, ValueError: there is no such policy.

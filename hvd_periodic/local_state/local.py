@@ -22,5 +22,5 @@ class Local(LocalState):
     touches: ClassVar[bool] = False
 
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return that nothing is averaged."""
+        """Return no entries: nothing is averaged."""
         return {}

@@ -1,4 +1,4 @@
-"""The mean of all workers, of which no center is kept."""
+"""The mean of all workers, without a center."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Mean(Algorithm):
-    """Replace every replica by the mean of the replicas.
+    """Replace every replica with the mean of the replicas.
 
         x_i ← 1/n Σ_j x_j
 
-    For what nobody evaluates, such as the state of local optimizers: unlike :class:`Averaging` it takes no memory for a
-    center. All workers have to bring their values.
+    For values that are not evaluated, such as the state of local optimizers: unlike :class:`Averaging`, it takes no
+    memory for a center. All workers must contribute their values.
 
     Example:
         >>> import numpy as np
@@ -31,11 +31,11 @@ class Mean(Algorithm):
 
     @property
     def takes_mean(self) -> bool:
-        """It is one."""
+        """True: the total divided by n is the mean."""
         return True
 
     def init_center(self, space: VectorSpace[V], x: V) -> State[V]:
-        """Return nothing."""
+        """Return no vectors: there is no center."""
         return {}
 
     def message(
@@ -49,5 +49,5 @@ class Mean(Algorithm):
         return {"center": space.scale(1.0 / exchange.size, total)}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Become the mean."""
+        """Return the mean."""
         return center, {}

@@ -1,4 +1,4 @@
-"""Every exchange begins the optimizer's state anew."""
+"""Resets the optimizer's state at every exchange."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hvd_periodic.local_state.base import LocalState
 
 @dataclass(frozen=True)
 class Reset(LocalState):
-    """Set every entry to what it is before the first step, after each exchange.
+    """Set every entry to its value before the first step, after each exchange.
 
-    Step counters go on: a bias correction that relies on them is too small for the first steps of a period.
+    Step counters continue: a bias correction that relies on them is too small for the first steps of a period.
 
     Example:
         >>> Reset().resets
@@ -21,12 +21,12 @@ class Reset(LocalState):
 
     References:
         Chen, Huo: Scalable training of deep learning machines by incremental block training with intra-block parallel
-        optimization and blockwise model-update filtering. ICASSP (2016); so in CNTK.
+        optimization and blockwise model-update filtering. ICASSP (2016); as in CNTK.
     """
 
     name: ClassVar[str] = "reset"
     resets: ClassVar[bool] = True
 
     def averaged(self, entries: Collection[str]) -> Mapping[str, int]:
-        """Return that nothing is averaged."""
+        """Return no entries: nothing is averaged."""
         return {}

@@ -1,4 +1,4 @@
-"""The three optimizers that people know by name, of numpy arrays."""
+"""The three well-known optimizers, for numpy arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_periodic.schedules import Schedule
 
 
 class ElasticAverageOptimizer(PeriodicOptimizer):
-    """Elastic averaging of numpy arrays; the mathematics is that of :class:`hvd_periodic.algorithms.EASGD`.
+    """Elastic averaging of numpy arrays; see :class:`hvd_periodic.algorithms.EASGD` for the mathematics.
 
     Args:
         optimizer: the local optimizer.
@@ -65,7 +65,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
 
 class ModelAverageOptimizer(PeriodicOptimizer):
-    """Model averaging of numpy arrays; the mathematics is that of :class:`hvd_periodic.algorithms.Averaging`.
+    """Model averaging of numpy arrays; see :class:`hvd_periodic.algorithms.Averaging` for the mathematics.
 
     Args:
         optimizer: the local optimizer.
@@ -97,13 +97,13 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
 
 class AGNOptimizer(PeriodicOptimizer):
-    """Accumulated gradient normalization; the mathematics is that of :class:`hvd_periodic.algorithms.AGN`.
+    """Accumulated gradient normalization; see :class:`hvd_periodic.algorithms.AGN` for the mathematics.
 
     Args:
         optimizer: the local optimizer.
         named_parameters: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center; default: a copy of ``optimizer``, with a state of its own.
+        center_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
         options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.

@@ -1,4 +1,4 @@
-"""Optimizers of numpy arrays whose ranks exchange now and then."""
+"""Optimizers of numpy arrays whose ranks exchange periodically."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
 class PeriodicOptimizer:
-    """An optimizer of numpy arrays whose ranks exchange now and then, by any algorithm and schedule.
+    """An optimizer of numpy arrays whose ranks exchange periodically, with any algorithm and schedule.
 
     Args:
         optimizer: the local optimizer.
         named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
-        algorithm: what an exchange computes.
+        algorithm: the computation of an exchange.
         period: local steps between exchanges, or a schedule.
-        outer_optimizer: copied, with what state it has, for algorithms that optimize the center. Default:
-            ``optimizer``.
+        outer_optimizer: copied, including its state, for algorithms that optimize the center. Default: ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
-        options: center, root_rank, communicator: those of :class:`~hvd_periodic.options.Options` and
+        options: center, root_rank, communicator and the others of :class:`~hvd_periodic.options.Options` and
             :class:`~hvd_periodic.numpy.options.NumpyOptions`.
 
     Attributes:
@@ -46,7 +45,7 @@ class PeriodicOptimizer:
     """
 
     _spelling: ClassVar[Mapping[str, str]] = {}
-    """What a named constructor calls classes and arguments of the core."""
+    """Names that a named constructor uses for classes and arguments of the core."""
 
     @takes(NumpyOptions)
     def __init__(
@@ -92,12 +91,12 @@ class PeriodicOptimizer:
         """Take one local step, and exchange if one is due.
 
         Args:
-            gradients: one per parameter, in their order or by name; None, or a missing name, for no gradient.
+            gradients: one per parameter, in order or by name; None, or a missing name, for no gradient.
 
         Raises:
-            TypeError: a gradient that is not an array of floating point.
-            ValueError: a gradient without parameter, or of another shape.
-            RuntimeError: called inside ``center()``; or what an exchange raises.
+            TypeError: a gradient is not a floating-point array.
+            ValueError: a gradient has no parameter, or another shape.
+            RuntimeError: called inside ``center()``; or as an exchange raises.
         """
         replica = self._replica
         if isinstance(gradients, Mapping):
@@ -121,11 +120,11 @@ class PeriodicOptimizer:
         self.synchronizer.step()
 
     def skip(self) -> None:
-        """Count an iteration without update, as every rank has to that has nothing to step with."""
+        """Count an iteration without an update; every rank that has nothing to step with must call this."""
         self.synchronizer.step(updated=False)
 
     def center(self) -> AbstractContextManager[None]:
-        """Hold the center in the arrays inside a ``with`` block, the local values again after it."""
+        """Hold the center in the arrays inside a ``with`` block, and the local values again after it."""
         return self.synchronizer.center()
 
 

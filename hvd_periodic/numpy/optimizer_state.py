@@ -13,11 +13,11 @@ from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.vectors.store import Store
 
 _MARK = 0.75
-"""A value, exact in every dtype, that no state of an optimizer starts from by itself."""
+"""A value, exact in every dtype, with which no optimizer state starts on its own."""
 
 
 class ArrayOptimizerState:
-    """Lists among the attributes of an optimizer that hold an array per parameter, in its shape.
+    """The attributes of an optimizer that are lists of one array per parameter, in its shape.
 
     Args:
         optimizer: the local optimizer.
@@ -31,7 +31,7 @@ class ArrayOptimizerState:
         self._start: Mapping[str, Sequence[tuple[str, Array]]] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, Array]]]:
-        """Return them by the name of the attribute."""
+        """Return the lists by attribute name."""
         return {
             name: list(zip(self._replica.names, value, strict=True))
             for name, value in vars(self._optimizer).items()
@@ -43,7 +43,7 @@ class ArrayOptimizerState:
         return self._replica.store_of(pairs)
 
     def learn_start(self) -> None:
-        """Let a copy take one step, without gradient, and look; what an optimizer has already, starts from zero."""
+        """Find initial values from a step of a copy with zero gradients; existing state is taken to start from zero."""
         if self.entries():
             return
         trial, arrays = copy.deepcopy(self._optimizer), [np.full_like(array, _MARK) for array in self._replica.arrays]
@@ -51,7 +51,7 @@ class ArrayOptimizerState:
         self._start = ArrayOptimizerState(trial, self._replica).entries()
 
     def reset(self) -> None:
-        """Set all to what a new optimizer has: zeros, the parameters, or what its settings say."""
+        """Reset all state to that of a new optimizer: zeros, the parameters, or values from its settings."""
         of_name = dict(zip(self._replica.names, self._replica.arrays, strict=True))
         for entry, pairs in self.entries().items():
             start = dict(self._start.get(entry, ()))

@@ -1,4 +1,4 @@
-"""What constructors of numpy optimizers take besides the options of all front ends."""
+"""Options of numpy optimizers in addition to the options of all front ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NumpyOptions(Options, total=False):
     """Options of the numpy front end.
 
     Attributes:
-        communicator: another name of ``process_set``, which has to be a :class:`~hvd_periodic.Communicator` here.
+        communicator: another name for ``process_set``, which must be a :class:`~hvd_periodic.Communicator` here.
             Default: this process alone.
     """
 
@@ -23,7 +23,7 @@ def communicator_of(options: NumpyOptions) -> Communicator:
     """Return the ranks that exchange.
 
     Raises:
-        TypeError: both names are used, or for something else than a communicator.
+        TypeError: both names are used, or the value is not a communicator.
     """
     given = [value for value in (options["communicator"], options["process_set"]) if value is not None]
     if len(given) > 1:

@@ -20,7 +20,7 @@ class ArrayOuterOptimizer:
     """A copy of an optimizer of arrays, over the arrays of the center.
 
     Args:
-        source: the optimizer to copy, with what state it has: numbers that its step changes are state as arrays are.
+        source: the optimizer to copy, including its state: arrays, and numbers that its step changes.
     """
 
     def __init__(self, source: ArrayOptimizer) -> None:
@@ -29,11 +29,11 @@ class ArrayOuterOptimizer:
         self._counters: list[str] = []
 
     def another(self) -> ArrayOuterOptimizer:
-        """Return one like this that has no center yet."""
+        """Return a copy that has no center yet."""
         return ArrayOuterOptimizer(self._source)
 
     def divided(self, fragments: Sequence[Fragment]) -> Divided:
-        """Return one of these for each fragment."""
+        """Return one outer optimizer for each fragment."""
         return Divided(self, fragments)
 
     @property
@@ -57,20 +57,20 @@ class ArrayOuterOptimizer:
         self._views = (center.tensors(), gradient.tensors())
 
     def step(self) -> None:
-        """Step on the center."""
+        """Take a step on the center."""
         self._optimizer.step(*self._views)
 
     def settings(self) -> dict[str, object]:
-        """Return the numbers and texts among the attributes."""
+        """Return the hyper-parameters, by readable name."""
         return {f"{key} of the center optimizer": value for key, value in self.hyperparameters().items()}
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the numbers and texts among the attributes that no step changes."""
+        """Return the attributes that are numbers or strings and that no step changes."""
         settings = _settings(self._optimizer)
         return {key: value for key, value in settings.items() if key not in self._counters}
 
     def follow(self, settings: Any) -> None:
-        """Set these attributes; of None, leave them as they are."""
+        """Set these attributes; None leaves all unchanged."""
         vars(self._optimizer).update(settings or {})
 
     def state(self) -> Any:
@@ -78,15 +78,15 @@ class ArrayOuterOptimizer:
         return copy.deepcopy(vars(self._optimizer))
 
     def load(self, state: Any) -> None:
-        """Set the attributes."""
+        """Set the attributes from a copy of the state."""
         vars(self._optimizer).update(copy.deepcopy(state))
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
-        """Do what :meth:`bind` does: the center is in host memory anyway."""
+        """Call :meth:`bind`, because the center is in host memory anyway."""
         self.bind(center, gradient, whole)
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Let a copy step, and look."""
+        """Return the shapes and dtypes of the state, found from a step of a copy."""
         zeros = [FlatStore(layout, lambda kind, size: np.zeros(size, kind)) for _ in range(2)]
         self.bind(zeros[0], zeros[1], layout)
         trial = copy.deepcopy(self._source)
@@ -94,11 +94,11 @@ class ArrayOuterOptimizer:
         return [((), "float64") for _ in self._counters] + [(a.shape, a.dtype.name) for a in _arrays(trial)]
 
     def reset(self) -> None:
-        """Copy it anew."""
+        """Replace the optimizer with a new copy of its source."""
         self._optimizer = copy.deepcopy(self._source)
 
     def pull(self, arrays: Sequence[Array]) -> None:
-        """Copy from the arrays, which a step has filled."""
+        """Copy the state from the arrays, which a step has filled."""
         if not _arrays(self._optimizer):
             centers = [center.copy() for center in self._views[0]]
             self._optimizer.step(centers, [np.zeros_like(center) for center in centers])
@@ -109,13 +109,13 @@ class ArrayOuterOptimizer:
             mine[...] = array
 
     def push(self, arrays: Sequence[Array]) -> None:
-        """Copy into the arrays."""
+        """Copy the state into the arrays."""
         counters = [getattr(self._optimizer, key) for key in self._counters]
         for mine, array in zip(counters + _arrays(self._optimizer), arrays, strict=True):
             array[...] = mine
 
     def _changed_by_step(self, whole: Layout) -> list[str]:
-        """Return the numbers among the attributes that a step changes, such as a step counter: let a copy take one."""
+        """Return the numbers among the attributes that a step of a copy changes, such as a step counter."""
         trial, before = copy.deepcopy(self._source), _settings(self._source)
         arrays = [np.ones(spec.shape, spec.kind) for spec in whole.specs]
         trial.step(arrays, [np.ones_like(array) for array in arrays])
@@ -123,7 +123,7 @@ class ArrayOuterOptimizer:
 
 
 def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
-    """Leave of what an optimizer has kept of every tensor of the whole what belongs to a share of it."""
+    """Reduce the state that an optimizer keeps for all tensors to the state of a share."""
     if share is whole:
         return
     shapes = [spec.shape for spec in whole.specs]
@@ -135,12 +135,12 @@ def _restrict(optimizer: ArrayOptimizer, share: Layout, whole: Layout) -> None:
 
 
 def _settings(optimizer: ArrayOptimizer) -> dict[str, Any]:
-    """Return the numbers and texts among the attributes."""
+    """Return the attributes that are numbers or strings."""
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
 
 
 def _arrays(optimizer: ArrayOptimizer) -> list[Array]:
-    """Return the arrays among the attributes of an optimizer, and in the lists among them."""
+    """Return the arrays among the attributes of an optimizer, including arrays in lists."""
     found: list[Array] = []
     for value in vars(optimizer).values():
         found += [array for array in (value if isinstance(value, list) else [value]) if isinstance(array, np.ndarray)]

@@ -48,7 +48,7 @@ class NumpyReplica(Replica[Array]):
         self._signature = [(array.shape, array.dtype) for array in self.arrays]
 
     def store_of(self, named: Sequence[tuple[str, Array]]) -> Store[Array]:
-        """Return named arrays as a store, which leaves them where they are."""
+        """Return a store of named arrays, which stay where they are."""
         specs = []
         for name, array in named:
             kind = np.promote_types(array.dtype, np.float32)
@@ -65,7 +65,7 @@ class NumpyReplica(Replica[Array]):
         }
 
     def changes(self) -> str | None:
-        """Return which array changed its shape or dtype in place."""
+        """Return a message about an array whose shape or dtype has changed, or None."""
         for name, array, signature in zip(self.names, self.arrays, self._signature, strict=True):
             if (array.shape, array.dtype) != signature:
                 return f"Parameter {name!r} changed from {signature} to {(array.shape, array.dtype)} after construction"
@@ -76,11 +76,11 @@ class NumpyReplica(Replica[Array]):
         return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
 
     def new_temporary_store(self, layout: Layout) -> Store[Array]:
-        """Return what :meth:`new_store` does: saved are arrays."""
+        """Return a store as :meth:`new_store` does: arrays are the saved form."""
         return self.new_store(layout, "temporary")
 
     def scratch(self, bucket: Bucket, slot: int) -> None:
-        """Numpy allocates as it goes."""
+        """Return None: numpy allocates as it goes."""
         return
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Array]]) -> int:
@@ -104,7 +104,7 @@ class NumpyReplica(Replica[Array]):
         return present
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
-        """Return which have one."""
+        """Return the parameters that have a gradient."""
         return {i for i in among if self.gradients[i] is not None}
 
     def some_of(self, tensor: Array, like: Array | None = None) -> np.ndarray:
@@ -114,11 +114,11 @@ class NumpyReplica(Replica[Array]):
         return np.array(flat if like is None else flat.astype(like.dtype), np.float64)
 
     def frozen(self) -> bytes:
-        """Return nothing: all arrays are trained."""
+        """Return an empty digest: all arrays are trained."""
         return b""
 
     def discard_gradients(self) -> None:
-        """Leave the parameters without gradients."""
+        """Discard all gradients."""
         self.gradients = [None] * len(self.arrays)
 
     def to_host(self, value: Array, bucket: Bucket) -> Array:
@@ -134,7 +134,7 @@ class NumpyReplica(Replica[Array]):
         return value.tobytes()
 
     def save(self, store: Store[Array]) -> dict[str, Any]:
-        """Return copies by name; or the arrays, where they are lent."""
+        """Return copies by name, or the arrays themselves if they are lent."""
         pairs = zip(store.layout.specs, store.tensors(), strict=True)
         return {spec.name: array if lends() else np.copy(array) for spec, array in pairs}
 

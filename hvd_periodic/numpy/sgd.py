@@ -1,4 +1,4 @@
-"""Optimizers of numpy arrays: what one is, and gradient descent."""
+"""Optimizers of numpy arrays: the protocol, and gradient descent."""
 
 from __future__ import annotations
 

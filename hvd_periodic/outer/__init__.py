@@ -1,7 +1,7 @@
-"""Outer optimizers: what moves the center, given a gradient for it.
+"""Outer optimizers: they move the center, given a gradient for it.
 
-On vectors, as part of an algorithm: ``sgd``. Of a framework, over the tensors of the center: ``framework`` says what a
-front end provides.
+``sgd`` works on vectors, as part of an algorithm. ``framework`` is the interface that a front end implements for an
+optimizer of its framework, over the tensors of the center.
 """
 
 from hvd_periodic.outer.base import Outer

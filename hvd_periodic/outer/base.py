@@ -1,4 +1,4 @@
-"""What an outer optimizer on vectors provides."""
+"""The interface of outer optimizers on vectors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ V = TypeVar("V")
 
 
 class Outer(ABC):
-    """An optimizer of the center, as functions of vectors; it treats elements one by one.
+    """An optimizer of the center, as functions of vectors; it is elementwise.
 
     It holds hyper-parameters only. Its own vectors are kept, placed, saved and restored with the center.
     """
 
     @abstractmethod
     def init(self, space: VectorSpace[V], center: V) -> dict[str, V]:
-        """Return its vectors when training starts, by name."""
+        """Return the optimizer's vectors at the start of training, by name."""
 
     @abstractmethod
     def step(self, space: VectorSpace[V], center: V, gradient: V, state: dict[str, V]) -> tuple[V, dict[str, V]]:
-        """Return the center after one step, and its new vectors; may overwrite all arguments."""
+        """Return the center after one step, and the optimizer's new vectors; may overwrite all arguments."""

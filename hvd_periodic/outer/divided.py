@@ -15,21 +15,21 @@ from hvd_periodic.vectors.store import FlatStore, Store
 
 
 class Divisible(OuterOptimizer, Protocol):
-    """An optimizer of the center of which there may be several."""
+    """An optimizer of the center that may exist several times."""
 
     def another(self) -> Divisible:
-        """Return one like this that has no center yet."""
+        """Return another optimizer like this, without a center yet."""
 
     def divided(self, fragments: Sequence[Fragment]) -> OuterOptimizer:
-        """Return one of these for each fragment, as a :class:`Divided`."""
+        """Return one such optimizer for each fragment, as a :class:`Divided`."""
 
 
 class Divided:
-    """As many optimizers as there are fragments, each over its slice of the center, with a state of its own.
+    """One optimizer per fragment, each over its slice of the center and with its own state.
 
     Args:
-        outer: what is wanted.
-        fragments: of the parameters; the center is cut as they are.
+        outer: the optimizer to create for each fragment.
+        fragments: fragments of the parameters; the center is cut in the same way.
 
     Attributes:
         parts: the optimizers, by fragment.
@@ -41,29 +41,29 @@ class Divided:
 
     @property
     def name(self) -> str:
-        """The class of each."""
+        """The class of the optimizers."""
         return self.parts[0].name
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Make the optimizers."""
+        """Create the optimizers."""
         for part, fragment in zip(self.parts, self._fragments, strict=True):
             part.bind(Slice(center, fragment), Slice(gradient, fragment), whole)
 
     def step(self) -> None:
-        """Let each take a step."""
+        """Take one step with each optimizer."""
         for part in self.parts:
             part.step()
 
     def settings(self) -> dict[str, object]:
-        """Return the hyper-parameters, which all have in common."""
+        """Return the hyper-parameters, which all optimizers share."""
         return self.parts[0].settings()
 
     def hyperparameters(self) -> Any:
-        """Return the hyper-parameters, which all have in common."""
+        """Return the hyper-parameters, which all optimizers share."""
         return self.parts[0].hyperparameters()
 
     def follow(self, settings: Any) -> None:
-        """Let all take these."""
+        """Pass these settings to all optimizers."""
         for part in self.parts:
             part.follow(settings)
 
@@ -72,10 +72,10 @@ class Divided:
         return {"fragments": [part.state() for part in self.parts]}
 
     def load(self, state: Any) -> None:
-        """Restore what :meth:`state` returned.
+        """Restore the states that :meth:`state` returned.
 
         Raises:
-            ValueError: it was saved with another number of fragments.
+            ValueError: the state was saved with another number of fragments.
         """
         states = state.get("fragments") if isinstance(state, dict) else None
         if states is None or len(states) != len(self.parts):
@@ -88,11 +88,11 @@ class Divided:
             part.load(of_part)
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
-        """Make the optimizers."""
+        """Create the optimizers."""
         self.bind(center, gradient, whole)
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return those of one after another."""
+        """Return the shapes and dtypes of all optimizers, one after another."""
         return [shape for part in self.parts for shape in part.shapes(layout)]
 
     def reset(self) -> None:
@@ -105,7 +105,7 @@ class Divided:
         raise NotImplementedError("Asynchronous exchange has no fragments")
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Refuse, as :meth:`pull`."""
+        """Refuse, like :meth:`pull`."""
         raise NotImplementedError("Asynchronous exchange has no fragments")
 
 
@@ -126,7 +126,7 @@ class Slice(Store[Any]):
         self.layout.sources = tuple((owner, first + start, first + stop) for (owner, first, _), start, stop in owners)
 
     def tensors(self) -> list[Any]:
-        """Return the tensors, those that are not whole flat."""
+        """Return the tensors; parts of tensors are flat."""
         tensors, specs = self.store.tensors(), self.store.layout.specs
         return [
             tensors[tensor] if stop - start == specs[tensor].size else tensors[tensor].reshape(-1)[start:stop]

@@ -1,4 +1,4 @@
-"""Whether an optimizer may be cut: its step on a tensor is that of its steps on the parts."""
+"""Checks that an optimizer is elementwise: its step on a tensor equals its steps on the parts."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from hvd_periodic.arguments import outer_name
 from hvd_periodic.vectors.layout import Layout
 
 Steps = Callable[[np.ndarray, list[np.ndarray]], np.ndarray]
-"""``steps(x, gradients)`` returns what a new optimizer makes of ``x`` in as many steps as there are gradients."""
+"""``steps(x, gradients)`` returns ``x`` after one step of a new optimizer for each of the gradients."""
 
 
 _WHOLE = {"center='sharded'": "center='root'", "fragments": "fewer fragments"}
-"""What leaves tensors whole, by what cuts them."""
+"""The setting that leaves tensors whole, by the setting that cuts them."""
 
 
 def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -> None:
-    """Raise unless the optimizer treats elements one by one, where this rank holds parts of tensors.
+    """Raise if this rank holds parts of tensors and the optimizer is not elementwise.
 
-    Layer-wise rates, clipping by norm and factored moments need whole tensors: on parts they would compute something
-    else, without a word. Two steps on a small matrix, and on its two parts by two optimizers, tell.
+    Layer-wise rates, clipping by norm and factored moments need whole tensors: on parts they would silently compute
+    something else. The check compares two steps on a small matrix with two steps on its parts, by two optimizers.
 
     Args:
-        name: of the optimizer, for the message.
-        share: what this rank holds.
-        whole: what all hold.
+        name: name of the optimizer, for the message.
+        share: layout of this rank's shard.
+        whole: layout of the whole center.
         steps: runs a new optimizer.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the optimizer is not elementwise.
 
     Example:
         >>> from hvd_periodic.vectors.layout import TensorSpec

@@ -1,4 +1,4 @@
-"""What a front end provides where an optimizer of its framework moves the center."""
+"""The interface that a front end implements if an optimizer of its framework moves the center."""
 
 from __future__ import annotations
 
@@ -12,83 +12,83 @@ from hvd_periodic.vectors.store import FlatStore, Store
 
 
 class Hyperparameters(Protocol):
-    """Settings of this rank on which all have to agree before they enter the arithmetic of a center."""
+    """Settings of this rank on which all ranks must agree before they enter the arithmetic of a center."""
 
     def settings(self) -> dict[str, object]:
-        """Return them by readable name; names of learning rates begin with ``lr`` or ``learning_rate``."""
+        """Return the settings by readable name; names of learning rates begin with ``lr`` or ``learning_rate``."""
 
     def hyperparameters(self) -> Any:
-        """Return the same in a form that :meth:`follow` takes, on another rank."""
+        """Return the settings in the form that :meth:`follow` takes on another rank."""
 
     def follow(self, settings: Any) -> None:
-        """Take these for the next exchange; None: this rank's own."""
+        """Use these settings for the next exchange; None: this rank's own settings."""
 
 
 class OuterOptimizer(Hyperparameters, Protocol):
     """An optimizer of the framework, over the tensors of the center.
 
-    Of an asynchronous center in host memory, several processes may step one after another; the state then travels
+    Several processes may take turns to step an asynchronous center in host memory; the optimizer's state then travels
     through arrays that they share.
     """
 
     @property
     def name(self) -> str:
-        """What all ranks have to agree on: the class."""
+        """The class of the optimizer, on which all ranks must agree."""
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Make the optimizer; ``gradient`` will hold what it is to apply.
+        """Create the optimizer; ``gradient`` will hold the gradient to apply.
 
-        Both stores are of this rank's share of the center, which may be empty; ``layout.sources`` says of which tensors
-        of the ``whole``.
+        Both stores hold this rank's shard of the center, which may be empty; ``layout.sources`` names the tensors of
+        the ``whole`` that the shard is cut from.
 
         Raises:
-            TypeError, ValueError: there is no such optimizer, or it cannot have such a center.
+            TypeError, ValueError: there is no such optimizer, or it does not support such a center.
         """
 
     def step(self) -> None:
         """Apply one step, in place."""
 
     def state(self) -> Any:
-        """Return a copy of its state."""
+        """Return a copy of the optimizer's state."""
 
     def load(self, state: Any) -> None:
-        """Restore what :meth:`state` returned."""
+        """Restore the state that :meth:`state` returned."""
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
-        """Make the optimizer, of numpy arrays."""
+        """Create the optimizer over numpy arrays."""
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the arrays that the state will consist of, over a center of this layout.
+        """Return the shapes and dtypes of the arrays that will make up the state, for a center of this layout.
 
         Raises:
-            TypeError, ValueError: as :meth:`bind`; or the state is of another kind.
+            TypeError, ValueError: as :meth:`bind`; or the state does not consist of arrays.
         """
 
     def reset(self) -> None:
-        """Forget all state, as if it had not stepped."""
+        """Forget all state, as if no step had been taken."""
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Go on from the state in these arrays, which may become the state itself."""
+        """Continue from the state in these arrays, which may be used as the state itself."""
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Put the state into these arrays."""
+        """Copy the state into these arrays."""
 
 
 class NoOuterOptimizer:
-    """The algorithm moves the center itself."""
+    """No outer optimizer: the algorithm moves the center itself."""
 
     name = "none"
 
     def settings(self) -> dict[str, object]:
-        """Return that there are none."""
+        """Return no settings."""
         return {}
 
     def hyperparameters(self) -> Any:
-        """Return that there are none."""
+        """Return None: there are no hyper-parameters."""
         return None
 
     def follow(self, settings: Any) -> None:
-        """Ignore them."""
+        """Ignore the settings."""
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
         """Leave the center alone."""
@@ -97,17 +97,17 @@ class NoOuterOptimizer:
         """Do nothing."""
 
     def state(self) -> Any:
-        """Return that there is none."""
+        """Return None: there is no state."""
         return None
 
     def load(self, state: Any) -> None:
-        """Ignore it."""
+        """Ignore the state."""
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
         """Leave the center alone."""
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return that there is no state."""
+        """Return no shapes: there is no state."""
         return []
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class OuterSGD(Outer):
-    """One step of gradient descent with momentum, as ``torch.optim.SGD`` takes it.
+    """One step of gradient descent with momentum, as in ``torch.optim.SGD``.
 
         m ← μ m + g
         c ← c − λ (g + μ m)      Nesterov
@@ -27,7 +27,7 @@ class OuterSGD(Outer):
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> import numpy as np
@@ -52,11 +52,11 @@ class OuterSGD(Outer):
         object.__setattr__(self, "momentum", momentum)
 
     def init(self, space: VectorSpace[V], center: V) -> dict[str, V]:
-        """Return a momentum of zero, where there is one."""
+        """Return a momentum vector of zeros, if there is momentum."""
         return {"momentum": space.zeros_like(center)} if self.momentum else {}
 
     def step(self, space: VectorSpace[V], center: V, gradient: V, state: dict[str, V]) -> tuple[V, dict[str, V]]:
-        """Descend."""
+        """Take one descent step."""
         if not self.momentum:
             return space.axpy(-self.learning_rate, gradient, center), {}
         momentum = space.axpy(1.0, gradient, space.scale(self.momentum, state["momentum"]))

@@ -1,4 +1,4 @@
-"""Schedules: when to exchange. One file each; a schedule is a pure function of what all ranks agree on."""
+"""Schedules: when to exchange. One file each; a schedule is a pure function of values that all ranks agree on."""
 
 from hvd_periodic.schedules.adacomm import AdaComm
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange

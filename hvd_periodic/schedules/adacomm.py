@@ -18,10 +18,9 @@ class AdaComm(Schedule):
         τ ← ⌈√(γ_0/γ · F/F_0) τ_0⌉, where that is below the present τ; otherwise τ ← max(1, ⌊τ/2⌋)
 
     after every ``every_rounds`` exchanges. F is the mean loss that ranks reported in the round that ends, F_0 that of
-    the first round; γ is the learning rate, γ_0 the first one above 0. Where the learning rate is unknown, it counts as
-    constant.
+    the first round; γ is the learning rate, γ_0 the first one above 0. An unknown learning rate counts as constant.
 
-    Losses come from ``synchronizer.report(loss)``, best called at every step.
+    Losses come from ``synchronizer.report(loss)``, which is best called at every step.
 
     Args:
         initial: local steps of the first rounds (τ_0); at least 1.
@@ -29,8 +28,8 @@ class AdaComm(Schedule):
 
     Raises:
         TypeError: an argument is not an int.
-        ValueError: an argument is below 1; when asked, no loss was reported where one is needed, or a loss or learning
-            rate is not positive.
+        ValueError: an argument is below 1; when called, a required loss was not reported, or a loss or learning rate is
+            not positive.
 
     Example:
         >>> from hvd_periodic import Clock

@@ -1,4 +1,4 @@
-"""What a schedule is, and the clock that it is asked with."""
+"""The interface of all schedules, and the clock that is passed to them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hvd_periodic.arguments import require_int
 
 @dataclass(frozen=True)
 class Clock:
-    """What all ranks agree on at an exchange; in asynchronous training, what one rank knows by itself.
+    """The facts that all ranks agree on at an exchange; in asynchronous training, those that one rank knows.
 
     Args:
         step: local steps so far.
-        round: exchanges so far, the one that is taking place included; 0 before the first.
-        learning_rate: of the local optimizer, on the rank with most updates, the first of several; None if unknown.
+        round: exchanges so far, including the present one; 0 before the first.
+        learning_rate: of the local optimizer, on the first of the ranks with the most updates; None if unknown.
         step_seconds: seconds per local step since the last exchange, on the slowest rank; None before the first.
-        loss: mean over the ranks that train of what they reported since the last exchange; None if nobody did.
-        period: local steps that were planned for the round that ends; 0 before the first.
-        memory: what the schedule asked to be remembered when it was asked last, see :meth:`Schedule.remember`.
+        loss: mean of the losses that training ranks reported since the last exchange; None if there were none.
+        period: local steps planned for the round that ends; 0 before the first.
+        memory: the numbers that :meth:`Schedule.remember` returned last.
     """
 
     step: int = 0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Schedule(ABC):
-    """When to exchange: a pure function of the clock, the same on all ranks.
+    """Decides when to exchange: a pure function of the clock, the same on all ranks.
 
     Subclasses are values: frozen dataclasses, whose arguments have defaults.
 
@@ -58,11 +58,11 @@ class Schedule(ABC):
     def __call__(self, clock: Clock) -> int:
         """Return the number of local steps until the next exchange, 1 or more.
 
-        It is asked before the first step, and at every exchange.
+        It is called before the first step, and at every exchange.
         """
 
     def remember(self, clock: Clock) -> Mapping[str, float]:
-        """Return the numbers to be known as ``clock.memory`` at the next question; names are among ``remembers``.
+        """Return the numbers that are ``clock.memory`` at the next call; their names are among ``remembers``.
 
         They are saved and restored with the counters. Default: none.
         """
@@ -70,22 +70,22 @@ class Schedule(ABC):
 
     @property
     def synchronous_until(self) -> int | None:
-        """The local step at which a synchronous beginning ends, in which something else averages the gradients.
+        """The local step that ends a synchronous phase, in which something else averages the gradients.
 
-        The replicas are equal so long, and nothing is exchanged. None: there is no such beginning.
+        Until then, the replicas are equal and nothing is exchanged. None: there is no such phase.
         """
         return None
 
     def around_averaging(self) -> Schedule | None:
-        """Return this schedule as it is around an optimizer that averages gradients in the synchronous beginning.
+        """Return this schedule for use around an optimizer that averages gradients in the synchronous phase.
 
-        None: the schedule has no such beginning, so that gradients would be averaged for ever.
+        None: the schedule has no such phase, so that gradients would be averaged forever.
         """
         return None
 
     @property
     def argument(self) -> Any:
-        """What a user may pass in place of this object: an int, a function, or the object itself."""
+        """The value that a user may pass in place of this object: an int, a function, or the object itself."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""A period that doubles now and then."""
+"""A period that doubles after a fixed number of exchanges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_periodic.schedules.base import Clock, Schedule
 
 @dataclass(frozen=True)
 class Doubling(Schedule):
-    """Begin with a short period, and double it after every so many exchanges.
+    """Start with a short period and double it after every ``every_rounds`` exchanges.
 
         τ = min(limit, start · 2^⌊round / every_rounds⌋)
 
@@ -21,7 +21,7 @@ class Doubling(Schedule):
 
     Raises:
         TypeError: an argument is not an int.
-        ValueError: an argument is below 1, or ``limit`` below ``start``.
+        ValueError: an argument is below 1, or ``limit`` is below ``start``.
 
     Example:
         >>> from hvd_periodic import Clock

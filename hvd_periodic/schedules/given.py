@@ -1,4 +1,4 @@
-"""What a user may give as a period: an int, a schedule, or a function of the clock."""
+"""The values that a user may pass as a period: an int, a schedule, or a function of the clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _Function(Schedule):
     function: Callable[[Clock], int]
 
     def __call__(self, clock: Clock) -> int:
-        """Return what the function returns.
+        """Return the result of the function.
 
         Raises:
-            TypeError: the function takes the clock for a number.
+            TypeError: the function treats the clock as a number.
         """
         try:
             return self.function(clock)
@@ -47,7 +47,7 @@ def as_schedule(period: int | Callable[[Clock], int], argument: str) -> Schedule
 
     Args:
         period: local steps between exchanges, a schedule, or a function of the clock.
-        argument: what the caller calls it, for the error message.
+        argument: the caller's name for it, for the error message.
 
     Raises:
         ValueError: an int below 1.

@@ -11,19 +11,19 @@ from hvd_periodic.schedules.base import Clock, Schedule
 
 @dataclass(frozen=True)
 class Piecewise(Schedule):
-    """Another period from each of some steps on.
+    """A different period from each of the given steps on.
 
         τ = the period that is given for the largest step ≤ the present one
 
-    A round that has begun ends as it was planned.
+    A round that has begun ends as planned.
 
     Args:
-        periods: local steps between exchanges (τ ≥ 1), by the local step from which on they hold; one of them is 0.
-            Steps may be texts, as JSON has them.
+        periods: local steps between exchanges (τ ≥ 1), by the local step from which they apply; one step is 0.
+            Steps may be strings, as in JSON.
 
     Raises:
-        TypeError: no mapping, or a step or period that is not an int.
-        ValueError: a period below 1, a negative step, or none for step 0.
+        TypeError: ``periods`` is not a mapping, or a step or period is not an int.
+        ValueError: a period is below 1, a step is negative, or there is no period for step 0.
 
     Example:
         >>> from hvd_periodic import Clock

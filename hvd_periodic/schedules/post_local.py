@@ -14,14 +14,14 @@ class PostLocal(Schedule):
 
         exchanges at 1, 2, ..., start, start + period, start + 2 period, ...
 
-    Around an ``hvd.DistributedOptimizer`` over the same ranks, that averages the gradients until step ``start``
-    instead, and then stops.
+    Around an ``hvd.DistributedOptimizer`` over the same ranks, that optimizer averages the gradients until step
+    ``start`` instead, and then stops.
 
     Args:
         start: local steps of the synchronous phase; 0 or more.
         period: local steps between exchanges afterwards (τ); at least 1.
-        quiet: no exchanges in the synchronous phase, because something else averages the gradients there, and the
-            replicas are equal: the first at start + period. Around an ``hvd.DistributedOptimizer`` this is so anyway.
+        quiet: no exchanges in the synchronous phase, because something else averages the gradients and the replicas are
+            equal: the first is at start + period. Around an ``hvd.DistributedOptimizer`` this is always so.
 
     Raises:
         TypeError: ``start`` or ``period`` is not an int.
@@ -53,9 +53,9 @@ class PostLocal(Schedule):
 
     @property
     def synchronous_until(self) -> int | None:
-        """``start``, where something else averages the gradients until then."""
+        """``start``, if something else averages the gradients until then."""
         return self.start if self.quiet else None
 
     def around_averaging(self) -> PostLocal:
-        """Return the same, without exchanges in the synchronous phase."""
+        """Return the same schedule, without exchanges in the synchronous phase."""
         return replace(self, quiet=True)

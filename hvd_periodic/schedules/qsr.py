@@ -9,7 +9,7 @@ from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.whole import floor
 
 _NEVER = 2.0**60
-"""Local steps that no training takes."""
+"""More local steps than any training takes."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class QSR(Schedule):
 
         τ = max(base, ⌊(coefficient / γ)^power⌋)
 
-    with the learning rate γ at the beginning of the round. In a warm-up, where γ is small and would ask for periods
-    without end, it is the peak rate.
+    with the learning rate γ at the beginning of the round. In a warm-up, where a small γ would mean endless
+    periods, γ is the peak rate.
 
     Args:
         base: the shortest period (H_base), in local steps; at least 1.
         coefficient: α > 0, in units of the learning rate: the rate below which periods grow is α / base^(1/power).
-        power: of the rule, above 0; 2 in the paper.
+        power: exponent of the rule, above 0; 2 in the paper.
         warmup_steps: local steps of the warm-up; 0 or more.
-        peak: the learning rate at the end of the warm-up, above 0; needed where there is one.
+        peak: the learning rate at the end of the warm-up, above 0; required if there is one.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an argument out of range; when asked, a learning rate of 0, unknown, or so small that there would
-            never be an exchange again.
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range; when called, the learning rate is 0, unknown, or so small that there
+            would never be another exchange.
 
     Example:
         >>> from hvd_periodic import Clock

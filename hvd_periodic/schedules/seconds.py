@@ -8,7 +8,7 @@ from hvd_periodic.arguments import require_real
 from hvd_periodic.schedules.base import Clock, Schedule
 
 _SHORTEST = 1e-6
-"""Seconds per step below which a clock measures itself."""
+"""Seconds per step; below this, a clock measures only itself."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Seconds(Schedule):
 
         τ = max(1, ⌊seconds / (seconds per step of the slowest rank in the round that ends)⌋)
 
-    The first round is one step, to measure. Ranks agree on the number of steps, never on clocks; exchanges do not
-    count, whatever else happens between steps does.
+    The first round is one step, for the measurement. Ranks agree on the number of steps, never on clocks. The time of
+    exchanges does not count; everything else that happens between steps does.
 
     Args:
-        seconds: from one exchange to the next; above 0.
+        seconds: time from one exchange to the next; above 0.
 
     Raises:
         TypeError: ``seconds`` is not a number.

@@ -1,15 +1,15 @@
-"""Whole steps from real numbers, which rounding must not make one step shorter or longer."""
+"""Converts real numbers to whole steps, so that rounding errors do not add or drop a step."""
 
 from __future__ import annotations
 
 import math
 
 _ROUNDING = 1e-6
-"""Relative; a learning rate may be a float32."""
+"""Relative tolerance; a learning rate may be a float32."""
 
 
 def floor(value: float) -> int:
-    """Return the largest int not above ``value``, to rounding.
+    """Return the largest int not above ``value``, up to rounding errors.
 
     Example:
         >>> (0.3 / 0.1) ** 2, floor((0.3 / 0.1) ** 2)
@@ -19,7 +19,7 @@ def floor(value: float) -> int:
 
 
 def ceil(value: float) -> int:
-    """Return the smallest int not below ``value``, to rounding.
+    """Return the smallest int not below ``value``, up to rounding errors.
 
     Example:
         >>> 0.07 * 100, ceil(0.07 * 100)

@@ -62,11 +62,11 @@ __all__ = [
 
 
 _ON_DEMAND = ("elastic", "lightning", "huggingface", "ignite")
-"""What needs another package."""
+"""Modules that need another package, imported on first access."""
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a module that needs another package where it is asked for."""
+    """Import a module that needs another package on first access."""
     if name in _ON_DEMAND:
         return importlib.import_module(f"hvd_periodic.torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What becomes of the buffers of a model."""
+"""Policies for the buffers of a model at an exchange."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hvd_periodic.buffers import (
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 
 Buffers: TypeAlias = str | Mapping[str, str] | Callable[[str, torch.Tensor], str | None] | None
-"""A policy for all; policies by patterns of names; a function from name and tensor to one; None: by their names."""
+"""One policy for all; a dict from name patterns to policies; a function (name, tensor) to a policy; None: by name."""
 
 
 def policies(buffers: Buffers, named: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the policy of each buffer, by name: what is done with it in the end.
+    """Return the policy that is finally applied to each buffer, by name.
 
     Args:
-        buffers: as users give it.
+        buffers: the user's setting.
         named: the buffers.
 
     Raises:
-        TypeError: ``buffers`` is none of what it may be.
-        ValueError: an unknown policy, one that the buffer cannot have, or a pattern that matches no buffer.
+        TypeError: ``buffers`` has an unsupported type.
+        ValueError: an unknown policy, a policy that a buffer cannot have, or a pattern that matches no buffer.
     """
     check_policies(buffers)
     check_patterns(buffers, [name for name, _ in named])

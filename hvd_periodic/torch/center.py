@@ -18,18 +18,19 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Synchronizer) -> dict[str, Any]:
     """Return ``model.state_dict()`` with the values of the center, under the original names and in the original dtypes.
 
-    Those of a model that ``torch.compile`` wraps are the names in the model that was compiled.
+    For a model that ``torch.compile`` wraps, these are the names in the model that was compiled.
 
-    Averaged buffers have the values of the last exchange; what takes no part in exchanges (frozen parameters, local
-    buffers) is this rank's. All values are copies. Where the center is on every rank, one may call it alone.
+    Averaged buffers have the values of the last exchange; tensors that take no part in exchanges (frozen parameters,
+    local buffers) have this rank's values. All values are copies. If the center is on every rank, a single rank may
+    call this function.
 
     Args:
         model: the model that was trained, or one that contains its parameters.
         optimizer: its optimizer, or its synchronizer.
 
     Raises:
-        TypeError: another kind of model or optimizer.
-        ValueError: the model holds none of the parameters of the optimizer.
+        TypeError: ``model`` or ``optimizer`` has another type.
+        ValueError: the model holds none of the optimizer's parameters.
 
     Example::
 

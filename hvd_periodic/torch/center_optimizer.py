@@ -1,4 +1,4 @@
-"""The optimizer that moves the center, with a state of its own."""
+"""The optimizer that moves the center, with its own state."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from hvd_periodic.torch.modes import Modes
 from hvd_periodic.vectors.lending import lends
 
 Place: TypeAlias = tuple[int, int, str]
-"""Group, number in the group and key of what the state holds of a center; see ``_OF_GROUP``, ``_OF_ALL``."""
+"""Location of a state entry: parameter group, number in the group, key; see ``_OF_GROUP``, ``_OF_ALL``."""
 
 _OF_GROUP, _OF_ALL = -1, -1
-"""In place of the number: state in a parameter group; in place of the group: state that belongs to no parameter."""
+"""As the number: state in the parameter group itself; as the group: state that belongs to no parameter."""
 
 CenterOptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""An optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer."""
+"""An optimizer over the same parameters, to be copied, or a function from parameter groups to an optimizer."""
 
 
 class CenterOptimizer:
     """An optimizer over views of the center variables.
 
-    A copied one takes over class, constructor arguments, attributes and hyper-parameters, and reads the
-    hyper-parameters again before every step: a learning-rate scheduler of the original drives both. It shares no state
-    with the original, and starts from what its constructor makes of the centers. State in parameter groups is what the
-    optimizer's own steps change, such as a step counter.
+    A copy takes over the original's class, constructor arguments, attributes and hyper-parameters. It reads the
+    hyper-parameters again before every step, so a learning-rate scheduler of the original drives both. It shares no
+    state with the original: its constructor makes the initial state from the centers. State in parameter groups means
+    entries that the optimizer's own steps change, such as a step counter.
 
     Args:
         source: the optimizer to copy, or a function that makes one.
-        local: the local optimizer, whose parameter groups such a function is given.
+        local: the local optimizer; such a function receives the centers in the same parameter groups.
         parameters: the model's parameters.
         centers: their centers, in the same order, or parts of them.
-        gradients: what will hold the gradients of the centers.
-        owners: which parameter each center belongs to, where they are parts of centers.
+        gradients: tensors that will hold the gradients of the centers.
+        owners: the number of the parameter that each center belongs to, if ``centers`` are parts of centers.
 
     Attributes:
-        keys: places of all that the state holds, each with its type, once :meth:`shapes` has found them.
-        followed: the hyper-parameters of every group for the next step, where they are those of another rank.
+        keys: locations of all state entries, each with its type, once :meth:`shapes` has found them.
+        followed: the hyper-parameters of every group for the next step, if they come from another rank.
 
     Raises:
-        TypeError: the source makes no torch optimizer, its class cannot be constructed from parameter groups, defaults
+        TypeError: ``source`` makes no torch optimizer, its class cannot be constructed from parameter groups, defaults
             and attributes, or it needs a closure or sparse gradients.
         ValueError: the optimizer lacks some of the parameters, or has others.
     """
@@ -79,7 +79,7 @@ class CenterOptimizer:
         for index, group in enumerate([{"params": parameters}] if grouping is None else grouping.param_groups):
             present = [p for p in group["params"] if id(p) in centers_of]
             members = [center for p in present for center in centers_of[id(p)]]
-            if present and not members:  # Groups keep their numbers where this rank holds nothing of one.
+            if present and not members:  # Keep the numbers of groups of which this rank holds nothing.
                 members = [torch.zeros(0, dtype=torch.float32)]
                 centers += members
             if members:
@@ -97,7 +97,7 @@ class CenterOptimizer:
         self._initial_groups = [copy.deepcopy(self._of_step(group)) for group in self.optimizer.param_groups]
 
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-        """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
+        """Return ``x`` after a new optimizer of this kind has taken one step per gradient."""
         moved = torch.from_numpy(x.copy())
         optimizer = in_train_mode(self._construct([{"params": [moved]}], self._own))
         for group in optimizer.param_groups:
@@ -109,7 +109,7 @@ class CenterOptimizer:
 
     @property
     def learned(self) -> list[str]:
-        """State in parameter groups that depends on the gradients of all their parameters."""
+        """The keys of state in parameter groups that depends on the gradients of all parameters of a group."""
         return sorted(self._own.learned)
 
     def settings(self) -> dict[str, object]:
@@ -122,12 +122,12 @@ class CenterOptimizer:
         }
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Return copies of the hyper-parameters of the next step, of every group."""
+        """Return copies of the hyper-parameters of every group for the next step."""
         self._follow()
         return copy.deepcopy([settings_in(group, self._own) for group in self.optimizer.param_groups])
 
     def step(self) -> None:
-        """Move the centers by their gradients."""
+        """Take one step on the centers, with their gradients."""
         self._follow()
         for group, followed in zip(self.optimizer.param_groups, self.followed or (), strict=False):
             group.update(followed)
@@ -135,13 +135,13 @@ class CenterOptimizer:
         self._modes.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's state dict; or the state dict, where it is lent."""
+        """Return the optimizer's state dict: a copy, except inside :func:`~hvd_periodic.vectors.lending.lending`."""
         self._follow()
         state = self.optimizer.state_dict()
         return state if lends() else copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load it; a template other than the local optimizer gets its hyper-parameters back as well."""
+        """Load a state dict; a template other than the local optimizer also gets its hyper-parameters back."""
         self.optimizer.load_state_dict(copy.deepcopy(state))
         if self._template is not None and not self._follows_local:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
@@ -150,7 +150,7 @@ class CenterOptimizer:
                 original.update(settings_in(group, self._own) | kept)
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Reset the state to the one before the first step."""
         self.optimizer.state.clear()
         self.optimizer.state.update({key: _duplicate(value) for key, value in self._initial.items()})
         for group, initial in zip(self.optimizer.param_groups, self._initial_groups, strict=True):
@@ -159,12 +159,13 @@ class CenterOptimizer:
             group.update(copy.deepcopy(initial))
 
     def shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the arrays of the state, after one that tells which parts of it there are.
+        """Return shape and dtype of the arrays of the state, preceded by an array that marks the entries present.
 
-        They are those after the first step of a copy: as things are, and with a momentum, which schedulers set later.
+        The entries are found by the first step of a copy: with the current settings, and with a momentum, which a
+        scheduler may set later.
 
         Raises:
-            ValueError: the state holds something else than tensors and numbers.
+            ValueError: the state holds something other than tensors and numbers.
         """
         self._follow()
         found: dict[Place, Any] = {}
@@ -187,7 +188,7 @@ class CenterOptimizer:
         return [((len(found),), "bool"), *map(_shape, found.values())]
 
     def keeps_state(self) -> bool:
-        """Return whether there is a state after a step, as things are."""
+        """Return whether a step with the current settings leaves any state."""
         trial = _twin(self.optimizer)
         for group in trial.param_groups:
             for center in group["params"]:
@@ -197,7 +198,7 @@ class CenterOptimizer:
         return any(value is not None for values in kept for value in values)
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Make these arrays the state."""
+        """Use these arrays as the state."""
         present, *values = arrays
         for (place, kind), there, array in zip(self.keys.items(), present, values, strict=True):
             holder, key = self._holder(place), place[-1]
@@ -207,10 +208,10 @@ class CenterOptimizer:
                 holder.pop(key, None)
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Put the state into these arrays, if they are not the state itself.
+        """Copy the state into these arrays, unless they are the state itself.
 
         Raises:
-            ValueError: the state holds more than :meth:`shapes` knew of.
+            ValueError: the state has entries that :meth:`shapes` did not find.
         """
         present, *values = arrays
         here = _entries(self.optimizer, self._own)
@@ -229,7 +230,7 @@ class CenterOptimizer:
                 array[...] = value
 
     def _holder(self, place: Place) -> dict[Any, Any]:
-        """Return the dict in which the optimizer keeps the value of a place."""
+        """Return the dict in which the optimizer keeps the value at a location."""
         group, index, _ = place
         if group == _OF_ALL:
             return self.optimizer.state
@@ -237,11 +238,11 @@ class CenterOptimizer:
         return of_group if index == _OF_GROUP else self.optimizer.state[of_group["params"][index]]
 
     def _of_step(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the state that a group holds."""
+        """Return the entries of a parameter group that are state."""
         return {key: group[key] for key in self._own.keys & group.keys()}
 
     def _construct(self, groups: list[dict[str, Any]], own: OwnState) -> torch.optim.Optimizer:
-        """Return a new optimizer of these groups, of which the first ones of the template are taken."""
+        """Return a new optimizer over these groups, with the settings of the template's first groups, in order."""
         if self._template is None:
             return _make(self._source, groups)
         for index, group in zip(self._groups, groups, strict=False):
@@ -249,7 +250,7 @@ class CenterOptimizer:
         return copied(self._template, groups, own)
 
     def _settings_of(self, index: int, own: OwnState) -> dict[str, Any]:
-        """Return the hyper-parameters of a group of the template, as they are for the centers."""
+        """Return the hyper-parameters of a group of the template, adapted to the device of the centers."""
         group = {} if self._template is None else settings_in(self._template.param_groups[index], own)
         return group | (_on_host(group) if self._on_host else {})
 
@@ -260,7 +261,7 @@ class CenterOptimizer:
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a deep copy, parameters included; torch's own leaves out the attributes of subclasses."""
+    """Return a deep copy, parameters included; torch's own deep copy omits the attributes of subclasses."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(optimizer, memo)
     for key, value in vars(optimizer).items():
@@ -273,10 +274,10 @@ _NUMBERS = (bool, int, float)
 
 
 def _entries(optimizer: torch.optim.Optimizer, own: OwnState) -> dict[Place, Any]:
-    """Return all that the state holds, by place.
+    """Return all state entries, by location.
 
     Raises:
-        ValueError: something is neither a tensor nor a number.
+        ValueError: an entry is neither a tensor nor a number.
     """
     found: dict[Place, Any] = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -304,13 +305,13 @@ def _shape(value: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _number(kind: type, array: np.ndarray) -> Any:
-    """Return the number in an array, an int where it was one and still is."""
+    """Return the number in an array, as an int if it was an int and still is integral."""
     number = array.item()
     return int(number) if kind is int and number.is_integer() else number
 
 
 def _duplicate(value: Any) -> Any:
-    """Return a copy of what the state holds under a key, which is a parameter or a name."""
+    """Return a copy of the state under one key, which is a parameter or a name."""
     return (
         {key: copy.deepcopy(each) for key, each in value.items()} if isinstance(value, dict) else copy.deepcopy(value)
     )
@@ -350,8 +351,8 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _on_host(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a group is different for tensors in host memory, which no CUDA graph captures.
+    """Return the settings of a group that differ for tensors in host memory, which no CUDA graph captures.
 
-    Several tensors at once would need a capturable step for a learning rate that is a tensor.
+    With ``foreach``, a learning rate that is a tensor would need a capturable step.
     """
     return {"capturable": False, "foreach": None} if group.get("capturable") else {}

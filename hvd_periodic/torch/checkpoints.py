@@ -1,4 +1,4 @@
-"""Checkpoints of a job: a file of every rank, from which any number of ranks goes on."""
+"""Checkpoints of a job: one file per rank, from which any number of ranks can resume."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ def save(
     background: bool = False,
     **more: Any,
 ) -> Saving:
-    """Save what training needs to go on exactly; all ranks together, each a file of its own.
+    """Save all that training needs to resume exactly; collective: each rank writes its own file.
 
-    ``path`` is a folder with a folder of every save, of which each is complete once its manifest is there: a crash at
-    any moment leaves the last complete one. Ranks need not see the same disk. The files are read by numpy alone
-    (``np.load(file, allow_pickle=False)``): arrays by name, and JSON.
+    ``path`` is a folder that holds one folder per save. A save is complete once its manifest exists, so that a crash at
+    any moment leaves the last complete one. Ranks need not see the same disk. The files hold arrays by name, and JSON;
+    numpy alone can read them (``np.load(file, allow_pickle=False)``).
 
     Args:
-        path: folder of this training and no other.
-        model: that is trained.
-        optimizer: of this package, or a synchronizer; pass the optimizer of a loop of your own among ``more``.
-        keep: checkpoints that are left, this one included; older ones are removed when it is complete. Default: all.
-        background: let a thread write, from a copy in host memory, while training goes on. All ranks complete the set
-            together, once each has written: at an exchange, in the next save, which waits for this one, in
+        path: a folder for this training run only.
+        model: the model that is trained.
+        optimizer: an optimizer of this package, or a synchronizer; in your own loop around a synchronizer, also pass
+            the local optimizer among ``more``.
+        keep: checkpoints to keep, including this one; older ones are removed once it is complete. Default: all.
+        background: let a thread write, from a copy in host memory, while training continues. Once each rank has
+            written, all ranks complete the set together: at an exchange, in the next save, which waits for this one, in
             ``finalize()``, in ``wait()``, or at the end of the program.
-        more: what else is saved, by name: all that has ``state_dict()`` and ``load_state_dict()`` (schedulers, a
-            ``GradScaler``, samplers), and plain values: numbers, strings, dicts, lists, tuples, tensors. Of random
-            generators pass the states, such as ``random=torch.get_rng_state()``.
+        more: other objects to save, by name: any with ``state_dict()`` and ``load_state_dict()`` (schedulers, a
+            ``GradScaler``, samplers), and plain values: numbers, strings, dicts, lists, tuples, tensors. For random
+            generators pass their states, such as ``random=torch.get_rng_state()``.
 
     Returns:
-        The saving, to ``wait()`` for on all ranks; it is over already without ``background``.
+        The save: call its ``wait()`` on all ranks. Without ``background`` it is already complete.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.
-        RuntimeError, OSError: a file could not be written, now or in the background by the last save; on all ranks.
+        RuntimeError, OSError: a file could not be written, now or by the last background save; on all ranks.
 
     Example::
 
@@ -85,35 +86,36 @@ def save(
 def load(
     path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Trained, *, at_step: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Go on from the newest checkpoint in a folder, if there is one; call it after construction, before the first step.
+    """Resume from the newest checkpoint in a folder, if there is one; call it between construction and first step.
 
-    Nothing is communicated: each rank reads what it sees, so that it may be called on all ranks, or on the root alone,
-    with the broadcasts of a Horovod script after it or without. The first step finds out on all ranks who has what:
+    Each rank reads the files that it sees and communicates nothing. So you may call this on all ranks or on the root
+    alone, with or without the broadcasts of a Horovod script after it. At the first step, the ranks compare what each
+    has loaded:
 
-    - Every rank has found its own file: training goes on exactly, to the bit.
-    - The root's file alone is there: all go on from it, with the root's replica and center.
-    - The files are of other ranks, or of another number: all start from the center, with the counters, the state of the
-      center's optimizer, and the state of the root's local optimizer; this is said in the log.
-    - Ranks have found different checkpoints, as after a crash while each was writing to a disk of its own: an error on
-      all, which names the steps. Pass an ``at_step`` that all have.
-    - A file is missing, truncated, altered, or of another checkpoint: an error that names it, at once on the ranks that
-      have found it, and at the first step on all.
+    - Every rank has found its own file: training resumes exactly, bit for bit.
+    - Only the root's file exists: all ranks resume from it, with the root's replica and center.
+    - Other ranks, or another number of ranks, wrote the files: all ranks start from the center, with the counters, the
+      state of the center's optimizer, and the state of the root's local optimizer; the log says so.
+    - Ranks have found different checkpoints, for example after a crash while each was writing to its own disk: an error
+      on all ranks that names the steps. Pass an ``at_step`` that all ranks have.
+    - A file is missing, truncated, altered, or of another checkpoint: an error that names the file, at once on the
+      ranks that have found this, and at the first step on all.
 
     Args:
-        path: the folder that :func:`save` was given.
-        model: as it was saved.
-        optimizer: as it was saved; its state is loaded.
-        at_step: local steps of another checkpoint than the newest.
-        more: what has ``load_state_dict()`` is given its state back; of plain values, those that are returned where
+        path: the folder that was passed to :func:`save`.
+        model: the model, as for :func:`save`.
+        optimizer: the optimizer, as for :func:`save`; its state is loaded.
+        at_step: local steps of the checkpoint to load, if it is not the newest.
+        more: objects with ``load_state_dict()``, which get their state back; and plain values, which are returned if
             nothing was saved.
 
     Returns:
-        The plain values that were saved, by name; the ones given where there is no checkpoint, or none for this rank.
+        The plain values that were saved, by name; the given ones if there is no checkpoint, or none for this rank.
 
     Raises:
-        ValueError: a damaged file; or one of another model, algorithm or optimizer.
+        ValueError: a damaged file, or a file of another model, algorithm or optimizer.
         FileNotFoundError: there is no checkpoint of this step.
-        RuntimeError: a save into the folder is under way in the background: ``wait()`` for it on all ranks.
+        RuntimeError: a background save into the folder is in progress: call its ``wait()`` on all ranks.
 
     Example::
 
@@ -143,10 +145,10 @@ def load(
 
 
 class Tensors:
-    """Torch's tensors as arrays: dtypes that numpy lacks as unsigned integers of the same bits."""
+    """Torch tensors as arrays; dtypes that numpy lacks are stored as integers with the same bits."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
-        """Return a tensor in host memory as an array; None of anything else, and of what is not dense."""
+        """Return a tensor as an array in host memory, and its dtype; None for other values and tensors not dense."""
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or value.is_meta:
             return None
         tensor = value.detach().resolve_conj().resolve_neg().to("cpu", copy=copy)
@@ -156,7 +158,7 @@ class Tensors:
         return tensor.numpy(), kind
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Return the tensor."""
+        """Return the tensor that :meth:`to_array` stored as an array."""
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"it holds a tensor of {kind}, which this version of torch does not know")
@@ -171,7 +173,7 @@ class Tensors:
         return str(value).removeprefix("torch.") if constant else None
 
     def from_name(self, name: str) -> Any:
-        """Return it."""
+        """Return the object with a name from :meth:`to_name`."""
         if name.startswith("device "):
             return torch.device(name.removeprefix("device "))
         value = getattr(torch, name, None)
@@ -188,7 +190,7 @@ _OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _levels(optimizer: Trained) -> list[Synchronizer]:
-    """Return the synchronizers of optimizers that are in one another, the outermost first."""
+    """Return the synchronizers of nested optimizers, the outermost first."""
     levels, level = [], optimizer
     while isinstance(level, PeriodicOptimizer):
         levels.append(level.synchronizer)
@@ -217,7 +219,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[str, Any]) -> Any:
-    """Return a state dict with the names that tensors have now, where ``torch.compile`` may have put others into it."""
+    """Return a saved state dict under the model's current names, which ``torch.compile`` may have changed."""
     now: Any = model.state_dict()
     names = {original_name(name): name for name in now}
     of_modules = {original_name(f"{name}.")[:-1]: name for name in getattr(now, "_metadata", {})}
@@ -227,7 +229,7 @@ def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[s
 
 
 def _cut_anew(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
-    """Let what is kept of the optimizers of centers, of every level, be that of as many ranks as there are."""
+    """Reshard the saved state of the center optimizer of every level to the current number of ranks."""
     own = saved.get(STATE_KEY, saved)
     for level in levels:
         if level.course.worker is None:

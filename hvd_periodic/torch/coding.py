@@ -1,4 +1,4 @@
-"""The verbs of wires on torch tensors."""
+"""The operations of wires on torch tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TYPES = {
 
 
 class TensorCoding(Coding[torch.Tensor]):
-    """Of tensors on any device."""
+    """The operations of wires on tensors on any device."""
 
     def at_once(self, x: torch.Tensor) -> int | None:
-        """Return what fits into the cache of the host; a GPU takes all at once."""
+        """Return how many elements fit into the host's cache; None on a GPU, which processes all at once."""
         return BLOCK if x.is_cpu else None
 
     def cast(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return a tensor of another type, or the tensor itself if it has it."""
+        """Return the tensor in another type, or the tensor itself if it already has that type."""
         return x.to(_TYPES[kind])
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,14 +39,14 @@ class TensorCoding(Coding[torch.Tensor]):
         return x.to(other.dtype)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        """Return ``x``, no element larger than the limit in magnitude."""
+        """Return ``x`` clipped so that no element is larger than the limit in magnitude."""
         return x.clamp(-limit, limit)
 
     def are_finite(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether no element is NaN or infinite, of those types that may be; waits once for each device.
+        """Return whether no element is NaN or infinite, in types that have such values; waits once for each device.
 
-        Norms tell, which are one pass and one call; where one overflows, the least and the largest element do: both are
-        NaN where any is.
+        Norms decide this in one pass and one call. If a norm is not finite, perhaps only because it overflows, the
+        least and the largest element decide: both are NaN if any element is.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -61,15 +61,15 @@ class TensorCoding(Coding[torch.Tensor]):
         return True
 
     def is_finite_or(self, x: torch.Tensor, other: torch.Tensor) -> bool:
-        """Return whether every element is finite, or equal to that of another tensor."""
+        """Return whether every element is finite, or equal to the same element of another tensor."""
         return bool((x.isfinite() | (x == other.to(x.device))).all())
 
     def rows(self, x: torch.Tensor, count: int, length: int) -> torch.Tensor:
-        """Return the elements in rows."""
+        """Return the elements in rows, with zeros after the last element."""
         return self.padded(x.reshape(1, -1), count * length).reshape(count, length)
 
     def padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        """Return rows with zeros behind."""
+        """Return rows with zeros appended up to a length."""
         return x if x.shape[1] == length else torch.nn.functional.pad(x, (0, length - x.shape[1]))
 
     def max_abs(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,32 +77,32 @@ class TensorCoding(Coding[torch.Tensor]):
         return x.abs().amax(-1, keepdim=True)
 
     def quotient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
+        """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
         return (x / torch.where(y == 0, torch.ones_like(y), y)).round_()
 
     def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the memory of every row."""
+        """Return the bytes of every row."""
         return x.contiguous().view(torch.uint8)
 
     def from_bytes(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return what :meth:`to_bytes` was given; a copy, whose memory begins where the type wants it."""
+        """Return the rows that :meth:`to_bytes` was given; a copy, whose memory is aligned for the type."""
         return x.clone(memory_format=torch.contiguous_format).view(_TYPES[kind])
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return rows side by side."""
+        """Return the rows of several tensors, joined side by side."""
         return torch.cat(list(parts), -1)
 
     def largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the places of the largest magnitudes; of equal ones, the first."""
+        """Return the indices of the largest magnitudes; of equal ones, the first."""
         magnitudes = x.abs()
         least = magnitudes.topk(count).values[-1]
         larger, equal = (mask.nonzero().flatten() for mask in (magnitudes > least, magnitudes == least))
         return torch.cat([larger, equal[: count - larger.numel()]]).sort().values.int()
 
     def take(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the elements at these places."""
+        """Return the elements at these indices."""
         return x[places.long()]
 
     def scattered(self, values: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
-        """Return zeros with these values in them."""
+        """Return zeros with these values at these indices."""
         return values.new_zeros(size).index_copy_(0, places.long(), values)

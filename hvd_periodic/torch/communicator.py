@@ -1,4 +1,4 @@
-"""Which ranks exchange: those of Horovod, or of torch.distributed."""
+"""The ranks that exchange: ranks of Horovod, or of torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from hvd_periodic.comm.subset import Subset
 from hvd_periodic.comm.torch_distributed import TorchDistributedCommunicator, register_group
 
 VARIABLE = "HVD_PERIODIC_COMM"
-"""Environment variable: what ranks exchange by where no process set says so, ``"horovod"`` or ``"torch"``."""
+"""Environment variable with the backend to use if no process set implies one: ``"horovod"`` or ``"torch"``."""
 
 
 def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a set of ranks, or the communicator that was given in its place.
+    """Return the communicator over a set of ranks, or the communicator that was passed in its place.
 
     Args:
         process_set: a process set of Horovod; a ``torch.distributed.ProcessGroup``; a ``DeviceMesh`` of one dimension;
-            a function that returns the ranks of this one's group, over Horovod; or a communicator. None: all ranks, of
-            what ``HVD_PERIODIC_COMM`` says; else of Horovod where it is initialized, and of torch.distributed where
-            only that is. Where that is not initialized, and no launcher has started other processes: this one alone.
+            a function that returns the ranks of this rank's group, over Horovod; or a communicator. None: all ranks of
+            the backend that ``HVD_PERIODIC_COMM`` names; else of Horovod if it is initialized, and of torch.distributed
+            if only that is. If the backend is not initialized, and no launcher has started other processes: this
+            process alone.
 
     Raises:
-        RuntimeError: what is chosen is not initialized, and this process is one of several.
+        RuntimeError: the chosen backend is not initialized, and this process is one of several.
         ValueError: this rank is not in the set; or a mesh of several dimensions.
     """
     if isinstance(process_set, Communicator):
@@ -58,10 +59,10 @@ def communicator_of(process_set: Any) -> Communicator:
 
 
 def everyone() -> tuple[Communicator, Callable[[list[int]], Any]]:
-    """Return all ranks of the job, and what makes process sets of some; initializes Horovod where nothing is.
+    """Return all ranks of the job, and a function that makes process sets; initializes Horovod if no backend is.
 
     Raises:
-        RuntimeError: what is chosen is not initialized, or not installed.
+        RuntimeError: the chosen backend is not initialized, or not installed.
     """
     if _chosen() == "torch":
         return TorchDistributedCommunicator(), register_group
@@ -71,7 +72,7 @@ def everyone() -> tuple[Communicator, Callable[[list[int]], Any]]:
 
 
 def _chosen() -> str:
-    """Return what ranks exchange by where no process set says so; empty where nothing is initialized."""
+    """Return the backend to use if no process set implies one; empty if none is initialized."""
     asked = os.environ.get(VARIABLE, "").strip().lower()
     if asked in ("horovod", "torch"):
         return asked
@@ -79,7 +80,7 @@ def _chosen() -> str:
 
 
 def horovod() -> Any:
-    """Return Horovod's module where it is initialized; None otherwise: it need not be installed."""
+    """Return Horovod's module if it is initialized, else None; Horovod need not be installed."""
     module = sys.modules.get("horovod.torch")
     return module if module is not None and module.is_initialized() else None
 
@@ -125,7 +126,7 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _unknown() -> ValueError | None:
-    """Return what is wrong with what the environment asks for."""
+    """Return an error if the environment variable has an invalid value."""
     asked = os.environ.get(VARIABLE, "").strip()
     if asked.lower() in ("", "horovod", "torch"):
         return None
@@ -133,7 +134,7 @@ def _unknown() -> ValueError | None:
 
 
 def _disagreement() -> ValueError | None:
-    """Return how Horovod and torch.distributed number this rank differently, where both are initialized."""
+    """Return an error if Horovod and torch.distributed are both initialized and number this rank differently."""
     hvd = horovod()
     if hvd is None or not _has_torch():
         return None

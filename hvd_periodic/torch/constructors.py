@@ -1,4 +1,4 @@
-"""The three optimizers that people know by name, of PyTorch."""
+"""The three well-known periodic optimizers, for PyTorch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
-            is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
+        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
+            center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the moving rate is in
+            (0, 1].
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+        TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
 
     Example:
         >>> import torch
@@ -83,7 +84,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+        TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
 
     References:
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
@@ -115,16 +116,16 @@ class AGNOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         named_parameters: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center: an optimizer of the same parameters to be copied, or a function from
-            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has a state of its own,
-            the arguments and attributes of the original, and follows its hyper-parameters.
+        center_optimizer: moves the center: an optimizer over the same parameters, to be copied, or a function from
+            parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has its own state and the
+            original's arguments and attributes, and follows the original's hyper-parameters.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
-            in turn has its gradients applied by the center's optimizer.
+        asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
+            center's optimizer applies the gradients of one worker after another.
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+        TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
 
     References:
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).

@@ -18,10 +18,10 @@ from hvd_periodic.torch.neutral import random_numbers_kept
 Groups: TypeAlias = list[dict[str, Any]]
 
 TRIAL_STEPS = 16
-"""Enough for what begins late: a learned step size compares gradients, RAdam's step begins to adapt at the sixth."""
+"""Enough for late changes: a learned step size compares gradients, and RAdam begins to adapt at the sixth step."""
 
 _LARGEST = 4
-"""Elements per dimension of the tensors on which a copy is tried out."""
+"""Most elements per dimension of the tensors on which a copy is tried."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class OwnState:
     """State that an optimizer keeps in its parameter groups and attributes, among the hyper-parameters.
 
     Attributes:
-        keys: of parameter groups, such as a step counter, or the mode of a schedule-free optimizer.
-        learned: those among them whose values depend on the gradients, such as the step size of Prodigy.
+        keys: keys of parameter groups, such as a step counter, or the mode of a schedule-free optimizer.
+        learned: the ``keys`` whose values depend on the gradients, such as the step size of Prodigy.
         attributes: names of attributes of the optimizer.
     """
 
@@ -43,23 +43,23 @@ class OwnState:
 
 
 def settings_in(group: Mapping[str, Any], own: OwnState = OwnState()) -> dict[str, Any]:
-    """Return what a scheduler or the user sets of a parameter group: all but parameters and own state."""
+    """Return the settings of a parameter group, for schedulers and users: all but parameters and own state."""
     return {key: value for key, value in group.items() if key not in {"params", "param_names", *own.keys}}
 
 
 def copied(template: torch.optim.Optimizer, groups: Groups, own: OwnState = OwnState()) -> torch.optim.Optimizer:
-    """Return a new optimizer of the class of the template, with its attributes.
+    """Return a new optimizer of the template's class, with its attributes.
 
-    An argument of a constructor is known by its name: among the defaults, where optimizers keep what a group may
-    override, or among the attributes. Some act in the constructor only, such as Adagrad's initial accumulator.
+    Constructor arguments are looked up by name among the defaults, in which optimizers keep settings that a group may
+    override, and among the attributes. Some act in the constructor only, such as Adagrad's initial accumulator.
 
     Args:
         template: the optimizer to copy.
         groups: parameter groups of the copy.
-        own: the state of the template, whose attributes the copy does not take over.
+        own: the template's own state, whose attributes the copy does not take over.
 
     Raises:
-        TypeError: its class cannot be constructed from parameter groups, defaults and attributes.
+        TypeError: the template's class cannot be constructed from parameter groups, defaults and attributes.
     """
     construct: Callable[..., torch.optim.Optimizer] = plain_class(template)
     template = innermost(template)
@@ -78,25 +78,25 @@ def copied(template: torch.optim.Optimizer, groups: Groups, own: OwnState = OwnS
 
 
 def fresh_copy(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class and settings, of one parameter, that is ready to step.
+    """Return a new optimizer of the same class and settings over one parameter, ready to step.
 
     Raises:
-        TypeError: its class cannot be constructed from parameter groups, defaults and attributes.
+        TypeError: the class cannot be constructed from parameter groups, defaults and attributes.
     """
     return in_train_mode(copied(optimizer, [{"params": [parameter]}]))
 
 
 def in_train_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer, in the mode in which it steps if it has modes, as schedule-free ones have."""
+    """Put the optimizer into train mode, if it has modes as schedule-free optimizers do, and return it."""
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what a scheduler or the user sets of every parameter group, and the steps of the optimizer do not.
+    """Return the settings of every parameter group, without entries that the optimizer's own steps change.
 
-    If it cannot be copied, so that its steps cannot be tried out, that is all.
+    If the optimizer cannot be copied, its steps cannot be tried, and all entries are returned.
     """
 
     def make(groups: Groups, own: OwnState) -> torch.optim.Optimizer:
@@ -113,14 +113,14 @@ def own_state(
     template: torch.optim.Optimizer | None,
     like: Sequence[Sequence[torch.Tensor]],
 ) -> OwnState:
-    """Return what an optimizer changes by itself outside of the state of parameters; nothing if none can be tried out.
+    """Return the state that an optimizer changes outside the state of its parameters; empty if none can be tried.
 
     Args:
-        make: makes one of parameter groups, with the hyper-parameters of the template that are not own state.
-        template: the optimizer that it copies, if it does.
-        like: for each group, tensors with the dimensions of its parameters; small ones take their places.
+        make: makes an optimizer from parameter groups, with the template's hyper-parameters that are not own state.
+        template: the optimizer that ``make`` copies, if any.
+        like: for each group, tensors with the dimensions of its parameters; the trial uses small ones instead.
     """
-    # A maximum that a used template has reached no longer moves: also ask a copy with the constructor's defaults.
+    # A maximum that a used template has reached no longer changes: also try a copy with the constructor's defaults.
     defaults = frozenset() if template is None else frozenset(innermost(template).defaults)
     found = OwnState()
     for left_out in {frozenset(), defaults}:
@@ -146,13 +146,13 @@ def _tried(
     parameters: Sequence[Sequence[torch.Tensor]],
     gradient: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Return the values of parameter groups and attributes: at first, after some steps, and in other modes."""
+    """Return the values of parameter groups and attributes: at the start, after some steps, and in eval mode."""
     optimizer = make([{"params": tensors} for tensors in parameters])
     if {id(p) for group in optimizer.param_groups for p in group["params"]} - {id(p) for p in chain(*parameters)}:
-        raise ValueError  # A function has returned an optimizer of other parameters, which must not move.
+        raise ValueError  # A function has returned an optimizer over other parameters, which must not change.
     for group in optimizer.param_groups:
-        group.update(copy.deepcopy(settings_in(group)))  # Tensors may be those of another optimizer.
-        if group.get("lr") is not None and not group["lr"]:  # A warm-up may begin with 0, by which nothing moves.
+        group.update(copy.deepcopy(settings_in(group)))  # Tensors may belong to another optimizer.
+        if group.get("lr") is not None and not group["lr"]:  # A warm-up may begin at 0, which moves nothing.
             group["lr"] = 0.1
     seen = [_values(optimizer)]
     in_train_mode(optimizer)
@@ -168,7 +168,7 @@ def _tried(
 
 
 def _small(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a small tensor for each number of dimensions that there is."""
+    """Return a small tensor for each number of dimensions among the tensors."""
     shapes = {tensor.dim(): tuple(min(size, _LARGEST) for size in tensor.shape) for tensor in tensors if tensor.numel()}
     return [torch.ones(shape) for shape in shapes.values()] or [torch.ones(1)]
 
@@ -185,12 +185,12 @@ def _values(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], dict[Any,
 
 
 def _every_optimizer_has() -> set[str]:
-    """Return the names of attributes of any optimizer."""
+    """Return the names of the attributes that every optimizer has."""
     return set(vars(torch.optim.Optimizer([torch.zeros(1)], {})))
 
 
 def _changed(seen: Sequence[Mapping[Any, Any]]) -> frozenset[str]:
-    """Return the keys under which a value was added, or is another one than just before."""
+    """Return the keys whose value was added or changed from one observation to the next."""
     return frozenset(
         key
         for before, after in pairwise(seen)
@@ -203,12 +203,12 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return type(first) is type(second) and torch.equal(first, second)
     kind: Any = type(first)
-    by_identity = kind.__eq__ is object.__eq__  # Of which a copy never is the same.
+    by_identity = kind.__eq__ is object.__eq__  # A copy never compares equal.
     return type(first) is type(second) if by_identity else bool(first == second)
 
 
 def _arguments(made: type[torch.optim.Optimizer]) -> list[str]:
-    """Return the names of the arguments of a constructor; where it hands on ``**others``, also those of its bases."""
+    """Return the names of a constructor's arguments; if it passes on ``**others``, also the names of its bases'."""
     names: list[str] = []
     for base in made.__mro__:
         if "__init__" in vars(base):
@@ -220,7 +220,7 @@ def _arguments(made: type[torch.optim.Optimizer]) -> list[str]:
 
 
 def _holds_tensors(value: object) -> bool:
-    """Whether this belongs to the parameters that an optimizer was made for, as far as can be told."""
+    """Return whether a value is tied to the parameters that an optimizer was made for, as far as can be told."""
     if isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or inspect.ismethod(value):
         return True
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A ``DistributedDataParallel`` around the model: whose gradients it averages at every step."""
+"""A ``DistributedDataParallel`` around the model, and the ranks whose gradients it averages at every step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_periodic.ranks import named
 def island_of(
     module: torch.nn.Module | None, communicator: Communicator, asynchronous: bool
 ) -> TorchDistributedCommunicator | None:
-    """Return the ranks that average their gradients with this one; None where none do.
+    """Return the ranks that average their gradients with this rank; None if there are none.
 
     Args:
         module: the model, if it is known.
@@ -26,8 +26,8 @@ def island_of(
         asynchronous: whether they exchange without waiting for each other.
 
     Raises:
-        ValueError: ranks that exchange average their gradients at every step, so that no exchange changes anything; or
-            asynchronous exchange.
+        ValueError: the ranks that exchange average their gradients at every step, so that no exchange changes anything;
+            or asynchronous exchange.
     """
     parts = [] if module is None else module.modules()
     found = [TorchDistributedCommunicator(p.process_group) for p in parts if isinstance(p, DistributedDataParallel)]
@@ -50,11 +50,11 @@ def island_of(
 
 
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
-"""All of this process, since this module is imported: trainers wrap models after optimizers are made."""
+"""All wrappers made in this process since this module was imported: trainers wrap models after optimizers are made."""
 
 
 def _note(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-    """Note who wraps a module; a parameter does not know of it."""
+    """Record the wrapper of a module; a parameter has no reference to its wrapper."""
     if isinstance(module, DistributedDataParallel):
         _wrappers.add(module)
 
@@ -63,7 +63,7 @@ register_module_module_registration_hook(_note)
 
 
 def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> list[DistributedDataParallel]:
-    """Return what averages gradients of these parameters between all of these ranks of the job, and is not off."""
+    """Return the active wrappers that average gradients of these parameters among all of these ranks of the job."""
     ours = set(map(id, tensors)) if _wrappers else set()
     return [
         wrapper
@@ -76,12 +76,12 @@ def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> li
 
 
 def switch_off(wrapper: DistributedDataParallel) -> None:
-    """Let it average no gradients and give no buffers to others from now on, as within its ``no_sync()``."""
+    """Stop the wrapper for good from averaging gradients and broadcasting buffers, as inside its ``no_sync()``."""
     wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
 
 
 def refuse_averaging(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise a RuntimeError where gradients are averaged between ranks that exchange."""
+    """Raise a RuntimeError if gradients are averaged between ranks that exchange."""
     if averaging_among(tensors, ranks):
         raise RuntimeError(
             "DistributedDataParallel averages the gradients of ranks that exchange, which leaves nothing to exchange: "

@@ -1,6 +1,6 @@
-"""Parameters that are divided between the ranks of an island: DTensors, of which each rank has a shard.
+"""Parameters that are sharded over the ranks of an island: DTensors, of which each rank has a shard.
 
-Ranks exchange the shards with their peers, which have the same ones in other islands. No tensor is put together.
+Each rank exchanges its shards with its peers, which have the same shards in other islands. No full tensor is assembled.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 
 def is_divided(value: object) -> bool:
-    """Return whether this is a DTensor; ``torch.distributed.tensor`` need not be imported to be told."""
+    """Return whether this is a DTensor, without importing ``torch.distributed.tensor``."""
     return isinstance(value, torch.Tensor) and hasattr(type(value), "device_mesh")
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of the part of a tensor that is here: all of it, unless it is divided."""
+    """Return this rank's shard of a tensor, in the same memory; the tensor itself unless it is sharded."""
     if not is_divided(tensor):
         return tensor
     with torch.no_grad():
@@ -26,7 +26,7 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_divided(shard: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a shard as a part of a tensor that is divided like another one, wherever the shard lies."""
+    """Return a shard as part of a tensor that is sharded like another one, on whichever device the shard is."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -35,7 +35,7 @@ def as_divided(shard: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def facts_of(divided: Mapping[str, Any]) -> dict[str, object]:
-    """Return what ranks that exchange must agree on: where they are in their islands, and what they have there.
+    """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards.
 
     Args:
         divided: tensors by name.
@@ -60,7 +60,7 @@ def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor])
 
     Args:
         divided: tensors by name.
-        exchanged: all tensors that are, divided or not.
+        exchanged: all exchanged tensors, sharded or not.
     """
     for name, tensor in divided.items():
         if any(placement.is_partial() for placement in tensor.placements):
@@ -76,7 +76,7 @@ def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor])
 
 
 def require_whole(divided: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a model of which a file of one rank would hold a part."""
+    """Raise a ValueError for a sharded model, of which the file of one rank would hold only a part."""
     if divided:
         raise ValueError(
             "save(), load() and SaveBestCenter are for models that every rank has whole, and this one is divided "
@@ -86,11 +86,11 @@ def require_whole(divided: Mapping[str, Any]) -> None:
 
 
 def check_possible(divided: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
-    """Raise a ValueError for what makes no sense where parameters are divided.
+    """Raise a ValueError for options that are impossible with sharded parameters.
 
     Args:
         divided: tensors by name.
-        refused: whether the user has asked for it, by readable name.
+        refused: whether the user has asked for each such option, by readable name.
     """
     asked = [what for what, here in refused.items() if here]
     if divided and asked:
@@ -101,14 +101,14 @@ def check_possible(divided: Mapping[str, Any], refused: Mapping[str, bool]) -> N
 
 
 def reshard(modules: Iterable[Any]) -> None:
-    """Let modules of ``fully_shard()`` have their shards again, and forget what a forward pass has gathered of them."""
+    """Reshard modules of ``fully_shard()``, and free the parameters that a forward pass has gathered."""
     for module in modules:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()
 
 
 def shards_in(state: Any) -> Any:
-    """Return nested values with the shards of divided tensors in their place."""
+    """Return nested values in which shards replace the sharded tensors."""
     if isinstance(state, Mapping):
         return {key: shards_in(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):

@@ -10,7 +10,7 @@ REALS = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-"""The dtype of center and accumulators: a 16-bit center does not move under a small rate."""
+"""The dtype of center and accumulators: a small rate would not move a 16-bit center."""
 
 INTEGERS = {
     torch.bool: torch.int32,
@@ -20,4 +20,4 @@ INTEGERS = {
     torch.int32: torch.int32,
     torch.int64: torch.int64,
 }
-"""The dtype in which integers travel: Horovod reduces no others. All else travels as the root's only, as int64."""
+"""The dtype in which integers are sent: Horovod reduces no others. All else is only sent from the root, as int64."""

@@ -1,4 +1,4 @@
-"""Training that outlives its workers: what ``hvd.elastic.run`` keeps while ranks come and go."""
+"""Training that outlives its workers: the state that ``hvd.elastic.run`` keeps while membership changes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 
 
 class State(CommittedState, ObjectState):  # type: ignore[misc]
-    """What is kept of a job whose ranks change, in place of ``hvd.elastic.TorchState``.
+    """The state of a job whose ranks change; use it in place of ``hvd.elastic.TorchState``.
 
-    A rank that was lost takes the steps since its last commit with it, and nothing of the center's. The others go back
-    to the newest commit that all of them hold: replicas stay what they were, each its own. A rank that joins starts
-    from the center, with the state of its optimizer and the counters, and with a local optimizer that is new but for
-    its hyper-parameters. Everything that depends on the number of ranks is computed anew.
+    If a rank is lost, its steps since its last commit are lost, but nothing of the center. The other ranks go back to
+    the newest commit that all of them hold, and each keeps its own replica. A rank that joins starts from the center,
+    with the counters and the state of the center's optimizer; its local optimizer takes over the hyper-parameters and
+    is otherwise new. Everything that depends on the number of ranks is computed again.
 
-    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
-    root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
-    a rank of another host; only if both are killed at once, the job cannot go on. Before ranks are removed, every rank
-    gets the whole center.
-    With ``commit="exchange"``
-    every exchange is one, and ``commit()`` need not be called: what a lost rank takes with it is one period. That is at
-    the end of ``optimizer.step()``: count batches before it. Where a loop does more for a batch after it, such as a
-    scheduler's ``step()``, call ``commit()`` at its end instead.
+    A commit is an in-memory copy of the whole state on every rank; each rank holds two. If the center lives on the root
+    or in shards, every rank copies its share, with the state of the center's optimizer, and sends a copy of it to a
+    rank on another host; the job ends only if both are killed at once. Before ranks are removed, every rank gets the
+    whole center.
+
+    With ``commit="exchange"``, every exchange commits, and ``commit()`` need not be called: a lost rank loses one
+    period. The commit takes place at the end of ``optimizer.step()``, so count batches before it. If the loop does more
+    work for a batch after it, such as a scheduler's ``step()``, call ``commit()`` at the end of that work instead::
 
         def train(state):
             for state.epoch in range(state.epoch, epochs):
@@ -50,12 +50,12 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     Args:
         model: the model.
-        optimizer: of this package, over all ranks, perhaps around another one of groups of ranks that a function
-            returns; or any other, as in Horovod.
-        commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
-            every exchange of the first optimizer of this package as well, until the first rank is at its end.
-        more: what else is kept: all that has ``state_dict()`` and ``load_state_dict()`` (models, optimizers, samplers,
-            schedulers), and plain objects, which all ranks take from one of them. They become attributes.
+        optimizer: an optimizer of this package over all ranks, which may wrap another one over groups of ranks that a
+            function returns; or any other optimizer, as in Horovod.
+        commit: ``"call"``: commit when :meth:`commit` is called, equally often on all ranks; ``"exchange"``: also after
+            every exchange of the first optimizer of this package, until the first rank has finished training.
+        more: other state to keep: any object with ``state_dict()`` and ``load_state_dict()`` (models, optimizers,
+            samplers, schedulers), and plain objects, which all ranks take from one rank. They become attributes.
 
     Raises:
         ValueError: an optimizer whose ranks cannot change: asynchronous, around an ``hvd.DistributedOptimizer``, or
@@ -97,11 +97,11 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
     sync = neutrally(CommittedState.sync)
 
     def _communicator(self) -> Communicator:
-        """Return the ranks that there are now."""
+        """Return the current ranks."""
         return communicator_of(None)
 
     def _all_kept(self) -> dict[str, Kept]:
-        """Return how everything is kept; of optimizers in one another, the outermost first."""
+        """Return a keeper for every object with a state; for nested optimizers, the outermost first."""
         found: dict[str, Kept] = {}
         for name, value in self._tracked.items():
             levels = _levels(value) if isinstance(value, PeriodicOptimizer) else []
@@ -111,7 +111,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         return found
 
     def _after_exchange(self) -> None:
-        """Commit, as long as nobody is at the end, where not all ranks come by here."""
+        """Commit, unless some rank has finished training: then not all ranks make this call."""
         if self._optimizer.synchronizer.meeting.everyone_trains:
             self.commit()
 
@@ -120,7 +120,7 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
 
 class _KeptState(Kept):
-    """What has ``state_dict()`` and ``load_state_dict()``."""
+    """An object with ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -134,12 +134,12 @@ class _KeptState(Kept):
         self.value.load_state_dict(copy.deepcopy(copied))
 
     def begin(self, loaded: bool) -> None:
-        """Take what the first rank has; but for models, where every rank may have loaded its own."""
+        """Take over the first rank's state, except into models if states were loaded: each rank may have its own."""
         if not (loaded and isinstance(self.value, torch.nn.Module)):
             self.take_from(0)
 
     def take_from(self, giver: int) -> None:
-        """Take what one rank has."""
+        """Take over one rank's state."""
         if isinstance(self.value, torch.nn.Module):
             hvd.broadcast_parameters(self.value.state_dict(), root_rank=giver)
         elif isinstance(self.value, torch.optim.Optimizer):
@@ -149,7 +149,7 @@ class _KeptState(Kept):
 
 
 class _KeptOptimizer(_KeptState, KeptExchanges):
-    """An optimizer of this package; the local one is that of the innermost."""
+    """An optimizer of this package; of nested ones, the innermost keeps the local optimizer."""
 
     value: PeriodicOptimizer
 
@@ -159,11 +159,11 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """That of the optimizer."""
+        """The optimizer's synchronizer."""
         return self.value.synchronizer
 
     def copied(self) -> Any:
-        """Return a copy of its state; of that of exchanges, what this rank has of it by itself."""
+        """Return a copy of its state; of the exchange state, the part that this rank holds by itself."""
         local = {} if self._local is None else copy.deepcopy(self._local.state_dict())
         return local | {STATE_KEY: self.own()}
 
@@ -176,7 +176,7 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         self.synchronizer.load_state_dict(exchanges)
 
     def share(self) -> Share:
-        """Return what this rank holds of the center, in host memory: others may lack its device."""
+        """Return this rank's share of the center, in host memory: other ranks may lack its device."""
         share = super().share()
         return Share(_on_host(share.vectors), _on_host(share.optimizer_state))
 
@@ -186,29 +186,29 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         return found
 
     def resharded(self, saved: Any) -> Any:
-        """Return the state of the center's optimizer, cut for the ranks that there are now."""
+        """Return the state of the center's optimizer, resharded for the current ranks."""
         return resharded(saved, self.synchronizer)
 
     def completed(self, copied: Any, whole: Whole) -> Any:
-        """Return the state with the center."""
+        """Return the state with the center added."""
         return {**copied, STATE_KEY: whole.within(copied[STATE_KEY])}
 
     def begin(self, loaded: bool) -> None:
-        """Start, or find out who has loaded what: of the root alone, all take the hyper-parameters before."""
+        """Start training; if a state was loaded, first take over the first rank's hyper-parameters."""
         if loaded:
             self._take_hyperparameters(0)
         self.synchronizer.start()
 
     def take_from(self, giver: int) -> None:
-        """Take replica, center and counters of one rank, and before the hyper-parameters of its local optimizer."""
+        """Take over one rank's local hyper-parameters, then its replica, center and counters."""
         self._take_hyperparameters(giver)
         self.synchronizer.check_agreement()
         self.synchronizer.take_from(giver)
 
     def _take_hyperparameters(self, giver: int) -> None:
-        """Take those of the local optimizer of one rank, and of the one that its center's follows.
+        """Take over the hyper-parameters of one rank's local optimizer, and of the one that its center's follows.
 
-        State that an optimizer keeps in its groups is not among them: it belongs to the rest of its state.
+        State that an optimizer keeps in its parameter groups is not among them: it belongs to the optimizer's state.
         """
         followed = self.synchronizer.followed
         optimizers = [innermost(self.value), *(() if followed is None else (followed,))]
@@ -218,7 +218,7 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
             group.update(settings)
 
     def rejoin(self, name: str) -> None:
-        """Be constructed anew."""
+        """Reconstruct the optimizer for the current ranks."""
         self.value.rejoin(name)
 
 
@@ -232,7 +232,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:
-    """Return the value that one rank has, on all."""
+    """Return one rank's value on all ranks."""
     return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
@@ -241,5 +241,5 @@ def _has_state(value: Any) -> bool:
 
 
 def _levels(optimizer: torch.optim.Optimizer) -> list[PeriodicOptimizer]:
-    """Return an optimizer of this package, and those inside of it."""
+    """Return an optimizer of this package and the ones nested in it; an empty list for other optimizers."""
     return [optimizer, *_levels(optimizer.inner)] if isinstance(optimizer, PeriodicOptimizer) else []

@@ -1,4 +1,4 @@
-"""What a ``GradScaler`` leaves on an optimizer that takes over its part of a step."""
+"""The part of a step that a ``GradScaler`` leaves to an optimizer that unscales its gradients itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def unscale(optimizer: torch.optim.Optimizer) -> bool:
     """Divide the gradients by the scale that a GradScaler left on the optimizer; return whether they are finite.
 
     Raises:
-        ValueError: gradients of 16 bits.
+        ValueError: float16 gradients.
     """
     found_inf: torch.Tensor | None = vars(optimizer).get("found_inf")
     if found_inf is None:

@@ -1,4 +1,4 @@
-"""An ``hvd.DistributedOptimizer`` inside: whose gradients it averages, and when it is waited for."""
+"""A wrapped ``hvd.DistributedOptimizer``: the ranks whose gradients it averages, and when to wait for them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.phase import Phase
 
 _NEVER_REACHED = 2**60
-"""Backward passes until a DistributedOptimizer averages gradients that it is to leave alone."""
+"""Backward passes between averages of a DistributedOptimizer that is to leave the gradients alone."""
 
 
 class GradientAveraging:
-    """The part of a step that concerns an ``hvd.DistributedOptimizer`` inside; nothing where there is none.
+    """The part of a step that concerns a wrapped ``hvd.DistributedOptimizer``; does nothing if there is none.
 
     Args:
-        inner: the optimizer that is wrapped, which is one, or has one inside.
-        group: the ranks whose gradients it averages, if there is one.
-        phase: of training, around it.
-        ledger: tells when local steps change.
+        inner: the wrapped optimizer, which may be a DistributedOptimizer or contain one.
+        group: the ranks whose gradients the DistributedOptimizer averages, if there is one.
+        phase: the phase of training in which gradients are averaged.
+        ledger: reports changes of the local steps.
 
     Attributes:
-        present: whether there is one.
-        done: whether the user has waited for the averages, and changed them perhaps.
+        present: whether there is a DistributedOptimizer.
+        done: whether the user has waited for the averages, and perhaps changed them.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class GradientAveraging:
 
     @property
     def in_flight(self) -> bool:
-        """Whether gradients are on their way between ranks, from the backward pass on."""
+        """Whether averages of gradients are in flight, from the backward pass on."""
         return self.present and not self.done and not self._phase.over
 
     def wait(self) -> None:
-        """Wait for the averages, unless replicas differ by now, and nothing is averaged any longer."""
+        """Wait for the averages, unless the phase is over: replicas then differ, and nothing is averaged."""
         if self.present and not self._phase.over:
             self._inner.synchronize()
 
     @contextmanager
     def waited(self) -> Iterator[None]:
-        """Take the gradients as they are, inside a ``with`` block."""
+        """Use the gradients as they are inside a ``with`` block."""
         self.done = True
         try:
             yield
@@ -64,41 +64,41 @@ class GradientAveraging:
             self.done = False
 
     def step(self) -> Any:
-        """Let the wrapped optimizer step, on gradients that have been waited for."""
+        """Step the wrapped optimizer, after its averages have been waited for."""
         if not self.present:
             return self._inner.step()
         with self._inner.skip_synchronize():
             return self._inner.step()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Let the wrapped optimizer reset its gradients; one of Horovod's has no choice of how."""
+        """Reset the gradients of the wrapped optimizer; Horovod's does not take ``set_to_none``."""
         if not self._direct:
             self._inner.zero_grad(set_to_none=set_to_none)
         elif self._phase.over:
-            torch.optim.Optimizer.zero_grad(self._inner, set_to_none)  # Horovod's asks for a step that averages.
+            torch.optim.Optimizer.zero_grad(self._inner, set_to_none)  # Horovod's requires a step that averages.
         else:
             self._inner.zero_grad()
 
     def _follow_phase(self) -> None:
-        """Let the DistributedOptimizer leave the gradients alone while the replicas are to differ."""
+        """Make the DistributedOptimizer leave the gradients alone while the replicas are to differ."""
         passes = _NEVER_REACHED if self._phase.over else self._passes
         if self._inner.backward_passes_per_step != passes:
             self._inner.set_backward_passes_per_step(passes)
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return what the optimizers of this package, one in the other, are around."""
+    """Return the optimizer inside nested optimizers of this package."""
     while hasattr(optimizer, "synchronizer"):
         optimizer = optimizer.inner
     return optimizer
 
 
 def gradient_group_of(optimizer: Any) -> HorovodCommunicator | None:
-    """Return the ranks whose gradients a DistributedOptimizer averages; None of another optimizer.
+    """Return the ranks whose gradients a DistributedOptimizer averages; None for other optimizers.
 
     Raises:
-        TypeError: it is one that averages something else.
-        ValueError: it is for ranks of which this is none.
+        TypeError: the DistributedOptimizer averages something other than gradients.
+        ValueError: this rank is not in the DistributedOptimizer's process set.
     """
     optimizer = innermost(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "skip_synchronize"):
@@ -109,6 +109,6 @@ def gradient_group_of(optimizer: Any) -> HorovodCommunicator | None:
 
 
 def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class of the innermost optimizer; of a DistributedOptimizer, the one that it was made of."""
+    """Return the class of the innermost optimizer; for a DistributedOptimizer, the class that it was made from."""
     inner = innermost(optimizer)
     return type(inner).__bases__[0] if hasattr(inner, "skip_synchronize") else type(inner)

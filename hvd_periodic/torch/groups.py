@@ -12,15 +12,15 @@ from hvd_periodic.torch.neutral import neutrally
 
 @neutrally
 def node_groups(size: int | None = None) -> Groups:
-    """Return groups of ranks: those of each host, or neighbours; all ranks call this, in place of ``hvd.init()``.
+    """Return groups of ranks, by host or of neighboring ranks; all ranks call this in place of ``hvd.init()``.
 
     Args:
-        size: ranks per group, of which the last may have fewer. Default: all of one host.
+        size: ranks per group; the last group may have fewer. Default: all ranks of a host.
 
     Returns:
-        the process sets of this rank: ``local``, of its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
-        groups, for an optimizer of this package. Over ``torch.distributed``, which has to be initialized before, they
-        are process groups, and ``local`` is for ``DistributedDataParallel``.
+        The process sets of this rank: ``local``, its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
+        groups, for an optimizer of this package. Over ``torch.distributed``, which must be initialized first, they are
+        process groups, and ``local`` is for ``DistributedDataParallel``.
 
     Raises:
         TypeError, ValueError: ``size`` is not an int of at least 1.
@@ -37,7 +37,7 @@ def node_groups(size: int | None = None) -> Groups:
 
 @neutrally
 def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
-    """Return groups of these ranks, as :func:`node_groups` does; each rank has to be in one of them.
+    """Return groups of the given ranks, as :func:`node_groups` does; each rank must be in one of them.
 
     Raises:
         ValueError: groups overlap, do not hold every rank of the job, or differ between ranks.
@@ -51,10 +51,10 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
 
 def node_ranks() -> range:
-    """Return the ranks of this host, as there are now; local. Passed itself, as ``process_set``.
+    """Return the current ranks of this host; local. Pass the function itself as ``process_set``.
 
-    It says who is in the group of this rank, and is asked anew where ranks change: under elastic Horovod, where there
-    can be no process sets. So may any function that divides all ranks into groups.
+    It returns the group of this rank and is called again when ranks change, under elastic Horovod, which permits no
+    process sets. Any other function that divides all ranks into groups may be passed in the same way.
 
     Raises:
         RuntimeError: Horovod is not initialized.

@@ -1,6 +1,6 @@
-"""transformers' Trainer and accelerate: the center where they evaluate and save, and no gradients averaged.
+"""transformers' Trainer and accelerate: they evaluate and save the center, and average no gradients.
 
-Needs ``transformers``, which is imported here and nowhere else; of accelerate what is given.
+Needs ``transformers``, which only this module imports; accelerate is not imported.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from hvd_periodic.torch.trainers import Centers, gather, unwrap
 logger = logging.getLogger("hvd_periodic")
 
 _FOLDER, _OPTIMIZER = "ranks", "optimizer.pt"
-"""In a checkpoint, what every rank has; and where the Trainer saves the optimizer of the root."""
+"""Names in a checkpoint: the folder with the files of all ranks, and the file with the root's optimizer."""
 
 _STAMP = "hvd_periodic"
-"""Under which the state of a Trainer says of which run it is, and where that was saved."""
+"""The key in a Trainer's state that holds the run and the folder of its checkpoints."""
 
 
 def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> list[Any]:
-    """Prepare model, optimizer and all else by an accelerator, which averages no gradients then.
+    """Prepare model, optimizer and other objects with an accelerator, so that it averages no gradients.
 
-    In place of ``accelerator.prepare``, which would wrap the model in DistributedDataParallel. Devices, mixed
-    precision, loaders and gradient accumulation are those of the accelerator. :func:`~hvd_periodic.torch.unwrap` leads
-    from the optimizer that is returned to ``center()``.
+    Call this in place of ``accelerator.prepare``, which would wrap the model in DistributedDataParallel. The
+    accelerator provides devices, mixed precision, loaders and gradient accumulation as usual. To reach ``center()``,
+    pass the returned optimizer to :func:`~hvd_periodic.torch.unwrap`.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        model: the model, on the device of the accelerator already.
-        optimizer: of this package.
+        model: the model, already on the device of the accelerator.
+        optimizer: an optimizer of this package.
         others: loaders and schedulers.
 
     Returns:
@@ -48,7 +48,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: the accelerator knows of other ranks than the optimizer; or the model is on another device.
+        ValueError: accelerator and optimizer have different ranks; or the model is on another device.
 
     Example::
 
@@ -65,7 +65,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
             f"The model must be on {accelerator.device} before the optimizer is made: model.to(accelerator.device). "
             f"Received: one on {', '.join(sorted(devices))}"
         )
-    # To place it again would make new buffers of those that are exchanged.
+    # Placing the model again would replace the buffers that are exchanged.
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     prepared = accelerator.prepare(optimizer, *others)
     return [model, *(prepared if others else [prepared])]
@@ -75,11 +75,11 @@ Make = Callable[[torch.optim.Optimizer, torch.nn.Module], PeriodicOptimizer]
 
 
 class PeriodicTrainerCallback(TrainerCallback):
-    """Lets a ``Trainer`` train by periodic exchange: evaluate and save the center, and average no gradients.
+    """Lets a ``Trainer`` train with periodic exchange: evaluate and save the center, and average no gradients.
 
-    The optimizer that the Trainer has made is wrapped when training begins, with the model on its device; its
-    DistributedDataParallel is switched off. Checkpoints hold the center as the model, and at the end of training the
-    model has it. They are written by the root alone, and training goes on from the center::
+    When training begins, with the model on its device, the callback wraps the Trainer's optimizer and switches off its
+    DistributedDataParallel. Checkpoints hold the center as the model, and at the end of training the model holds the
+    center. Only the root writes checkpoints, and training resumes from the center::
 
         def periodic(optimizer, model):
             return hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
@@ -88,16 +88,16 @@ class PeriodicTrainerCallback(TrainerCallback):
         trainer.train()
 
     Args:
-        make: what makes an optimizer of this package of one of torch and a model.
-        every_rank: save also what every rank has, by :func:`hvd_periodic.torch.save`, in the folder ``ranks`` of each
-            checkpoint: training goes on exactly, to the bit.
+        make: a function that makes an optimizer of this package from a torch optimizer and a model.
+        every_rank: also save the state of every rank, with :func:`hvd_periodic.torch.save`, in the folder ``ranks`` of
+            each checkpoint: training then resumes exactly, bit for bit.
 
     Raises:
         TypeError: ``make`` returns something else.
-        ValueError: the Trainer knows of other ranks than the optimizer, as where Horovod alone has started them; or it
-            is to save the state of an optimizer whose center is not on every rank; or the model of one, for a callback
-            that comes after this one.
-        RuntimeError: what the Trainer has saved for such a callback is not the center; or one rank has stopped alone.
+        ValueError: Trainer and optimizer have different ranks, for example because Horovod alone has started them; or
+            the Trainer is to save the state of an optimizer whose center is not on every rank; or the model of such an
+            optimizer, for a callback that is listed after this one.
+        RuntimeError: the Trainer has not saved the center for such a callback; or one rank has stopped alone.
     """
 
     def __init__(self, make: Make, every_rank: bool = False) -> None:
@@ -108,10 +108,10 @@ class PeriodicTrainerCallback(TrainerCallback):
         self._hooks = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Make the optimizer, and go on from what was saved."""
+        """Make the optimizer, and resume from a checkpoint if there is one."""
         accelerated, model = of["optimizer"], of["model"]
         local = accelerated.optimizer
-        while isinstance(local, PeriodicOptimizer):  # Of train() before: a Trainer keeps its optimizer.
+        while isinstance(local, PeriodicOptimizer):  # From an earlier train(): a Trainer keeps its optimizer.
             local = local.inner
         optimizer = unwrap(self._make(local, model))
         synchronizer = optimizer.synchronizer
@@ -144,21 +144,21 @@ class PeriodicTrainerCallback(TrainerCallback):
         self._centers.leave()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Show the center, if the Trainer is about to look; at the end, after the last exchange."""
+        """Show the center, if the Trainer is about to evaluate or save; at the end, after the last exchange."""
         self._centers.leave()
         if control.should_training_stop and state.global_step >= state.max_steps:
             self._centers.finalize()
         self._show_if_asked(args, control, unwrap(of["optimizer"]))
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Do the same; at the step at which a rank has stopped before the end, others may have looked with it."""
+        """Do the same; at the step at which a rank stopped early, the others may have evaluated together with it."""
         self._centers.leave()
         if control.should_training_stop:
             self._centers.finalize()
         self._show_if_asked(args, control, unwrap(of["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Save what every rank has, if that was asked for; make sure that the root has saved the center."""
+        """Save the state of every rank, if asked for; check that the root has saved the center."""
         self._asked, optimizer = None, unwrap(of["optimizer"])
         if not self._centers.inside:
             self._refuse()
@@ -176,12 +176,12 @@ class PeriodicTrainerCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **of: Any
     ) -> None:
-        """Before the best model is loaded, which comes after the last line of the log: leave training."""
+        """Leave training at the last line of the log, after which the Trainer loads the best model."""
         if "train_runtime" in (logs or {}):
             self._leave_training(of["model"])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Leave training, where nothing has been logged."""
+        """Leave training, if nothing was logged."""
         self._leave_training(of["model"])
 
     def _leave_training(self, model: torch.nn.Module) -> None:
@@ -200,27 +200,28 @@ class PeriodicTrainerCallback(TrainerCallback):
             gather(optimizer.synchronizer.membership.communicator, None, failure)
             raise failure
         if control.should_save:
-            _check_saving(args, optimizer)  # Other callbacks may ask for it.
+            _check_saving(args, optimizer)  # Other callbacks may ask for a checkpoint.
         if control.should_evaluate or control.should_save:
             self._centers.enter()
         self._asked = lambda: control.should_save
 
     def _show_what_is_saved(self, *of_model: Any) -> None:
-        """Show the center where the Trainer reads the model, for a callback that has asked after this one."""
+        """Show the center when the Trainer reads the model, if a later callback has asked for a checkpoint."""
         if self._asked is not None and self._asked() and not self._centers.inside:
             self._refuse()
             self._centers.enter()
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return where the checkpoint of this step is, or would be."""
+    """Return the folder of this step's checkpoint, whether or not it exists."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _saved_before(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the checkpoint that a Trainer goes on from, whose folder it tells nobody; None: there is none.
+    """Return the checkpoint that a Trainer resumes from, whose folder it does not reveal; None if there is none.
 
-    It is where training says, or where it was written; another of the same step is not of the same run.
+    It is in the folder that the arguments name, or in the one that it was written to. A checkpoint of the same step
+    with another stamp is of another run.
     """
     if not state.global_step:
         return None
@@ -234,7 +235,7 @@ def _saved_before(args: TrainingArguments, state: TrainerState) -> Path | None:
 
 
 def _stamp_of(folder: Path, step: int) -> list[Any]:
-    """Return the stamp of a checkpoint, which may be None; nothing where there is none of this step."""
+    """Return the stamp of a checkpoint, which may be None, in a list; empty if there is no checkpoint of this step."""
     file = folder / "trainer_state.json"
     if not file.is_file():
         return []
@@ -243,7 +244,7 @@ def _stamp_of(folder: Path, step: int) -> list[Any]:
 
 
 def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
-    """Refuse what would let the root wait for others, who never read the state of the optimizer."""
+    """Refuse to save if the root would wait for the other ranks, which never read the optimizer's state."""
     level: torch.optim.Optimizer = optimizer
     while not args.save_only_model and isinstance(level, PeriodicOptimizer):
         course = level.synchronizer.course
@@ -257,7 +258,7 @@ def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None
 
 
 def _check_asked_late(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None:
-    """Refuse what a callback has asked for that comes later: the root alone reads the model then."""
+    """Refuse a checkpoint for a later callback if all ranks must read the center: only the root reads it then."""
     _check_saving(args, optimizer)
     level: torch.optim.Optimizer = optimizer
     while isinstance(level, PeriodicOptimizer):

@@ -1,6 +1,6 @@
 """PyTorch Ignite: a handler that evaluates and saves the center, and ends training on all ranks.
 
-Needs ``pytorch-ignite``, which is imported here and nowhere else.
+Needs ``pytorch-ignite``, which only this module imports.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hvd_periodic.torch.trainers import Centers, gather
 
 
 class PeriodicHandler:
-    """Lets engines of Ignite evaluate the center, and ends training on all ranks.
+    """Lets Ignite engines evaluate the center, and ends training on all ranks.
 
-    While an evaluator runs, the model holds the center. At the end of training all ranks exchange what is left, and
-    from then on the model holds the center. Ranks may have different numbers of batches; where one terminates, as for
-    early stopping, all do: at the end of that epoch, or at an exchange before it; without one, an evaluator that is
-    attached to the end of the epoch is an error on all ranks. During training all ranks run attached evaluators
-    together; those that have different numbers of batches, at the end of an epoch. Attach it after
-    the handlers that decide::
+    While an evaluator runs, the model holds the center. At the end of training all ranks exchange their remaining
+    steps, and from then on the model holds the center. Ranks may have different numbers of batches. If one rank
+    terminates, for example by early stopping, all do: at the end of that epoch, or at an exchange before it. Without
+    such an exchange, an evaluator that is attached to the end of the epoch causes an error on all ranks. During
+    training all ranks run attached evaluators together; with different numbers of batches, at the end of an epoch.
+    Attach the handler after the handlers that decide on termination::
 
         optimizer = hvdp.ElasticAverageOptimizer(optimizer, model, communication_period=10)
         trainer = create_supervised_trainer(model, optimizer, cross_entropy)
@@ -31,17 +31,17 @@ class PeriodicHandler:
         handler = PeriodicHandler(model, optimizer)
         handler.attach(trainer, evaluator)
 
-    For ``ignite.handlers.Checkpoint`` it has the center under the names of the model: ``{"model": handler,
-    "optimizer": optimizer}`` is what the root has to save. To go on exactly, use :func:`hvd_periodic.torch.save`.
+    For ``ignite.handlers.Checkpoint`` the handler holds the center under the names of the model: the root has to save
+    ``{"model": handler, "optimizer": optimizer}``. To resume exactly, use :func:`hvd_periodic.torch.save`.
 
     Args:
-        model: that is trained.
-        optimizer: of this package.
-        others: where there are several.
+        model: the model that is trained.
+        optimizer: an optimizer of this package.
+        others: further optimizers, if there are several.
 
     Raises:
         TypeError: an optimizer of another package.
-        RuntimeError: when it runs, on all ranks: some have come to an evaluation, and others have not.
+        RuntimeError: during training, on all ranks: some ranks have reached an evaluation, and others have not.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *others: Any) -> None:
@@ -51,23 +51,23 @@ class PeriodicHandler:
         self._started_at = self._last_step = 0
 
     def attach(self, trainer: Engine, *evaluators: Engine) -> None:
-        """Follow a trainer, and evaluators of its model, which see the replica otherwise; again for further ones."""
+        """Attach to a trainer and to evaluators of its model, which otherwise see the replica; may be called again."""
         if not trainer.has_event_handler(self._begin, Events.STARTED):
             trainer.add_event_handler(Events.STARTED, self._begin)
             trainer.add_event_handler(Events.EPOCH_STARTED, self._begin_epoch)
-            trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # Whatever has ended an evaluator.
+            trainer.add_event_handler(Events.ITERATION_STARTED, self._centers.leave)  # However an evaluator ended.
             trainer.add_event_handler(Events.ITERATION_COMPLETED, self._follow)
             trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
             trainer.add_event_handler(Events.TERMINATE, self._terminate)
             trainer.add_event_handler(Events.COMPLETED, self._end)
         for evaluator in evaluators:
             evaluator.add_event_handler(Events.STARTED, self._show, trainer)
-            # A run that goes on after an error does not start again.
+            # A run that continues after an error does not fire STARTED again.
             evaluator.add_event_handler(Events.ITERATION_STARTED, self._centers.enter)
             evaluator.add_event_handler(Events.COMPLETED | Events.TERMINATE, self._centers.leave)
 
     def report(self, sink: Any, every: int = 1) -> None:
-        """Show every so-manieth exchange by a function of step and numbers, such as one of an Ignite logger."""
+        """Show one in ``every`` exchanges with a function of numbers and step, such as one of an Ignite logger."""
 
         def show(step: int, values: Values) -> None:
             sink({f"exchange/{name}": value for name, value in values.items()}, step)
@@ -79,17 +79,17 @@ class PeriodicHandler:
         return self._centers.state_of(self._model)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give them to the model."""
+        """Load this state into the model."""
         self._model.load_state_dict(state)
 
     def _begin(self, trainer: Engine) -> None:
-        """Find out whether all ranks are sure to have as many batches."""
+        """Find out whether all ranks are sure to have the same number of batches."""
         batches = set(gather(self._communicator, trainer.state.epoch_length))
         self._uneven, self._training = len(batches) > 1 or batches == {None}, True
         self._started_at = self._centers.synchronizers[0].local_steps
 
     def _show(self, evaluator: Engine, trainer: Engine) -> None:
-        """Show the center, once all ranks are there: metrics are of all of them."""
+        """Show the center once all ranks are ready: metrics cover all ranks."""
         event = trainer.last_event_name
         if event == Events.EPOCH_COMPLETED:
             self._wait_for_all()
@@ -98,7 +98,7 @@ class PeriodicHandler:
         self._centers.enter()
 
     def _gather(self, place: str, value: Any = None) -> list[Any]:
-        """Return what all ranks have, if all have come to the same place of training."""
+        """Return the values of all ranks, if all have reached the same place in training."""
         failure = RuntimeError(
             f"Not all ranks have come to {place}: one has no more batches, has terminated, or evaluates at other "
             "events. All ranks run attached evaluators, and where they have different numbers of batches, at "
@@ -115,7 +115,7 @@ class PeriodicHandler:
             self._finalize("the end of the epoch")
 
     def _finalize(self, place: str) -> None:
-        """Leave training together: who does so asynchronously waits for the others, but does not meet them."""
+        """Leave training together; asynchronous ranks first do a handshake, as their ``finalize()`` has none."""
         if not self._in_step:
             self._gather(place)
         self._centers.finalize()
@@ -126,23 +126,23 @@ class PeriodicHandler:
         return self._centers.synchronizers[0].course.steps_agree
 
     def _begin_epoch(self, trainer: Engine) -> None:
-        """Note where it ends, if it has as many batches everywhere, each of which is a step."""
+        """Note the last step of the epoch, if all ranks have the same number of batches, one step each."""
         self._within, self._followed = True, False
         self._last_step = self._centers.synchronizers[0].local_steps + (trainer.state.epoch_length or 0)
 
     def _follow(self, trainer: Engine) -> None:
-        """Terminate at the exchange in which another rank has left training, in the middle of an epoch."""
+        """Terminate at the exchange in which another rank has left training in the middle of an epoch."""
         if not self._uneven and self._has_left() and not trainer.should_terminate:
             self._followed = True
             trainer.terminate()
 
     def _has_left(self) -> bool:
-        """Return whether a rank was leaving when all met last."""
+        """Return whether a rank was leaving at the last exchange of this training."""
         exchanged = self._centers.synchronizers[0].counters.last_exchange > self._started_at
         return self._in_step and exchanged and self._centers.left
 
     def _end_epoch(self, trainer: Engine) -> None:
-        """End it on all ranks, and training where one has terminated, by the same events on all of them."""
+        """End the epoch on all ranks; if one has terminated, end training with the same events on all ranks."""
         self._wait_for_all()
         self._within = False
         own = not self._followed and trainer.should_terminate
@@ -153,9 +153,10 @@ class PeriodicHandler:
             trainer.terminate()
 
     def _terminate(self, trainer: Engine) -> None:
-        """End training on all ranks, where this one has terminated, in whichever way.
+        """End training on all ranks after this one has terminated, in whichever way.
 
-        In the middle of an epoch, the others are at their next exchange, or come to its end if that is before.
+        In the middle of an epoch, the other ranks wait at their next exchange, or at the end of the epoch if it is
+        first.
         """
         if self._within:
             exchange = min(synchronizer.counters.next_exchange for synchronizer in self._centers.synchronizers)

@@ -1,4 +1,4 @@
-"""Steps of a wrapped optimizer: those that the optimizer around it takes, and those that nobody counts."""
+"""Steps of a wrapped optimizer: steps through the wrapper, and steps that bypass it and are not counted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 
 
 class InnerSteps:
-    """Watches the steps of a wrapped optimizer, and of optimizers inside that one, by hooks of torch.
+    """Watches the steps of a wrapped optimizer, and of optimizers nested in it, with torch hooks.
 
-    A step that does not come through the wrapper is not counted, so that ranks would never exchange. It becomes an
-    error at the next exchange, reading of the center, or end. A method of the wrapped optimizer that is called through
-    the wrapper, and steps, is one step of the wrapper.
+    A step that bypasses the wrapper is not counted, so that ranks would never exchange. It raises an error at the next
+    exchange, at the next read of the center, or at the end. A method of the wrapped optimizer that is called through
+    the wrapper, and steps, counts as one step of the wrapper.
 
     Args:
         optimizer: the wrapped optimizer; without one, nothing is watched.
@@ -30,7 +30,7 @@ class InnerSteps:
         wrapper: name of the wrapper's class.
 
     Attributes:
-        counted: a step of the wrapper is under way.
+        counted: whether a step of the wrapper is in progress.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class InnerSteps:
                 self._watch(each, levels)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Watch nothing in a copy: the wrapper of a copied optimizer watches that."""
+        """Return a copy that watches nothing: the wrapper of a copied optimizer watches the copy."""
         return InnerSteps, ()
 
     def stop(self) -> None:
-        """Watch nothing from now on."""
+        """Stop watching."""
         for optimizer in filter(None, (each() for each in self._optimizers)):
             _remove(optimizer, lambda steps: steps is self)
 
     def as_one_step(
         self, method: Callable[..., Any], name: str, wrapper: object, count: Callable[[bool], None]
     ) -> Callable[..., Any]:
-        """Return a method of the wrapped optimizer that counts as a step of the wrapper, where it steps.
+        """Return a method of the wrapped optimizer that counts as one step of the wrapper, if it steps.
 
-        Training begins before one that is called a step: SAM's ``first_step`` moves the parameters, from which the
-        gradients of its ``second_step`` are.
+        Training begins before a method whose name ends in "step": SAM's ``first_step`` moves the parameters to the
+        point at which the gradients for its ``second_step`` are computed.
         """
 
         @wraps(method)
@@ -88,13 +88,13 @@ class InnerSteps:
                 count(True)
             return result
 
-        run.__self__ = wrapper  # type: ignore[attr-defined]  # As methods have it.
+        run.__self__ = wrapper  # type: ignore[attr-defined]  # As bound methods have.
         return run
 
     def _watch(self, optimizer: torch.optim.Optimizer, levels: Sequence[object]) -> None:
-        """Hear of steps of an optimizer; former wrappers of it, which are no levels of this one, hear no longer."""
+        """Watch the steps of an optimizer; its former wrappers that are not levels of this one stop watching."""
         _remove(optimizer, lambda steps: not any(steps._synchronizer() is level for level in levels if level))
-        with suppress(AttributeError):  # Wrappers of trainers are optimizers without hooks.
+        with suppress(AttributeError):  # Trainers' wrappers are optimizers without hooks.
             _watching.setdefault(optimizer, []).append((self, optimizer.register_step_pre_hook(self._before_step)))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -103,7 +103,7 @@ class InnerSteps:
 
     @eagerly
     def _notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notice a step that step() of the wrapper has not taken."""
+        """Note a step that the wrapper's step() has not taken."""
         synchronizer = self._synchronizer()
         if synchronizer is None or makes_state_only():
             return
@@ -119,7 +119,7 @@ class InnerSteps:
             self._stepped = True
 
     def _caller(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the outermost method of a watched optimizer that is running, or that is about to."""
+        """Return the outermost method of a watched optimizer that is running or about to run."""
         watched = [each() for each in self._optimizers]
         found, frame = f"{type(optimizer).__name__}.step()", sys._getframe(1).f_back
         while frame is not None:
@@ -131,11 +131,11 @@ class InnerSteps:
 
 
 _watching: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[InnerSteps, RemovableHandle]]] = WeakKeyDictionary()
-"""Who watches an optimizer."""
+"""The watchers of every optimizer, with their hooks."""
 
 
 def _remove(optimizer: torch.optim.Optimizer, done: Callable[[InnerSteps], bool]) -> None:
-    """Remove the hooks of those that are done with an optimizer."""
+    """Remove the hooks of watchers that are done with an optimizer."""
     watching = _watching.get(optimizer, [])
     for steps, hook in watching:
         if done(steps):
@@ -144,7 +144,7 @@ def _remove(optimizer: torch.optim.Optimizer, done: Callable[[InnerSteps], bool]
 
 
 def _with_inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield an optimizer and those that it has as attributes, at any depth, once each."""
+    """Yield an optimizer and the optimizers among its attributes, at any depth, once each."""
     found, waiting = set(), [optimizer]
     while waiting:
         each = waiting.pop(0)

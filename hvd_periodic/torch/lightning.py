@@ -1,6 +1,6 @@
-"""PyTorch Lightning 2: ranks as they are, and the center wherever Lightning reads the model.
+"""PyTorch Lightning 2: a strategy for ranks that already run, and the center wherever Lightning reads the model.
 
-Needs ``lightning``, which is imported here and nowhere else.
+Needs ``lightning``, which only this module imports.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hvd_periodic.torch.trainers import Centers, copied, gather, share_average
 logger = logging.getLogger("hvd_periodic")
 
 _KEY = "hvd_periodic"
-"""Where a checkpoint says of which save it is, and of how many ranks."""
+"""The key in a checkpoint that holds the save it belongs to, and its number of ranks."""
 
 _CONSTRUCTION, _END = 1, 2
-"""Places where ranks meet besides."""
+"""Further places of handshakes, numbered as in ``TRAINER_PLACES`` of :mod:`hvd_periodic.comm.meeting`."""
 
 _SWA = callbacks.StochasticWeightAveraging
 _AVERAGING: tuple[Any, ...] = (_SWA, getattr(callbacks, "WeightAveraging", _SWA))
-"""Callbacks that average weights; the second is of Lightning 2.6."""
+"""Callbacks that average weights; the second is from Lightning 2.6."""
 
 _REDUCTIONS: dict[str, Any] = {
     "mean": torch.mean,
@@ -45,11 +45,11 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 class PeriodicStrategy(ParallelStrategy):
-    """Ranks that train on their own, and exchange by the optimizer: what a ``Trainer`` has to know of them.
+    """Tells a ``Trainer`` about ranks that train on their own and exchange through the optimizer.
 
-    Rank and world size are those of the job: samplers give each rank its share, metrics with ``sync_dist=True`` and
-    those of torchmetrics are of all ranks, early stopping ends all at once, the root alone writes logs and checkpoints.
-    No gradient is averaged. Together with a :class:`PeriodicCallback`::
+    Rank and world size are the job's: samplers give each rank its share, metrics with ``sync_dist=True`` and
+    torchmetrics cover all ranks, early stopping ends all ranks at once, and only the root writes logs and checkpoints.
+    No gradient is averaged. Use it together with a :class:`PeriodicCallback`::
 
         class Digits(LightningModule):
             def configure_optimizers(self):
@@ -62,9 +62,9 @@ class PeriodicStrategy(ParallelStrategy):
 
     Args:
         process_set: the ranks, as in :class:`~hvd_periodic.options.Options`. Default: all of the job.
-        every_rank: let checkpoints have what every rank has, in a file of its own beside that of the root
-            (``last.ckpt.ranks/1.ckpt``): training then goes on exactly, to the bit. Otherwise, and with another number
-            of ranks, all go on from the center, with the root's local optimizer.
+        every_rank: also save the state of every rank, each in its own file next to the root's
+            (``last.ckpt.ranks/1.ckpt``): training then resumes exactly, bit for bit. Otherwise, and with another number
+            of ranks, all ranks resume from the center, with the root's local optimizer.
 
     Raises:
         RuntimeError: neither Horovod nor torch.distributed is initialized.
@@ -84,12 +84,12 @@ class PeriodicStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data is this rank's."""
+        """The sampler arguments that select this rank's share of the data."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank: the only one, or that of its place on the host."""
+        """The device of this rank: the only one, or the one with the number of its local rank."""
         devices = self.parallel_devices or [torch.device("cpu")]
         place = self.local_rank if len(devices) > 1 else 0
         if place >= len(devices):
@@ -101,7 +101,7 @@ class PeriodicStrategy(ParallelStrategy):
         return device
 
     def set_world_ranks(self) -> None:
-        """Let the root alone log and write."""
+        """Restrict logging and writing to the root."""
         rank_zero_only.rank = self.global_rank
 
     def setup(self, trainer: Trainer) -> None:
@@ -122,11 +122,11 @@ class PeriodicStrategy(ParallelStrategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module."""
+        """Move the module to this rank's device."""
         self.model.to(self.root_device)
 
     def gather(self, value: Any, group: Any = None) -> list[Any]:
-        """Return the values of all ranks, in their order: tensors of any shapes, or what can be pickled."""
+        """Return the values of all ranks, in rank order: tensors of any shapes, or picklable objects."""
         return gather(self.communicator, value)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
@@ -154,7 +154,7 @@ class PeriodicStrategy(ParallelStrategy):
         return self.gather(obj if self.global_rank == src else None)[src]
 
     def teardown(self) -> None:
-        """Leave the module and its optimizers on their device: they can be saved after training."""
+        """Tear down all but the module and its optimizers, which stay on their device and can be saved afterwards."""
         for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
@@ -162,11 +162,11 @@ class PeriodicStrategy(ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """After optimizers are made: they give all ranks the values of the root, and then each takes its own."""
+        """Restore after optimizers are made: these give all ranks the root's values, then each rank loads its own."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module with the values of the center; after training, what it was left with."""
+        """Return the module's state with the values of the center; after training, with the values that it has."""
         _share_averages(self)
         if not self.optimizers or self.settled:
             state: dict[str, Any] = super().lightning_module_state_dict()
@@ -174,10 +174,10 @@ class PeriodicStrategy(ParallelStrategy):
         return Centers(self.optimizers).state_of(self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Let the root write the center; before it every rank what is its own, where that was asked for."""
+        """Write the center on the root; before that, with ``every_rank``, write the state of each rank."""
         if self._every_rank and "optimizer_states" in checkpoint:
             stamp = {"save": self.broadcast(uuid.uuid4().hex), "ranks": self.world_size}
-            # A callback that averages weights has put the average in the place of the model, and that elsewhere.
+            # A callback that averages weights has stored the average in place of the model, and the model elsewhere.
             replica = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
             own = {**checkpoint, replica: copied(self.lightning_module), _KEY: stamp}
             self.checkpoint_io.save_checkpoint(own, self._file_of_rank(filepath))
@@ -186,7 +186,7 @@ class PeriodicStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what this rank has saved, to go on with training if all have; otherwise what the root has saved."""
+        """Return this rank's own checkpoint, if training resumes and all ranks have theirs; otherwise the root's."""
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         stamp = found.get(_KEY)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
@@ -206,12 +206,12 @@ class PeriodicStrategy(ParallelStrategy):
         return found
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove the files of ranks, too."""
+        """Remove a checkpoint, including the files of ranks."""
         super().remove_checkpoint(filepath)
         own = self._file_of_rank(filepath)
         if own.is_file():
             self.checkpoint_io.remove_checkpoint(own)
-        with suppress(OSError):  # Of the ranks that see the folder, the last one leaves it empty.
+        with suppress(OSError):  # Only the last rank that sees the folder leaves it empty.
             own.parent.rmdir()
 
     def _file_of_rank(self, filepath: Any) -> Path:
@@ -221,18 +221,18 @@ class PeriodicStrategy(ParallelStrategy):
 class PeriodicCallback(Callback):
     """Lets Lightning validate, test, predict with and save the center; ends training on all ranks; logs exchanges.
 
-    In ``validation_step`` and the like the module holds the center. Checkpoints hold it under ``"state_dict"``, where
-    ``load_from_checkpoint`` looks. At the end of training all ranks exchange what is left, and from then on the module
-    holds the center. Ranks may have different numbers of batches: one that has fewer takes part in the exchanges of the
-    others at the end of each epoch, and then all go on together.
+    In ``validation_step`` and similar hooks the module holds the center. Checkpoints hold it under ``"state_dict"``,
+    which ``load_from_checkpoint`` reads. At the end of training all ranks exchange their remaining steps, and from then
+    on the module holds the center. Ranks may have different numbers of batches: at the end of each epoch, a rank with
+    fewer takes part in the exchanges of the others, and then all continue together.
 
     Args:
-        log_every: exchanges of which one is logged by the trainer's loggers, as ``exchange/...``, see
+        log_every: log one in so many exchanges with the trainer's loggers, as ``exchange/...``, see
             :class:`~hvd_periodic.torch.Reporter`; 0: none.
 
     Raises:
         TypeError: an optimizer of another package.
-        ValueError: another strategy of the trainer than :class:`PeriodicStrategy`, or a callback that changes which
+        ValueError: a trainer with another strategy than :class:`PeriodicStrategy`, or a callback that changes which
             parameters train; on every rank.
     """
 
@@ -242,7 +242,7 @@ class PeriodicCallback(Callback):
         self._uneven = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse other strategies; let metrics of torchmetrics be those of all ranks."""
+        """Refuse other strategies; make torchmetrics cover all ranks."""
         strategy = trainer.strategy
         if not isinstance(strategy, PeriodicStrategy):
             raise ValueError(
@@ -251,10 +251,10 @@ class PeriodicCallback(Callback):
             )
         if stage == TrainerFn.FITTING:
             _refuse_callbacks(trainer, pl_module)
-        # The first: its last exchange is of what was trained, and others find the center, wherever they were listed.
+        # Put this one first: its last exchange sends the trained values, and all other callbacks see the center.
         trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
-        # Where torch.distributed is there, Lightning would broadcast a signal at every batch: ranks would wait for each
-        # other at every step, those with more batches for ever. Each rank ends on a signal of its own.
+        # With torch.distributed, Lightning would broadcast a signal at every batch: ranks would wait for each other at
+        # every step, and ranks with more batches forever. Instead, each rank ends on its own signal.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         for metric in pl_module.modules():
             if getattr(metric, "dist_sync_fn", metric) is None:
@@ -271,12 +271,12 @@ class PeriodicCallback(Callback):
         self._centers.report(show, self._log_every)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out whether all ranks are sure to have as many batches."""
+        """Find out whether all ranks are sure to have the same number of batches."""
         batches = set(trainer.strategy.gather(trainer.num_training_batches))
         self._uneven = len(batches) > 1 or batches == {float("inf")}
 
     def on_train_batch_end(self, trainer: Trainer, *of_batch: Any) -> None:
-        """Where ranks may have other numbers of batches, wait for them at the end of an epoch."""
+        """Wait for the other ranks at the end of an epoch, if they may have other numbers of batches."""
         if self._uneven and trainer.is_last_batch:
             self._centers.finalize()
 
@@ -289,7 +289,7 @@ class PeriodicCallback(Callback):
         trainer.strategy.settled = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the center; and let callbacks that show an average of weights show that of all ranks."""
+        """Show the center; make callbacks that show an average of weights show the average over all ranks."""
         _share_averages(trainer.strategy)
         self._centers.enter()
 
@@ -307,15 +307,15 @@ class PeriodicCallback(Callback):
 
 
 def _share_averages(strategy: Any) -> None:
-    """Give averages of weights, which Lightning's callbacks update on each rank, the mean over ranks; collective."""
+    """Set the weight averages that Lightning's callbacks update on each rank to their mean over ranks; collective."""
     trainer = strategy.lightning_module.trainer
     if trainer.state.fn != TrainerFn.FITTING or strategy.settled:
         return
     for callback in trainer.callbacks:
         if isinstance(callback, _AVERAGING):
-            average = callback._average_model  # It has no other name.
+            average = callback._average_model  # It has no public name.
             if average is not None:
-                # That of SWA is a copy of the module, which may itself have a part of the name ``module``.
+                # SWA's average is a copy of the module, which may itself have a submodule named ``module``.
                 model, counted = (average, callback) if isinstance(callback, _SWA) else (average.module, average)
                 share_average(strategy.communicator, model, int(counted.n_averaged or 0))
 
@@ -339,9 +339,9 @@ def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
 
 
 class _Ranks(ClusterEnvironment):
-    """The ranks of a communicator, which somebody else has started.
+    """The ranks of a communicator, which Lightning has not started.
 
-    A rank's place on its host, and the host's among all, follow from what the ranks say of their hosts.
+    The ranks gather their hosts, which gives a rank's number on its host, and the host's number among all.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -356,7 +356,7 @@ class _Ranks(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """It is never looked for."""
+        """Return False: this environment is never detected."""
         return False
 
     def world_size(self) -> int:
@@ -364,19 +364,19 @@ class _Ranks(ClusterEnvironment):
         return self._size
 
     def set_world_size(self, size: int) -> None:
-        """It is what it is."""
+        """Do nothing: the number of ranks is given."""
 
     def global_rank(self) -> int:
         """Return this rank."""
         return self._rank
 
     def set_global_rank(self, rank: int) -> None:
-        """It is what it is."""
+        """Do nothing: the rank is given."""
 
     def local_rank(self) -> int:
-        """Return this rank's place on its host."""
+        """Return this rank's number on its host."""
         return self._local_rank
 
     def node_rank(self) -> int:
-        """Return the place of this rank's host."""
+        """Return the number of this rank's host."""
         return self._node_rank

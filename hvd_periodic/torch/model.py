@@ -1,4 +1,4 @@
-"""A model as users hand it over: its tensors by name."""
+"""A model as users pass it: its tensors by name."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hvd_periodic.torch.buffers import Buffers, policies, policy_of
 from hvd_periodic.torch.divided import is_divided, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
-"""A module or its ``named_parameters()``, whose buffers can then follow too; or other (name, parameter) pairs."""
+"""A module or its ``named_parameters()``, whose buffers can be exchanged, too; or other (name, parameter) pairs."""
 
 _COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a module that it wraps."""
+"""The string that ``torch.compile`` inserts into the names of a module that it wraps."""
 
 
 @dataclass(frozen=True)
 class NamedTensors:
-    """The tensors of a model, by name; tied ones once.
+    """The tensors of a model, by name; tied tensors appear once.
 
     Attributes:
-        parameters: all parameters, frozen ones too.
-        buffers: all buffers; empty if the model was given as pairs from elsewhere.
-        policies: what becomes of each buffer, by name.
-        module: where they come from, if that was given and while it lives.
-        given: what says so of buffers that appear later.
+        parameters: all parameters, including frozen ones.
+        buffers: all buffers; empty if the model was given as other (name, parameter) pairs.
+        policies: the policy of each buffer, by name.
+        module: weak reference to the module that holds the tensors, if one was given.
+        given: the ``buffers`` argument, which decides the policy of buffers that appear later.
     """
 
     parameters: list[tuple[str, torch.Tensor]]
@@ -43,11 +43,11 @@ class NamedTensors:
 
     @classmethod
     def of(cls, model: Model, buffers: Buffers) -> NamedTensors:
-        """Take apart a module, or (name, parameter) pairs.
+        """Collect the tensors of a module, or of (name, parameter) pairs.
 
         Args:
             model: the module or the pairs.
-            buffers: what becomes of buffers; None: what their names suggest.
+            buffers: the policies of the buffers; None: by their names.
 
         Raises:
             TypeError: neither a module nor pairs.
@@ -87,11 +87,11 @@ class NamedTensors:
         return cls(pairs, [], {})
 
     def behind(self) -> torch.nn.Module | None:
-        """Return the module that they come from, if that was given and while it lives."""
+        """Return the module that holds the tensors, if one was given and still exists."""
         return None if self.module is None else self.module()
 
     def changed(self) -> str | None:
-        """Return the name of a parameter or exchanged buffer that the module has in another way now, or None."""
+        """Return the name of a parameter or exchanged buffer that was added, removed or replaced, or None."""
         module = self.behind()
         if module is None:
             return None
@@ -102,7 +102,7 @@ class NamedTensors:
         return min(changed, default=None)
 
     def reshard(self) -> None:
-        """Let the modules of ``fully_shard()`` have their shards again."""
+        """Reshard the modules of ``fully_shard()``."""
         module = self.behind()
         if module is not None:
             reshard(module.modules())
@@ -111,11 +111,11 @@ class NamedTensors:
         return (self.policies.get(name) or policy_of(self.given, name, buffer)) != LOCAL
 
     def of_policy(self, policy: str) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that have this policy."""
+        """Return the buffers with this policy."""
         return [(name, tensor) for name, tensor in self.buffers if self.policies[name] == policy]
 
     def local_by_default(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are local although nobody has asked for that."""
+        """Return the buffers that are local by default, not at the user's request."""
         return {n: t for n, t in self.of_policy(LOCAL) if policy_asked_for(self.given, n, t) is None}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ class NamedTensors:
 
 
 def original_name(name: str) -> str:
-    """Return the name that a tensor has in the module that was compiled, if one was."""
+    """Return the name that a tensor has without ``torch.compile``."""
     return name.replace(_COMPILED, "")
 
 
@@ -136,10 +136,10 @@ def _ids(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def _module_behind(model: Model) -> torch.nn.Module | None:
-    """Return the module whose ``named_parameters()`` this is, if it is that call itself, with no arguments.
+    """Return the module if ``model`` is the result of its ``named_parameters()``, called without arguments.
 
-    Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Taken as mere pairs, it would leave
-    the batch-norm statistics of every rank to themselves, without a word.
+    Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Treated as plain pairs, it would
+    silently leave the batch-norm statistics of each rank out of exchanges.
     """
     arguments = dict(model.gi_frame.f_locals) if isinstance(model, GeneratorType) and model.gi_frame else {}
     module = arguments.pop("self", None)
@@ -154,11 +154,11 @@ _UNSUPPORTED = {
     "FullyShardedDataParallel": "FullyShardedDataParallel makes one flat parameter of many: divide the model by "
     "fully_shard() in its place",
 }
-"""By the name of a class of torch, which need not be imported to be recognized."""
+"""Error messages by class name; the torch class is recognized without being imported."""
 
 
 def _refuse_unsupported(value: object) -> None:
-    """Raise a TypeError for a module or parameter of those classes."""
+    """Raise a TypeError for a module or parameter of an unsupported class."""
     kinds = [base.__name__ for base in type(value).__mro__ if base.__module__.startswith("torch.")]
     if getattr(value, "_is_flat_param", False):
         kinds.append("FullyShardedDataParallel")

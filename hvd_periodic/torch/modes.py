@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the model at another point than they train it, such as schedule-free ones."""
+"""Optimizers that evaluate the model at a different point than they train it, such as schedule-free ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvd_periodic.torch.neutral import random_numbers_kept
 
 
 class Modes:
-    """The modes of an optimizer whose ``train()`` goes on from the evaluation point that ``eval()`` has put in place.
+    """The modes of an optimizer whose ``train()`` continues from the evaluation point that ``eval()`` has set.
 
-    Of others, such as those that evaluate a moving average beside the parameters, modes are left alone.
+    The modes of other optimizers, such as those that evaluate a separate moving average, are left alone.
 
     Args:
-        optimizer: any; None: there is none.
+        optimizer: any optimizer, or None.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -38,9 +38,9 @@ class Modes:
 
     @contextmanager
     def evaluating(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the tensors hold the evaluation point inside a ``with`` block; training goes on from what they are then.
+        """Hold the evaluation point in the tensors inside a ``with`` block; training continues from its final values.
 
-        Those that nothing in the block has changed are afterwards what they were, to the bit.
+        Tensors that the block has not changed get their previous values back, bit for bit.
         """
         if self._optimizer is None:
             yield
@@ -62,13 +62,13 @@ class Modes:
 
 
 def _flags(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return where an optimizer may note its mode: plain values in groups and attributes."""
+    """Return the plain values in groups and attributes, where an optimizer may record its mode."""
     places = [*map(settings_in, optimizer.param_groups), vars(optimizer)]
     return [{key: value for key, value in place.items() if isinstance(value, (bool, str, int))} for place in places]
 
 
 def _goes_on_from_evaluation(optimizer: Any) -> bool:
-    """Return whether what is added at the evaluation point is there in train mode as well: let a copy tell."""
+    """Return whether a change at the evaluation point carries over to train mode, as tried out on a copy."""
     if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
         return False
     try:
@@ -80,8 +80,8 @@ def _goes_on_from_evaluation(optimizer: Any) -> bool:
 
 
 def _end(optimizer: torch.optim.Optimizer, added: float) -> torch.Tensor:
-    """Return where a copy is in train mode after some steps, when something was added at its evaluation point."""
-    probe = torch.nn.Parameter(torch.zeros(2, 2))  # Near zero, the small steps of a warm-up count.
+    """Return a copy's parameter in train mode after some steps, with ``added`` added at its evaluation point."""
+    probe = torch.nn.Parameter(torch.zeros(2, 2))  # Near zero, even the small steps of a warm-up show.
     trial: Any = fresh_copy(optimizer, probe)
     for _ in range(TRIAL_STEPS):
         probe.grad = torch.ones_like(probe)
@@ -89,7 +89,7 @@ def _end(optimizer: torch.optim.Optimizer, added: float) -> torch.Tensor:
     trained = probe.detach().clone()
     trial.eval()
     if torch.equal(probe, trained):
-        raise ValueError  # It evaluates what it trains.
+        raise ValueError  # It evaluates the point that it trains.
     with torch.no_grad():
         probe.add_(added)
     trial.train()

@@ -1,4 +1,4 @@
-"""The mode in which all that this package does with tensors runs, whatever mode the user's code is in."""
+"""The mode in which this package runs its tensor operations, whatever mode the user's code is in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 @contextmanager
 def neutral() -> Iterator[None]:
-    """Neither record gradients nor infer, in full precision, with new tensors in host memory unless they say otherwise.
+    """Turn off gradients, inference mode and autocast; create tensors in host memory unless a device is given.
 
-    Horovod's threads cannot write into a tensor that was made in inference mode, nor can anybody once that has ended.
+    Horovod's threads cannot write into a tensor made in inference mode, and no code can after that mode has ended.
     """
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as modes:
         if torch.get_default_device().type != "cpu":  # A device context slows every operation down.
@@ -30,23 +30,23 @@ def neutral() -> Iterator[None]:
 
 
 def random_numbers_kept() -> AbstractContextManager[None]:
-    """Return a block after which training draws the random numbers on the CPU that it would have drawn without it.
+    """Return a block that does not change the random numbers that training draws on the CPU.
 
-    Threads draw from one generator, so that none knows which those are. They keep nothing: torch waits for ever where
-    two ask for the state of its generator at once.
+    Only the main thread restores the generator: threads share it, so that none knows its own numbers, and torch hangs
+    if two of them request the generator's state at once.
     """
     alone = threading.current_thread() is threading.main_thread()
     return torch.random.fork_rng(devices=[], enabled=alone)
 
 
 def eagerly(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which ``torch.compile`` calls as it is: neither it nor what it calls is compiled."""
+    """Return the function such that ``torch.compile`` compiles neither it nor the functions it calls."""
     eager: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return eager
 
 
 def neutrally(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, run in the neutral mode, where ``torch.compile`` does not follow."""
+    """Return the function, run in neutral mode and never compiled by ``torch.compile``."""
 
     @eagerly
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Torch optimizers whose ranks exchange now and then."""
+"""Torch optimizers whose ranks exchange periodically."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 from hvd_periodic.torch.wrapping import WrappingOptimizer
 
 STATE_KEY, INSIDE_KEY = "hvd_periodic", "inside"
-"""Under which a state dict holds the state of exchanges; and under which that holds the same of an optimizer inside."""
+"""Keys of the exchange state in a state dict; and, in that state, of the exchange state of a wrapped optimizer."""
 
 
 class PeriodicOptimizer(WrappingOptimizer):
-    """Any torch optimizer, with periodic exchange by any algorithm and schedule.
+    """Wraps any torch optimizer and exchanges periodically, with any algorithm and schedule.
 
-    It is an optimizer itself: parameter groups, state and hyper-parameters are those of the wrapped one, so that
+    It is itself an optimizer, and shares parameter groups, state and hyper-parameters with the wrapped one, so that
     learning-rate schedulers, closures, hooks, ``GradScaler`` and checkpoints work as usual.
 
     Args:
         optimizer: the local optimizer, over parameters of the model.
         named_parameters: the model or its ``named_parameters()``, or other (name, parameter) pairs, which carry no
-            buffers. All parameters of ``optimizer`` that are trainable now take part.
+            buffers. All parameters of ``optimizer`` that are trainable at construction take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
         outer_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
         asynchronous: exchange without waiting for other ranks, as in :class:`Synchronizer`.
-        options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.torch.options.TorchOptions`.
+        options: the options of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.torch.options.TorchOptions`, such as buffers, center, root_rank and process_set.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -50,7 +50,7 @@ class PeriodicOptimizer(WrappingOptimizer):
         after_exchange: called at the end of every step in which ranks have exchanged.
 
     Raises:
-        TypeError: ``optimizer`` is not a torch optimizer, or one that exchanges by itself.
+        TypeError: ``optimizer`` is not a torch optimizer, or exchanges by itself.
         TypeError, ValueError, RuntimeError: as :class:`Synchronizer`.
     """
 
@@ -58,11 +58,11 @@ class PeriodicOptimizer(WrappingOptimizer):
     after_exchange: Callable[[], object] | None = None
 
     _spelling: ClassVar[Mapping[str, str]] = {}
-    """What a named constructor calls classes and arguments of the core."""
+    """The names that a named constructor uses for classes and arguments of the core."""
 
     _steps = InnerSteps()
     _step_supports_amp_scaling = True
-    """GradScaler then calls step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
+    """Makes GradScaler call step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
 
     @takes(TorchOptions)
     def __init__(
@@ -86,21 +86,21 @@ class PeriodicOptimizer(WrappingOptimizer):
                 asynchronous=asynchronous,
                 **options,
             )
-        # The base class would set up parameter groups of its own; unpickling sets up all but those.
+        # The base class would create its own parameter groups; unpickling sets up everything else.
         self.__setstate__({"inner": optimizer, "synchronizer": synchronizer})
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "set_backward_passes_per_step" in vars(cls):  # hvd.DistributedOptimizer makes a subclass of what it wraps.
+        if "set_backward_passes_per_step" in vars(cls):  # hvd.DistributedOptimizer subclasses the class it wraps.
             raise TypeError(
                 "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
                 "hvdp.ElasticAverageOptimizer(hvd.DistributedOptimizer(optimizer, ...), model, ...)"
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the wrapped optimizer has besides, such as ``train()`` and ``eval()`` of schedule-free ones.
+        """Return any other attribute of the wrapped optimizer, such as ``train()`` of a schedule-free one.
 
-        A method that steps, as SAM's ``second_step()`` does, is one step of this optimizer.
+        A method that takes a step, such as SAM's ``second_step()``, counts as one step of this optimizer.
         """
         inner = vars(self).get("inner")
         if inner is not None and not name.startswith("__") and hasattr(inner, name):
@@ -115,9 +115,9 @@ class PeriodicOptimizer(WrappingOptimizer):
         """Take one local step, and exchange if one is due.
 
         Under a ``GradScaler`` an iteration whose gradients overflowed on this rank counts without an update, so that
-        all ranks keep exchanging at the same iterations. So does the first one on a rank that finds out in it that
-        other parameters than its own are what all start from, see :meth:`Synchronizer.begin`. The step that
-        ``hvd.broadcast_optimizer_state`` takes to make the state of an optimizer moves and counts nothing.
+        all ranks keep exchanging at the same iterations. The first iteration also counts without an update on a rank
+        that learns in it that training starts from other parameters than its own, see :meth:`Synchronizer.begin`. The
+        step that ``hvd.broadcast_optimizer_state`` takes to create an optimizer's state changes and counts nothing.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -126,11 +126,11 @@ class PeriodicOptimizer(WrappingOptimizer):
             The loss that the wrapped optimizer returns.
 
         Raises:
-            RuntimeError: called inside ``center()``; or what an exchange raises.
+            RuntimeError: called inside ``center()``; or as raised by an exchange.
         """
         arguments: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         options: dict[str, Any] = {}
-        hooked = type(self).step is PeriodicOptimizer.step  # The base class sees to the hooks of a step that overrides.
+        hooked = type(self).step is PeriodicOptimizer.step  # The base class runs the hooks of an overriding step().
         for before in self._optimizer_step_pre_hooks.values() if hooked else ():
             arguments, options = before(self, arguments, options) or (arguments, options)
         loss = self._step(*arguments[1:], **options)
@@ -158,7 +158,7 @@ class PeriodicOptimizer(WrappingOptimizer):
 
     @eagerly
     def _get_ready(self, closure: Callable[[], Any] | None) -> bool | None:
-        """Do what comes before the update; return whether there is one, None where a library only makes state."""
+        """Prepare the update; return whether there is one, or None if a library only creates state."""
         if not self.state and makes_state_only():
             make_state(self)
             return None
@@ -182,9 +182,9 @@ class PeriodicOptimizer(WrappingOptimizer):
         return updated
 
     def skip(self) -> None:
-        """Count an iteration without update, in place of :meth:`step`.
+        """Count an iteration without an update, in place of :meth:`step`.
 
-        Ranks exchange at the same iterations: where one passes over a batch, and the others do not, it has to count.
+        Ranks exchange at the same iterations, so a rank that alone skips a batch has to count it.
 
         Example::
 
@@ -202,15 +202,15 @@ class PeriodicOptimizer(WrappingOptimizer):
         self._count(updated=False)
 
     def synchronize(self) -> None:
-        """Wait for the gradients that an ``hvd.DistributedOptimizer`` inside averages, if there is one.
+        """Wait for the gradients that a wrapped ``hvd.DistributedOptimizer`` averages, if there is one.
 
-        For clipping, as in Horovod: call this, change the gradients, and then :meth:`step` within
+        For clipping, as in Horovod: call this, change the gradients, and then call :meth:`step` within
         :meth:`skip_synchronize`.
         """
         self._averaging.wait()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Let :meth:`step` take the gradients as they are, inside a ``with`` block."""
+        """Return a ``with`` block in which :meth:`step` uses the gradients as they are."""
         return self._averaging.waited()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -218,7 +218,7 @@ class PeriodicOptimizer(WrappingOptimizer):
         self._averaging.zero_grad(set_to_none)
 
     def finalize(self) -> None:
-        """Leave training on every level: of optimizers inside first, then here; see ``synchronizer.finalize()``."""
+        """Leave training on every level, wrapped optimizers first; see ``synchronizer.finalize()``."""
         self._leave_inside()
         self.synchronizer.finalize()
 
@@ -228,7 +228,7 @@ class PeriodicOptimizer(WrappingOptimizer):
             self.inner.synchronizer.leave()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: which parameters take part is fixed at construction.
+        """Refuse: the set of parameters is fixed at construction.
 
         Raises:
             RuntimeError: always.
@@ -249,12 +249,12 @@ class PeriodicOptimizer(WrappingOptimizer):
         return self.synchronizer.center()
 
     def rejoin(self, name: str) -> None:
-        """Be constructed anew among the ranks that Horovod has now, see :meth:`Synchronizer.rejoin`."""
+        """Rebuild for the ranks that Horovod has now, see :meth:`Synchronizer.rejoin`."""
         self.synchronizer.rejoin(name)
         self.__setstate__(self.__getstate__())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict and, under ``"hvd_periodic"``, that of the synchronizer."""
+        """Return the wrapped optimizer's state dict with the synchronizer's state under ``"hvd_periodic"``."""
         inner, own = self.inner.state_dict(), self.synchronizer.state_dict()
         if STATE_KEY in inner:
             own[INSIDE_KEY] = inner[STATE_KEY]
@@ -262,13 +262,13 @@ class PeriodicOptimizer(WrappingOptimizer):
 
     @neutrally
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; with the model's own state, training continues to the bit.
+        """Restore the result of :meth:`state_dict`; with the model's own state, training continues bit for bit.
 
-        Load the model's and this state after construction: each rank its own, or all the same one; or the root alone,
-        from which all others then take over parameters, center and counters. The first step finds out which.
+        Load the model's state and this one after construction: each rank its own, or all ranks the same; or only on the
+        root, from which the others then take parameters, center and counters. The first step detects which is the case.
 
         Raises:
-            ValueError: the state is that of an optimizer which was not wrapped, or of another model or algorithm.
+            ValueError: the state comes from an optimizer that was not wrapped, or from another model or algorithm.
         """
         if STATE_KEY not in state_dict:
             raise ValueError(
@@ -298,14 +298,14 @@ class PeriodicOptimizer(WrappingOptimizer):
         self._steps = InnerSteps(self.inner, owner, type(self).__name__)
 
     def _count(self, updated: bool) -> None:
-        """Count an iteration; where the update was skipped, also for the optimizers inside, which have not stepped."""
+        """Count an iteration; if its update was skipped, also for wrapped optimizers, which have not stepped."""
         if not updated and isinstance(self.inner, PeriodicOptimizer):
             self.inner._count(updated)
         if self.synchronizer.step(updated) and self.after_exchange is not None:
             eagerly(self.after_exchange)()
 
     def _prepared(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure, showing the gradients of each evaluation to the algorithm."""
+        """Return a closure that also shows the gradients of each evaluation to the algorithm."""
 
         def evaluate() -> Any:
             loss = closure()

@@ -13,11 +13,11 @@ from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.vectors.store import Store
 
 _MARK = 0.73918246
-"""A value that no state of an optimizer starts from by itself."""
+"""A value at which no optimizer state starts unless it copies the parameter."""
 
 
 class TorchOptimizerState:
-    """What a torch optimizer keeps of every parameter that is exchanged, in its shape.
+    """The state that a torch optimizer keeps for every exchanged parameter, in the parameter's shape.
 
     Args:
         optimizer: the local optimizer.
@@ -31,14 +31,14 @@ class TorchOptimizerState:
         self._start: dict[str, float | None] = {}
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
-        """Return it by the optimizer's keys, such as ``exp_avg``."""
+        """Return the state by the optimizer's keys, such as ``exp_avg``."""
         kept = [
             (name, parameter, key, value)
             for name, parameter in zip(self._replica.names, self._replica.tensors, strict=True)
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         ]
-        # Of a parameter without dimensions, also what counts has its shape.
+        # For a parameter without dimensions, step counters have its shape, too.
         counters = {"step"} | {key for _, parameter, key, value in kept if value.dim() == 0 < parameter.dim()}
         entries: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, parameter, key, value in kept:
@@ -51,10 +51,10 @@ class TorchOptimizerState:
         return self._replica.store_of(pairs)
 
     def learn_start(self) -> None:
-        """Let a copy take one step, without gradient, and look.
+        """Learn the initial state from one step of a copy, with a gradient of zero.
 
         Raises:
-            TypeError: there can be no copy.
+            TypeError: the optimizer cannot be copied.
         """
         try:
             self._start = _start_of(self._optimizer)
@@ -67,7 +67,7 @@ class TorchOptimizerState:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set all to what a new optimizer has: zeros, the parameters, or what its settings say."""
+        """Set all entries to those of a new optimizer: zeros, the parameters, or values from its settings."""
         of_name = dict(zip(self._replica.names, self._replica.tensors, strict=True))
         for key, pairs in self.entries().items():
             start = self._start.get(key, 0.0)
@@ -76,14 +76,14 @@ class TorchOptimizerState:
                     tensor.copy_(of_name[name])
                 else:
                     tensor.fill_(start)
-        if isinstance(self._optimizer, torch.optim.SGD):  # No momentum is another start than one of zero.
+        if isinstance(self._optimizer, torch.optim.SGD):  # Momentum starts as None, not as zeros.
             for parameter in self._replica.tensors:
                 if "momentum_buffer" in self._optimizer.state.get(parameter, {}):
                     self._optimizer.state[parameter]["momentum_buffer"] = None
 
 
 def _start_of(optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
-    """Return what the entries of a new optimizer are filled with; None for a copy of the parameter."""
+    """Return the value that fills each entry of a new optimizer; None for a copy of the parameter."""
     probe = torch.nn.Parameter(torch.full((2, 1), _MARK))
     trial = fresh_copy(optimizer, probe)
     for group in trial.param_groups:

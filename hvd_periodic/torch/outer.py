@@ -19,12 +19,12 @@ from hvd_periodic.vectors.store import FlatStore, Store
 
 
 class TorchOuterOptimizer:
-    """A torch optimizer over the tensors of the center, once there is one.
+    """A torch optimizer over the tensors of the center, made when the center is bound.
 
     Args:
         source: an optimizer of the same parameters to be copied, or a function from parameter groups to an optimizer.
         local: the local optimizer, if there is one.
-        parameters: the model's parameters that are exchanged, in the order of their layout.
+        parameters: the model's exchanged parameters, in layout order.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class TorchOuterOptimizer:
         self._keys: dict[Place, type] = {}
 
     def another(self) -> TorchOuterOptimizer:
-        """Return one like this that has no center yet."""
+        """Return an optimizer like this one, without a center yet."""
         return TorchOuterOptimizer(self.source, self._local, self._parameters)
 
     def divided(self, fragments: Sequence[Fragment]) -> Divided:
-        """Return one of these for each fragment."""
+        """Return a :class:`Divided` with an optimizer for each fragment."""
         return Divided(self, fragments)
 
     def grouping(self) -> list[list[int]]:
-        """Return the parameters, by number, of every parameter group that has some of them."""
+        """Return the exchanged parameters, by number, of every parameter group that has any."""
         template = self.source if isinstance(self.source, torch.optim.Optimizer) else self._local
         if template is None:
             return [list(range(len(self._parameters)))]
@@ -55,7 +55,7 @@ class TorchOuterOptimizer:
 
     @property
     def name(self) -> str:
-        """The class of the optimizer, once there is one."""
+        """The class of the optimizer; before :meth:`bind`, of its source."""
         return type(self.source if self._optimizer is None else self._optimizer.optimizer).__name__
 
     @property
@@ -79,7 +79,7 @@ class TorchOuterOptimizer:
         self._optimizer = made
 
     def _require_all(self, made: CenterOptimizer, share: Layout, whole: Layout) -> None:
-        """Raise a ValueError where an optimizer that learns from all parameters would have some of them only."""
+        """Raise a ValueError if an optimizer that learns from all parameters would have only some of them."""
         elements = [sum(layout.arenas.values()) for layout in (share, whole)]
         divided = any(map(is_divided, self._parameters))
         if made.learned and (divided or 0 < elements[0] < elements[1]):
@@ -103,11 +103,11 @@ class TorchOuterOptimizer:
         return self.optimizer.hyperparameters()
 
     def follow(self, settings: Any) -> None:
-        """Take these hyper-parameters of groups for the next step."""
+        """Use these hyper-parameters of all groups for the next step."""
         self.optimizer.followed = settings
 
     def state(self) -> Any:
-        """Return a copy of the state dict; None where the center is not in this process."""
+        """Return a copy of the state dict; None if the center is not in this process."""
         return None if self._optimizer is None else self._optimizer.state_dict()
 
     def load(self, state: Any) -> None:
@@ -115,7 +115,7 @@ class TorchOuterOptimizer:
         self.optimizer.load_state_dict(state)
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
-        """Make the optimizer, on tensors that are views of the arrays."""
+        """Make the optimizer on tensors that are views of the arrays."""
         views = [
             FlatStore(store.layout, lambda kind, size, store=store: torch.from_numpy(store.arena(kind)))  # type: ignore[misc]
             for store in (center, gradient)
@@ -123,7 +123,7 @@ class TorchOuterOptimizer:
         self.bind(views[0], views[1], whole)
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the tensors of its state, once one has been made over zeros in host memory."""
+        """Return shape and dtype of the state's tensors, as found with a center of zeros in host memory."""
 
         def zeros(kind: str, size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=getattr(torch, kind.split()[0]))
@@ -134,13 +134,13 @@ class TorchOuterOptimizer:
         return shapes
 
     def reset(self) -> None:
-        """Forget its state."""
+        """Reset the state."""
         self.optimizer.reset()
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Make these arrays its state."""
+        """Read the state from these arrays."""
         self.optimizer.pull(arrays)
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Put its state into these arrays."""
+        """Write the state into these arrays."""
         self.optimizer.push(arrays)

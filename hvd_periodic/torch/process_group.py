@@ -1,4 +1,4 @@
-"""torch.distributed with the ranks of Horovod, for trainers that know ranks by it."""
+"""Initializes torch.distributed with the ranks of Horovod, for trainers that depend on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.presence import own_hosts
 
 _store: Any = getattr(dist, "TCPStore", None)
-"""Some builds of PyTorch have no torch.distributed."""
+"""None in builds of PyTorch without torch.distributed."""
 
 _NAME = "hvd_periodic.init_process_group"
 
@@ -21,15 +21,15 @@ _NAME = "hvd_periodic.init_process_group"
 def init_process_group(backend: str | None = None) -> None:
     """Initialize ``torch.distributed`` with the ranks of Horovod; all ranks call this, after ``hvd.init()``.
 
-    transformers and accelerate know ranks by ``torch.distributed``, and by the environment variables that ``torchrun``
+    transformers and accelerate get ranks from ``torch.distributed``, and from environment variables that ``torchrun``
     sets: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. This sets
-    them, too, at a port that is free on the host of rank 0. Call it before ``Accelerator()`` and ``TrainingArguments``.
+    them, too, with a free port on the host of rank 0. Call it before ``Accelerator()`` and ``TrainingArguments``.
 
     Args:
-        backend: as in ``torch.distributed.init_process_group``. Default: what PyTorch chooses for its devices.
+        backend: as in ``torch.distributed.init_process_group``. Default: PyTorch's choice for its devices.
 
     Raises:
-        RuntimeError: Horovod is not initialized, or knows of one rank only of several that were started.
+        RuntimeError: Horovod is not initialized, or knows only one of several ranks that were started.
 
     Example::
 
@@ -56,5 +56,5 @@ def init_process_group(backend: str | None = None) -> None:
 
 
 def _served(ranks: HorovodCommunicator) -> Any:
-    """Return the store by which ranks find each other, at a free port of this host."""
+    """Return the store through which ranks find each other, on a free port of this host."""
     return _store(own_hosts(ranks.one_host)[0], 0, ranks.size, is_master=True, wait_for_workers=False)

@@ -35,9 +35,9 @@ class TorchReplica(WatchedTensors):
 
     Args:
         named: the tensors of the model. All trainable parameters take part.
-        optimizer: if given, only the parameters it holds take part.
-        bucket_bytes: upper bound of what one collective carries.
-        center_device: ``"cpu"``, for centers that rest in host memory; None: beside the parameters.
+        optimizer: if given, only its parameters take part.
+        bucket_bytes: maximum bytes that one collective carries.
+        center_device: ``"cpu"``, for centers that are kept in host memory; None: on the parameters' device.
 
     Raises:
         TypeError: a parameter that cannot be averaged.
@@ -105,12 +105,12 @@ class TorchReplica(WatchedTensors):
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Be a range for torch's profiler, and where GPUs are used for those that read NVTX."""
+        """Mark a range for torch's profiler and, if GPUs are used, for profilers that read NVTX."""
         with torch.profiler.record_function(name), self._nvtx(name):
             yield
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Let the parameters hold what a schedule-free optimizer evaluates, inside a ``with`` block."""
+        """Return a block in which the parameters hold the evaluation point of a schedule-free optimizer."""
         return self._modes.evaluating(self.tensors)
 
     @staticmethod
@@ -141,7 +141,7 @@ class TorchReplica(WatchedTensors):
         return facts
 
     def misfit(self) -> str | None:
-        """Return which step was not counted, or which exchanged tensor has another dtype, shape or device now."""
+        """Describe an uncounted step, or an exchanged tensor with a new dtype, shape or device; or return None."""
         if self.uncounted is not None:
             return self.uncounted
         self.named.reshard()
@@ -180,28 +180,28 @@ class TorchReplica(WatchedTensors):
         return FlatStore(layout, zeros)
 
     def new_resting_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
-        """Return zeros where centers rest."""
+        """Return zeros in the memory where centers are kept."""
         if self.center_device is None or self.in_host_memory:
             return self.new_store(layout, name)
         return RestingStore(layout, self._kinds)
 
     def resting(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a vector where centers rest."""
+        """Return a vector in the memory where centers are kept."""
         return value if self.center_device is None else value.to(self.center_device)
 
     def new_temporary_store(self, layout: Layout) -> Store[torch.Tensor]:
-        """Return zeros where centers rest."""
+        """Return zeros in the memory where centers are kept."""
         return self.new_resting_store(layout, "temporary")
 
     def scratch(self, bucket: Bucket, slot: int) -> torch.Tensor:
-        """Return a buffer that is kept for this slot."""
+        """Return the reusable buffer of this slot."""
         key = (bucket.kind, slot)
         if key not in self._scratch or self._scratch[key].shape[0] < bucket.size:
             self._scratch[key] = self._empty(bucket)
         return self._scratch[key][: bucket.size]
 
     def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
-        """Return parts that fit into the cache of a processor; a GPU has the whole at once."""
+        """Return parts that fit into the cache of a CPU core; on a GPU, the whole bucket."""
         if self._kinds[bucket.kind][1].type != "cpu":
             return (bucket,)
         return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize)
@@ -210,7 +210,7 @@ class TorchReplica(WatchedTensors):
     def local(self, algorithm: Algorithm, worker: dict[str, Store[torch.Tensor]]) -> int:
         """Run the local rule on all parameters with a gradient, in few kernels; gradients change in place.
 
-        Parameters are taken in chunks, so that temporary tensors stay small and their memory is used again.
+        Parameters are processed in chunks, so that temporary tensors stay small and their memory is reused.
         """
         views, found = {key: store.tensors() for key, store in worker.items()}, 0
         for chunk in self._chunks:
@@ -228,7 +228,7 @@ class TorchReplica(WatchedTensors):
         return found
 
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of every parameter, that of its group.
+        """Return the learning rate of every parameter, taken from its group.
 
         Raises:
             ValueError: the local optimizer is not known.
@@ -252,16 +252,16 @@ class TorchReplica(WatchedTensors):
         return digest.digest() if frozen else b""
 
     def discard_gradients(self) -> None:
-        """Leave the parameters without gradients, so that optimizers pass over them."""
+        """Remove the gradients of the parameters, so that optimizers skip them."""
         for parameter in self.tensors:
             parameter.grad = None
 
     def follow_weights(self) -> None:
-        """Let forward passes gather what the shards are now."""
+        """Reshard, so that the next forward pass gathers the current shards."""
         self.named.reshard()
 
     def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
-        """Return a view, or what a stream of its own copies from the device to pinned memory."""
+        """Return a view, or a copy in pinned memory that a separate stream makes from the device."""
         if value.device.type != "cuda":
             return value.detach().cpu().numpy()
         stream, pinned = self._stream(value.device), self._pinned(bucket)
@@ -272,7 +272,7 @@ class TorchReplica(WatchedTensors):
         return pinned.numpy()
 
     def from_host(self, array: np.ndarray, bucket: Bucket) -> torch.Tensor:
-        """Return a view, or what a stream of its own copies from pinned memory to the device."""
+        """Return a view, or a copy on the device that a separate stream makes from pinned memory."""
         value, device = torch.from_numpy(array), self._kinds[bucket.kind][1]
         if device.type != "cuda":
             return value.to(device)
@@ -289,17 +289,17 @@ class TorchReplica(WatchedTensors):
         return value.cpu().numpy().tobytes()
 
     def save(self, store: Store[torch.Tensor]) -> dict[str, Any]:
-        """Return copies by name; or the tensors, where they are lent."""
+        """Return copies by name; or the tensors themselves, inside ``lending()``."""
         pairs = zip(store.layout.specs, store.tensors(), strict=True)
         return {spec.name: tensor if lends() else tensor.clone() for spec, tensor in pairs}
 
     def load(self, store: Store[torch.Tensor], tensors: dict[str, Any]) -> None:
-        """Copy by name, from any device."""
+        """Copy tensors by name, from any device."""
         for spec, tensor in zip(store.layout.specs, store.tensors(), strict=True):
             tensor.copy_(tensors[spec.name])
 
     def store_of(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> Store[torch.Tensor]:
-        """Return named tensors as a store, which leaves them where they are."""
+        """Return named tensors as a store, which leaves them in place."""
         specs = []
         tensors = [torch.view_as_real(t.detach()) if t.is_complex() else t for _, t in pairs]
         for (name, _), tensor in zip(pairs, map(shard_of, tensors), strict=True):
@@ -309,7 +309,7 @@ class TorchReplica(WatchedTensors):
         return TensorStore(Layout(specs, self.bucket_bytes), tensors, self._empty)
 
     def _kind(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Name an arena alike on all ranks, whatever the index of the device on each."""
+        """Return an arena's name, the same on all ranks whatever the device index on each."""
         devices = list(dict.fromkeys(d for _, d in self._kinds.values()))
         index = devices.index(device) if device in devices else len(devices)
         kind = f"{str(dtype).removeprefix('torch.')} on {device.type} {index}"
@@ -333,7 +333,7 @@ class TorchReplica(WatchedTensors):
 
 
 def _chunks(tensors: Sequence[torch.Tensor], nbytes: int) -> list[slice]:
-    """Return slices of a list of tensors, each of at most so many bytes, or a single tensor."""
+    """Return slices of a list of tensors, each of at most ``nbytes`` bytes, or of a single tensor."""
     starts, filled = [0], 0
     for i, tensor in enumerate(tensors):
         filled += tensor.numel() * tensor.element_size()
@@ -361,7 +361,7 @@ def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> st
 
 
 def _accumulation_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a tensor has in flat vectors."""
+    """Return the dtype of a tensor in flat vectors."""
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the meta device and has no values: materialize the model first")
     if tensor.is_inference():

@@ -1,4 +1,4 @@
-"""What training with PyTorch shows of exchanges and of the center: to TensorBoard and the like, and the best center."""
+"""Reports the exchanges of PyTorch training to TensorBoard and similar tools, and saves the best center."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ Values = dict[str, float]
 """Numbers by name."""
 
 Sink = Callable[[int, Values], object]
-"""Takes local steps, and what there is to show."""
+"""Takes the number of local steps, and the values to show."""
 
 
 class Reporter(Listener):
-    """Shows every exchange of this rank, in as many places as you like.
+    """Shows the exchanges of this rank, in any number of places.
 
     Example::
 
         hvdp.Reporter(optimizer, SummaryWriter("runs/easgd"))       # TensorBoard
         hvdp.Reporter(optimizer, wandb.init(project="digits"))      # Weights & Biases
-        hvdp.Reporter(optimizer, "exchanges.csv")                   # a table, a line per exchange
-        hvdp.Reporter(optimizer, progress := tqdm(loader))          # behind the progress bar
+        hvdp.Reporter(optimizer, "exchanges.csv")                   # a CSV table, a row per exchange
+        hvdp.Reporter(optimizer, progress := tqdm(loader))          # postfix of the progress bar
 
-    What is shown: ``rounds``; of this exchange ``seconds``, ``waited_seconds`` and ``bytes_sent`` by this rank;
-    ``step_seconds`` since the one before; ``center_distance`` ‖x − c‖₂ after it; ``loss``, where ``report()`` was
-    called; ``learning_rate``; asynchronously ``staleness``, the pushes of others since this rank's last. Names begin
-    with ``exchange/``, but for those in tables and behind progress bars. What a rank shows is its own: make one on the
-    ranks that you want to see, each with places of its own.
+    The values are ``rounds``; for this exchange ``seconds``, ``waited_seconds`` and ``bytes_sent`` by this rank;
+    ``step_seconds`` since the previous exchange; ``center_distance`` ‖x − c‖₂ after this one; ``loss``, if ``report()``
+    was called; ``learning_rate``; asynchronously ``staleness``, the pushes of other ranks since this rank's last. Names
+    begin with ``exchange/``, except in tables and progress bars. A rank shows only its own values: make a reporter on
+    each rank that you want to see, with separate places.
 
     Args:
         optimizer: an optimizer or synchronizer of this package.
-        places: a ``SummaryWriter``, a run of Weights & Biases, a progress bar of tqdm, the path of a table of
-            comma-separated values, which is appended to; or a function of local steps and a dict of numbers.
-        every: exchanges of which one is shown.
-        distance: whether to compute the distance, which reads replica and center once; never where the center is on
-            other ranks, or an exchange is under way, for which it would wait.
+        places: a ``SummaryWriter``, a run of Weights & Biases, a progress bar of tqdm, the path of a CSV table, to
+            which rows are appended; or a function of local steps and a dict of numbers.
+        every: show one exchange out of this many.
+        distance: whether to compute the distance, which reads replica and center once; never if the center is on other
+            ranks, or with ``overlap``, when it would wait for the exchange in flight.
 
     Raises:
-        TypeError: another kind of place or optimizer.
+        TypeError: an unsupported kind of place or optimizer.
         ValueError: ``every`` below 1.
     """
 
@@ -68,7 +68,7 @@ class Reporter(Listener):
         self._synchronizer.journal.listeners.append(self)
 
     def exchanged(self, report: Report) -> None:
-        """Show it, if it is one of those that are shown."""
+        """Show this exchange, unless ``every`` skips it."""
         self._heard += 1
         if (self._heard - 1) % self._every:
             return
@@ -89,20 +89,20 @@ class Reporter(Listener):
 
 
 class SaveBestCenter:
-    """Save the values of the center when they are the best so far; on the root, by ``torch.save``, as a whole or not.
+    """Saves the center when it is the best so far; on the root, with ``torch.save``, atomically.
 
     Args:
-        path: of the file.
+        path: path of the file.
         model: the model that is trained.
         optimizer: its optimizer, or its synchronizer.
-        mode: ``"max"`` or ``"min"`` of what is measured is best.
+        mode: ``"max"`` or ``"min"``: whether the largest or the smallest value is best.
 
     Attributes:
         best: the best value so far; None before the first.
 
     Raises:
-        TypeError: another kind of model or optimizer.
-        ValueError: another ``mode``.
+        TypeError: an unsupported kind of model or optimizer.
+        ValueError: an unknown ``mode``.
 
     Example::
 
@@ -129,9 +129,9 @@ class SaveBestCenter:
         self.best: float | None = None
 
     def __call__(self, value: Any) -> bool:
-        """Save the center if ``value`` is better than all before; return whether it is on this rank.
+        """Save the center if ``value`` is better than all previous ones; return whether it is, on this rank.
 
-        With ``center="root"`` or ``"sharded"`` all ranks call it, and the value of the root decides. NaN is never best.
+        With ``center="root"`` or ``"sharded"`` all ranks call this, and the root's value decides. NaN is never best.
         """
         measured, membership = float(value), self._synchronizer.membership
         better = not math.isnan(measured) and (self.best is None or self._sign * (measured - self.best) > 0)
@@ -152,7 +152,7 @@ class SaveBestCenter:
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Take the best value of before."""
+        """Restore the best value."""
         self.best = state["best"]
 
 
@@ -166,7 +166,7 @@ def _synchronizer_of(optimizer: Any) -> Synchronizer:
 
 
 def _sink_of(place: Any) -> Sink:
-    """Return what shows numbers in a place, which is known by what it can do: none of these packages is imported."""
+    """Return a function that shows values in a place, recognized by its methods: no package is imported."""
     if isinstance(place, (str, os.PathLike)):
         return _Table(Path(place))
     if callable(getattr(place, "add_scalar", None)):
@@ -189,7 +189,7 @@ def _short(values: Values) -> dict[str, str]:
 
 
 class _Table:
-    """Appends lines of comma-separated values; the first says what they are."""
+    """Appends rows to a CSV file; the first row holds the column names."""
 
     _COLUMNS = (
         *("step", "rounds", "seconds", "waited_seconds", "bytes_sent", "step_seconds"),

@@ -1,4 +1,4 @@
-"""The state of a torch optimizer of the center, cut for another number of ranks."""
+"""Reshards the state of a torch optimizer of the center for another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvd_periodic.torch.outer import TorchOuterOptimizer
 
 
 def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
-    """Return what a checkpoint holds of the center's optimizer as these ranks hold it.
+    """Return a checkpoint's state of the center optimizer, resharded for these ranks.
 
     Args:
-        saved: of ranks of another number, each with its share or with the whole.
-        synchronizer: of these ranks, which exchange synchronously.
+        saved: the state from another number of ranks, each with its shard or with the whole.
+        synchronizer: the synchronizer of these ranks, which exchange synchronously.
     """
     outer = synchronizer.exchanged.outer
     if not isinstance(outer, (TorchOuterOptimizer, Divided)):
@@ -30,14 +30,14 @@ class _StateDicts(Form):
     """State dicts of optimizers.
 
     Args:
-        grouping: the parameters of every parameter group that has some.
+        grouping: the exchanged parameters of every parameter group that has any.
     """
 
     def __init__(self, grouping: Sequence[Sequence[int]]) -> None:
         self._grouping = grouping
 
     def entries(self, state: Any, stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, Entries]]:
-        """Yield the entries of every stretch of which there are some."""
+        """Yield the entries of every stretch that has any."""
         for index, stretch in _numbered(state["param_groups"], self._by_group(stretches)):
             if stretch is not None and index in state["state"]:
                 yield stretch, state["state"][index]
@@ -45,7 +45,7 @@ class _StateDicts(Form):
     def state(
         self, kept: Mapping[Stretch, Entries], stretches: Sequence[Stretch], example: Any, of: Sequence[Stretch]
     ) -> Any:
-        """Return the state dict of a rank that holds these parts."""
+        """Return the state dict of a rank that holds these stretches."""
         place = self._by_group(stretches)
         groups: list[dict[str, Any]] = []
         for group, members in zip(example["param_groups"], place, strict=True):
@@ -57,19 +57,19 @@ class _StateDicts(Form):
         return {"state": of_no_parameter | state, "param_groups": groups}
 
     def zeros(self, like: Any, size: int) -> Any:
-        """Return a tensor."""
+        """Return a flat tensor of zeros."""
         return like.new_zeros(size)
 
     def _by_group(self, stretches: Sequence[Stretch]) -> list[list[Stretch | None]]:
-        """Return the parts in every parameter group; None where it has nothing of any of its parameters."""
+        """Return the stretches in every parameter group; a single None for a group without any."""
         return [[s for owner in group for s in stretches if s[0] == owner] or [None] for group in self._grouping]
 
 
 def _numbered(groups: Sequence[Any], place: list[list[Stretch | None]]) -> Iterator[tuple[int, Stretch | None]]:
-    """Yield the number of every tensor in a state dict, and what it is a part of.
+    """Yield the number of every tensor in a state dict, and its stretch, or None.
 
     Raises:
-        ValueError: the parameters are grouped otherwise than they were.
+        ValueError: the parameter groups differ from the saved ones.
     """
     if [len(group["params"]) for group in groups] != [len(stretches) for stretches in place]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Saved states of models that had other names, or other policies of buffers; or whose parameters are divided."""
+"""Adapts saved states to other names, to other buffer policies, and to sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hvd_periodic.torch.outer import TorchOuterOptimizer
 
 
 def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> Any:
-    """Return a synchronizer's saved state as one of these groups, as far as it can be.
+    """Return a synchronizer's saved state, translated to these groups as far as possible.
 
-    Names lose what ``torch.compile`` puts into them. Buffers that were exchanged then and no longer are, are left out;
-    those that are exchanged only now start from what they are.
+    The insertions of ``torch.compile`` are removed from names. Buffers that are no longer exchanged are left out;
+    buffers that were not exchanged before start from their current values.
     """
     if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
         return state
@@ -41,9 +41,9 @@ def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_moving(state: Mapping[str, Any], outer: Any) -> None:
-    """Raise a ValueError where exchanges have passed, and the state of what moves the center is missing.
+    """Raise a ValueError if exchanges have taken place, and the state of the center optimizer is missing.
 
-    ``torch.distributed.checkpoint`` loads what the state that it is given has, and leaves out what else was saved.
+    ``torch.distributed.checkpoint`` loads only the entries of the state that it is given, and leaves out all others.
     """
     moving, rounds = state.get("center_optimizer"), state.get("counters", {}).get("rounds", 0)
     if not isinstance(outer, TorchOuterOptimizer) or not isinstance(moving, Mapping) or not rounds:
@@ -57,16 +57,16 @@ def check_moving(state: Mapping[str, Any], outer: Any) -> None:
 
 
 def divided(state: dict[str, Any], parameters: Mapping[str, Any], names: Sequence[str], outer: Any) -> dict[str, Any]:
-    """Return a synchronizer's state in which what belongs to a divided parameter is divided like it.
+    """Return a synchronizer's state in which the tensors of a sharded parameter are sharded like the parameter.
 
-    So ``torch.distributed.checkpoint`` knows which ranks have what. What is in another shape than the shard, such as
-    one n-th of the center, stays as it is.
+    This tells ``torch.distributed.checkpoint`` which ranks hold which parts. A tensor in another shape than the shard,
+    such as one n-th of the center, stays as it is.
 
     Args:
-        state: a synchronizer's.
-        parameters: those that are divided, by name.
-        names: of all that are exchanged, in order.
-        outer: what moves the center.
+        state: the state of a synchronizer.
+        parameters: the sharded parameters, by name.
+        names: the names of all exchanged parameters, in order.
+        outer: the optimizer of the center.
     """
     if not parameters:
         return state
@@ -88,7 +88,7 @@ def divided(state: dict[str, Any], parameters: Mapping[str, Any], names: Sequenc
         kept = {
             i: {key: like(owners[i], value) for key, value in own.items()}
             for i, own in moving["state"].items()
-            if isinstance(i, int)  # What belongs to no parameter has another key.
+            if isinstance(i, int)  # State that belongs to no parameter has another key.
         }
         moving = moving | {"state": moving["state"] | kept}
     return state | {"vectors": vectors, "under_way": under_way, "center_optimizer": moving}

@@ -1,4 +1,4 @@
-"""The verbs of the mathematics on torch tensors, in place."""
+"""Vector operations on torch tensors, in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
 
 _SMALL = 16 * 2**10
-"""Elements of tensors up to which a kernel of its own for each costs more than what it saves."""
+"""Number of elements up to which a separate kernel for each tensor costs more than it saves."""
 
 
 class TensorSpace(VectorSpace[torch.Tensor]):
@@ -36,11 +36,11 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         return x.lerp_(y, weight)
 
     def maximum(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the larger of both."""
+        """Return the elementwise maximum."""
         return torch.maximum(x, y)
 
     def where_finite(self, condition: torch.Tensor, x: torch.Tensor, otherwise: torch.Tensor | float) -> torch.Tensor:
-        """Return ``x`` where the condition is finite."""
+        """Return ``x`` where the condition is finite, elsewhere ``otherwise``."""
         return torch.where(condition.isfinite(), x, otherwise)
 
     def copy(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,7 +56,7 @@ class TensorSpace(VectorSpace[torch.Tensor]):
         return float(torch.dot(x, y))
 
     def concatenate(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one vector of several."""
+        """Return several vectors joined into one."""
         return torch.cat(list(parts))
 
 
@@ -80,7 +80,7 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
     def add_difference(
         self, a: float, x: list[torch.Tensor], y: list[torch.Tensor], g: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Add ``a (x - y)`` to ``g``; to large tensors block by block, without memory for the whole difference.
+        """Add ``a (x - y)`` to ``g``; for large tensors block by block, without memory for the whole difference.
 
         Raises:
             TypeError: a tensor of ``g`` is sparse.
@@ -99,7 +99,7 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
         return g
 
     def _add_in_blocks(self, a: float, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> bool:
-        """Add ``a (x - y)`` to ``g`` if all are flat in host memory; return whether they were."""
+        """Add ``a (x - y)`` to ``g`` if all are contiguous in host memory; return whether they were."""
         tensors = x, y, g
         if not all(t.is_cpu and t.is_contiguous() for t in tensors):
             return False
@@ -124,7 +124,7 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
         return x
 
     def maximum(self, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the larger of both."""
+        """Return the elementwise maximum."""
         return list(torch._foreach_maximum(x, y))
 
     def copy(self, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:

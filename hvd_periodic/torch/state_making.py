@@ -1,4 +1,4 @@
-"""Steps that libraries take to let an optimizer make its state, and that train nothing."""
+"""Steps that libraries take only to make an optimizer create its state, without training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 
 _LIBRARIES = ("horovod.torch.functions", "torch.distributed.checkpoint.state_dict")
-"""They call ``step()`` with gradients of zero: ``hvd.broadcast_optimizer_state``, ``get_optimizer_state_dict``."""
+"""They call ``step()`` with zero gradients: ``hvd.broadcast_optimizer_state``, ``get_optimizer_state_dict``."""
 
 _BETWEEN = ("torch.optim.", "torch.utils.", "torch._dynamo.", "hvd_periodic.")
-"""Modules whose frames are between the caller of ``step()`` and what asks."""
+"""Prefixes of modules whose frames lie between the caller of ``step()`` and ``makes_state_only()``."""
 
 
 def makes_state_only() -> bool:
-    """Return whether the step that is being taken is one by which a library makes the state of an optimizer."""
+    """Return whether the current step is one that a library takes only to create an optimizer's state."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
@@ -24,9 +24,9 @@ def makes_state_only() -> bool:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the innermost optimizer step, and take back what it does to the parameters: weight decay would move them.
+    """Step the innermost optimizer, and restore the parameters, which weight decay would move.
 
-    Of an ``hvd.DistributedOptimizer``, which would wait for other ranks, the one steps that it was made of.
+    An ``hvd.DistributedOptimizer`` would wait for other ranks, so the step of the class that it wraps runs instead.
     """
     plain = innermost(optimizer)
     parameters = [p for group in plain.param_groups for p in group["params"] if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Where flat vectors come from and go to: the tensors of the model, and host memory beside a device."""
+"""Stores of flat vectors: the tensors of the model, and host memory for vectors that a device computes with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_periodic.vectors.store import FlatStore, PackedStore
 
 
 class TensorStore(PackedStore[torch.Tensor]):
-    """Tensors of the model, or their shards, read and written outside autograd; those of any strides one by one."""
+    """Tensors of the model, or their shards, read and written outside autograd; one by one if not contiguous."""
 
     def __init__(
         self, layout: Layout, tensors: Sequence[torch.Tensor], empty: Callable[[Bucket], torch.Tensor]
@@ -22,7 +22,7 @@ class TensorStore(PackedStore[torch.Tensor]):
         self._views: dict[tuple[str, int, int], tuple[list[int], list[torch.Tensor]]] = {}
 
     def view(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return the memory of a bucket that is a part of one tensor, in the dtype of the layout; None of others."""
+        """Return the memory of a bucket that is a part of one tensor of the layout's dtype; None for other buckets."""
         views = self._flat_views(bucket) if len(bucket.pieces) == 1 else None
         if views is None or (REALS | INTEGERS).get(views[0].dtype) != views[0].dtype:
             return None
@@ -46,9 +46,9 @@ class TensorStore(PackedStore[torch.Tensor]):
                 torch._foreach_copy_(views, torch.split_with_sizes(value, [view.shape[0] for view in views]))
 
     def _flat_views(self, bucket: Bucket) -> list[torch.Tensor] | None:
-        """Return the memory of the pieces of a bucket; None where some tensor is not contiguous.
+        """Return the memory of the pieces of a bucket; None if some tensor is not contiguous.
 
-        Views are kept, as long as tensors stay where they are.
+        Views are cached as long as the tensors stay in place.
         """
         tensors = [self._tensor(piece.tensor) for piece in bucket.pieces]
         if not tensors or not all(map(torch.Tensor.is_contiguous, tensors)):
@@ -61,12 +61,12 @@ class TensorStore(PackedStore[torch.Tensor]):
         return self._views[key][1]
 
     def _tensor(self, index: int) -> torch.Tensor:
-        """Return a tensor, or the shard of it that is here; FSDP may move that."""
+        """Return a tensor, or this rank's shard of it, which FSDP may move."""
         return shard_of(self._tensors[index])
 
 
 class RestingStore(FlatStore[torch.Tensor]):
-    """Zeros in host memory, pinned where that serves, of vectors that are computed with on the device of their kind.
+    """Vectors in host memory, initially zero and pinned for CUDA, that the device of their kind computes with.
 
     Args:
         layout: the tensors, arenas and buckets.
@@ -90,12 +90,12 @@ class RestingStore(FlatStore[torch.Tensor]):
         return values.to(self._kinds[bucket.kind][1], copy=True) if out is None else out.copy_(values)
 
     def view(self, bucket: Bucket) -> None:  # type: ignore[override]
-        """Return None: there is no such memory on the device."""
+        """Return None: the device has no memory of the bucket."""
         return
 
 
 def as_center_device(device: torch.device | str | None) -> torch.device | None:
-    """Return where centers rest; None: where the parameters are.
+    """Return the device where centers are kept; None: the device of the parameters.
 
     Raises:
         ValueError: neither None nor the host.

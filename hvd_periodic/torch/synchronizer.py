@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def _evaluating(method: Callable[P, T]) -> Callable[P, T]:
-    """Return a method that works on the point that the local optimizer evaluates, where it has such a point."""
+    """Return a method that works on the evaluation point of the local optimizer, if it has one."""
 
     @wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -60,9 +60,9 @@ def _evaluating(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
-    """Exchanges the parameters of a torch model by any algorithm and schedule, around any training loop.
+    """Exchanges the parameters of a torch model with any algorithm and schedule, in any training loop.
 
-    The optimizers of this package drive one; it also works alone::
+    Each optimizer of this package drives a synchronizer; it also works alone::
 
         synchronizer = Synchronizer(model, EASGD(beta=0.9), period=10)
         for inputs, targets in batches:
@@ -75,31 +75,30 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     Args:
         model: a module or its ``named_parameters()``, or other (name, parameter) pairs, which carry no buffers. All
-            parameters that are trainable now take part.
+            parameters that are trainable at construction take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
-        optimizer: the local optimizer, if the synchronizer should take the parameters that it holds only, and copy it
-            for the center.
+        optimizer: the local optimizer. If given, only its parameters take part, and it can be copied for the center.
         outer_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
-        options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.torch.options.TorchOptions`.
+        options: the options of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.torch.options.TorchOptions`, such as buffers, center, root_rank and process_set.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
-            one whose argument was refused gets its own error, the others a RuntimeError that cites it.
+            rank whose argument was refused raises this error, the others a RuntimeError that quotes it.
         RuntimeError: neither Horovod nor torch.distributed is initialized; or asynchronous exchange was asked for
             without MPI.
     """
 
     replica: TorchReplica
     _alone = False
-    """Constructed without the other ranks, which may have been there before."""
+    """Whether construction skipped the handshake with other ranks, which may have started before."""
     gradient_group: JobCommunicator | None = None
     """The ranks whose gradients an ``hvd.DistributedOptimizer`` averages."""
     averaging: JobCommunicator | None = None
-    """These, or those whose gradients a ``DistributedDataParallel`` averages."""
+    """The gradient group, or the ranks whose gradients a ``DistributedDataParallel`` averages."""
 
     @takes(TorchOptions)
     @neutrally
@@ -160,7 +159,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         _watch(self)
 
     def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
-        """Begin training, if it has not begun, as every synchronizer does."""
+        """Begin training unless it has begun, as in the base class."""
         return not self.begun and self._begin(moment)
 
     @neutrally
@@ -173,7 +172,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             return not self.begun and super().begin(moment)
 
     def join(self, communicator: Communicator, name: str) -> None:
-        """Meet the other ranks, where construction has not: under elastic Horovod, as some may long be there."""
+        """Do the handshake that construction skips under elastic Horovod, where some ranks may have started before."""
         self._alone = False
         self.membership.join(communicator, self.membership.asked_root, name)
         self.average_within(self.averaging)
@@ -181,17 +180,16 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     @neutrally
     def rejoin(self, name: str) -> None:
-        """Be constructed anew, with the same arguments, among the ranks that Horovod has now; communicates nothing.
+        """Rebuild with the same arguments for the ranks that Horovod has now, without communication.
 
-        Center and counters are those of an optimizer that was just constructed, or of a state that was loaded before
-        training began.
+        Center and counters are as after construction, or from a state that was loaded before training began.
 
         Args:
             name: prefix of the names of collectives, the same on all ranks.
 
         Raises:
-            TypeError: as for copies: it exchanges asynchronously, or around an ``hvd.DistributedOptimizer``.
-            ValueError: hyper-parameters that make no sense for so many ranks.
+            TypeError: as for copies: exchange is asynchronous, or around an ``hvd.DistributedOptimizer``.
+            ValueError: hyper-parameters that are invalid for this number of ranks.
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         self.meeting.rejoin()
@@ -205,13 +203,13 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     @neutrally
     def take_from(self, giver: int) -> None:
-        """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root."""
+        """Give all ranks the state of one rank; :meth:`broadcast` gives them the root's."""
         self.beginning.take_from(giver)
 
     prepare_gradients = eagerly(ReplicaSynchronizer.prepare_gradients)
     step = eagerly(ReplicaSynchronizer.step)
-    # All that works on tensors or communicates; of step() and prepare_gradients() only what an exchange adds. Of a
-    # schedule-free optimizer, ranks exchange the point that it evaluates, which the center is as well.
+    # Wrapped: methods that work on tensors or communicate; of step() and prepare_gradients(), only the parts that an
+    # exchange adds. With a schedule-free optimizer, ranks exchange evaluation points, and the center is one as well.
     start = _evaluating(ReplicaSynchronizer.start)
     sync = _evaluating(ReplicaSynchronizer.sync)
     land = _evaluating(ReplicaSynchronizer.land)
@@ -225,20 +223,20 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     @neutrally
     def state_dict(self) -> dict[str, Any]:
-        """Return what every synchronizer does; of parameters that are divided between ranks, vectors are so as well."""
+        """Return the state as in the base class; the vectors of sharded parameters are sharded as well."""
         with self.replica.evaluating():
             saved = super().state_dict()
         return divided(saved, self.replica.divided, self.replica.names, self.exchanged.outer)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict()`` returned, as every synchronizer does."""
+        """Restore the result of ``state_dict()``, as in the base class."""
         self.check_state_dict(state)
         super().load_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
         self.replica.uncounted = None
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raise what ``load_state_dict()`` would raise; change nothing."""
+        """Raise the errors that ``load_state_dict()`` would raise; change nothing."""
         self.checkpoint.check(translated(shards_in(state), self.tensor_groups, self.replica.named))
         if self.replica.divided:
             check_moving(state, self.exchanged.outer)
@@ -296,14 +294,14 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         return of_rank, self._moving(), arguments
 
     def _moving(self) -> Any:
-        """Return what the center's optimizer was made from, if there is one."""
+        """Return the source of the center optimizer, if there is one."""
         outer = self.exchanged.outer
         first = outer.parts[0] if isinstance(outer, Divided) else outer
         return first.source if isinstance(first, TorchOuterOptimizer) else None
 
     @property
     def followed(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose hyper-parameters the center's follows, where that is another than the local one."""
+        """The optimizer whose hyper-parameters the center optimizer follows, if it is not the local one."""
         moving = self._moving()
         return moving if isinstance(moving, torch.optim.Optimizer) and moving is not self.replica.optimizer else None
 
@@ -311,7 +309,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         self.load_state_dict(state)
         self.checkpoint.loaded = (
             self.local_steps > 0
-        )  # A copy made before training waits for weights as the original does.
+        )  # A copy made before training waits for weights, like the original.
 
 
 def _check_replica(
@@ -322,7 +320,7 @@ def _check_replica(
     nonfinite: str,
     averaging: JobCommunicator | None,
 ) -> None:
-    """Refuse what does not go with where the center rests, and with parameters that are divided."""
+    """Refuse options that do not go with the device of the center or with sharded parameters."""
     if asynchronous and replica.center_device is not None:
         raise ValueError(
             "`center_device` is of synchronous exchange: an asynchronous center lies in host memory as it is. "
@@ -339,7 +337,7 @@ def _check_replica(
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:
-    """Refuse exchanges that travel while another level exchanges: both would take the same difference out."""
+    """Refuse exchanges in flight while another level exchanges: both would remove the same difference."""
     while inner is not None:
         level = vars(inner).get("synchronizer")
         if isinstance(level, Synchronizer) and not overlap == level.course.setting.overlap == 0:
@@ -351,7 +349,7 @@ def _check_levels(inner: Any, overlap: int | str) -> None:
 
 
 _made: list[weakref.ref[Synchronizer]] = []
-"""Training begins with the next step of an optimizer of their parameters, of whatever class it is."""
+"""Synchronizers whose training begins with the next step of any optimizer of their parameters."""
 
 
 _lock = threading.Lock()
@@ -359,7 +357,7 @@ _lock = threading.Lock()
 
 
 def _watch(synchronizer: Synchronizer) -> None:
-    """Let every optimizer of this process say that it is about to step."""
+    """Begin training when any optimizer of the synchronizer's parameters is about to step."""
     _watch_optimizers()
     with _lock:
         _made[:] = [made for made in _made if made() is not None] + [weakref.ref(synchronizer)]
@@ -371,7 +369,7 @@ def _watch_optimizers() -> None:
 
 
 def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Begin the training of parameters that an optimizer is about to change; those of this package do so themselves."""
+    """Begin training of parameters that an optimizer is about to change; this package's optimizers do it themselves."""
     found = [made() for made in list(_made)]
     waiting_now = [synchronizer for synchronizer in found if synchronizer is not None and not synchronizer.begun]
     if waiting_now and not hasattr(optimizer, "synchronizer"):
@@ -380,19 +378,19 @@ def _begin_waiting(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 @eagerly
 def _begin_before(optimizer: torch.optim.Optimizer, waiting_now: list[Synchronizer]) -> None:
-    """Begin the training of parameters that an optimizer is about to change, alike on all ranks."""
+    """Begin training of parameters that an optimizer is about to change, in the same order on all ranks."""
     for waiting in [] if makes_state_only() else sorted(waiting_now, key=_order):
         if waiting.holds_some_of(optimizer) and waiting.begin():
             waiting.replica.discard_gradients()
 
 
 def _order(synchronizer: Synchronizer) -> tuple[str, int]:
-    """Return what sorts the synchronizers of a process alike on all ranks."""
+    """Return a key that sorts the synchronizers of a process in the same order on all ranks."""
     return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
 
 
 def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:
-    """Return what reads the learning rate of the first parameter group."""
+    """Return a function that reads the learning rate of the first parameter group."""
     return None if optimizer is None else lambda: optimizer.param_groups[0].get("lr")
 
 

@@ -1,4 +1,4 @@
-"""What all trainers need of the optimizers of this package: to find them, to read their centers, and to end."""
+"""Helpers that all trainers share: find optimizers of this package, read their centers, and end training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hvd_periodic.torch.synchronizer import Synchronizer
 
 
 def unwrap(optimizer: Any) -> PeriodicOptimizer:
-    """Return the optimizer of this package that a trainer has wrapped: ``center()`` and all else are there.
+    """Return the optimizer of this package that a trainer has wrapped, with ``center()`` and its other methods.
 
     Args:
-        optimizer: of accelerate, after ``prepare``; of Lightning; or one of this package, which is returned.
+        optimizer: from accelerate, after ``prepare``; from Lightning; or one of this package, which is returned.
 
     Raises:
-        TypeError: there is none of this package inside.
+        TypeError: it wraps no optimizer of this package.
 
     Example::
 
@@ -35,7 +35,7 @@ def unwrap(optimizer: Any) -> PeriodicOptimizer:
     found, inside = None, optimizer
     while inside is not None:
         found, attributes = inside, getattr(inside, "__dict__", {})
-        # Lightning's wrapper is of the class of what it wraps, and has copies of its attributes.
+        # Lightning's wrapper has the class of the optimizer it wraps, and copies of its attributes.
         inside = attributes.get("_optimizer", attributes.get("optimizer"))
         if inside is None and isinstance(found, PeriodicOptimizer):
             return found
@@ -49,13 +49,13 @@ class Centers:
     """The centers of all optimizers that a trainer drives, as one.
 
     Args:
-        optimizers: as the trainer has them.
+        optimizers: the optimizers, as the trainer has them.
 
     Attributes:
-        synchronizers: of the optimizers.
+        synchronizers: their synchronizers.
 
     Raises:
-        TypeError: one of them is none of this package.
+        TypeError: one of them is not an optimizer of this package.
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
@@ -74,21 +74,21 @@ class Centers:
         return not all(synchronizer.meeting.everyone_trains for synchronizer in self.synchronizers)
 
     def enter(self) -> None:
-        """Hold the centers in the model, until :meth:`leave`; nothing where it holds them already."""
+        """Hold the centers in the model until :meth:`leave`; do nothing if it holds them already."""
         if not self.inside:
             self._block.push(self._entered())
 
     def leave(self) -> None:
-        """Let the model hold the replica again."""
+        """Put the replica back into the model."""
         self._block.close()
 
     def state_of(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return a copy of ``model.state_dict()`` with the values of the centers, under the names that it has."""
+        """Return a copy of ``model.state_dict()`` with the values of the centers, under the same names."""
         with self._entered():
             return copied(model)
 
     def _entered(self) -> ExitStack:
-        """Return a block in which the model holds the centers; entered already, all or none."""
+        """Return a block, already entered, in which the model holds the centers: all of them, or none."""
         with ExitStack() as block:
             for synchronizer in self.synchronizers:
                 if not synchronizer.view.inside:
@@ -101,26 +101,26 @@ class Centers:
             optimizer.finalize()
 
     def settle(self, model: torch.nn.Module) -> None:
-        """Let the model hold the centers for good."""
+        """Put the centers into the model permanently."""
         model.load_state_dict(self.state_of(model))
 
     def report(self, sink: Callable[[int, Values], object], every: int) -> None:
-        """Show every so-manieth exchange of the first optimizer, as a :class:`Reporter`; 0: none."""
+        """Show one in ``every`` exchanges of the first optimizer with a :class:`Reporter`; 0: none."""
         if every:
             Reporter(self.synchronizers[0], sink, every=every)
 
 
 def gather(communicator: Communicator, value: Any, failure: Exception | None = None, place: int = 0) -> list[Any]:
-    """Return what trainers of all ranks have, in the order of ranks: tensors of any shapes, or what can be pickled.
+    """Return the values of all ranks, in rank order: tensors of any shapes, or objects that can be pickled.
 
     Args:
         communicator: the ranks.
-        value: of this one.
-        failure: what to say, on all of them, where others have come for something else.
-        place: for what this one has come: which of ``TRAINER_PLACES`` of :mod:`hvd_periodic.comm.meeting`.
+        value: the value of this rank.
+        failure: the error to report on all ranks if the others call another collective.
+        place: the purpose of this call: an index of ``TRAINER_PLACES`` in :mod:`hvd_periodic.comm.meeting`.
 
     Raises:
-        RuntimeError: ranks have come for different things; on all of them.
+        RuntimeError: ranks call different collectives; on all of them.
     """
     with neutral():
         meet(communicator, Record(Purpose.TRAINER, place), failure)
@@ -130,14 +130,14 @@ def gather(communicator: Communicator, value: Any, failure: Exception | None = N
 
 
 def share_average(communicator: Communicator, average: torch.nn.Module, updates: int) -> None:
-    """Give an average of replicas, which a trainer has on each rank, the mean over ranks; collective.
+    """Replace a trainer's average of replicas, which each rank has, with the mean over ranks; collective.
 
-    An average of later replicas then goes on from it: where it is linear, when ranks share it makes no difference.
+    Averaging of later replicas continues from this mean: if it is linear, the time of sharing makes no difference.
 
     Args:
         communicator: the ranks.
-        average: parameters and buffers; what counts, in integers, is the root's.
-        updates: replicas of this rank that are in it. Where a rank has none yet, all take over what the root has.
+        average: the parameters and buffers; integers, which are counters, are taken from the root.
+        updates: number of this rank's replicas in the average. If a rank has none yet, all take the root's values.
     """
     begun = all(gather(communicator, updates))
     name = f"{communicator.meeting_name}.trainer.average"

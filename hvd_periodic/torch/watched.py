@@ -1,4 +1,4 @@
-"""What a torch replica tells of weights that training code assigns."""
+"""Lets a torch replica detect weights that training code assigns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvd_periodic.torch.model import NamedTensors
 
 
 class WatchedTensors(Replica[torch.Tensor]):
-    """The part of a replica that :class:`~hvd_periodic.sync.assigned.Assigned` asks.
+    """The part of a replica that :class:`~hvd_periodic.sync.assigned.Assigned` queries.
 
     Attributes:
         named: the tensors of the model.
-        tensors: the parameters that take part, in their order.
+        tensors: the parameters that take part, in order.
     """
 
     named: NamedTensors
@@ -34,7 +34,7 @@ class WatchedTensors(Replica[torch.Tensor]):
     )
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
-        """Return which have one now."""
+        """Return the parameters that have a gradient now, by index."""
         return {i for i in among if self.tensors[i].grad is not None}
 
     def unexchanged(self) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ class WatchedTensors(Replica[torch.Tensor]):
         return frozen | self.named.local_by_default()
 
     def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
-        """Return some elements, from any device; none of the meta device."""
+        """Return some elements of a tensor on any device; none if it is on the meta device."""
         flat = shard_of(tensor).detach()
         flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
         flat = flat[:: max(1, flat.numel() // SOME)]

@@ -1,4 +1,4 @@
-"""An optimizer around another one."""
+"""An optimizer that wraps another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """An optimizer whose parameter groups, state and hyper-parameters are those of the one that it wraps.
+    """An optimizer that shares parameter groups, state and hyper-parameters with the optimizer it wraps.
 
     Attributes:
         inner: the wrapped optimizer.

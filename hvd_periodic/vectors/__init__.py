@@ -1,1 +1,1 @@
-"""Vectors: the verbs that the mathematics is written in, where tensors lie in flat buffers, and stores of them."""
+"""Vectors: the verbs that the mathematics is written in, the layout of tensors in flat buffers, and stores."""

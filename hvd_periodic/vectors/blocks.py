@@ -8,15 +8,15 @@ from hvd_periodic.vectors.layout import Bucket
 
 
 def cut_into_blocks(bucket: Bucket, elements: int, cut_tensors: bool = True) -> tuple[Bucket, ...]:
-    """Return parts of a bucket, in order and without gap.
+    """Return parts of a bucket, in order and without gaps.
 
-    Pieces of more than half a block are in blocks of their own, so that these can be views of tensors; smaller ones
-    share blocks.
+    Pieces larger than half a block get their own blocks, so that these can be views of tensors; smaller pieces share
+    blocks.
 
     Args:
-        bucket: to be cut.
-        elements: of a block, at most.
-        cut_tensors: also within pieces; otherwise a block of one piece has any size.
+        bucket: the bucket to cut.
+        elements: largest number of elements per block.
+        cut_tensors: cut within pieces as well; otherwise a block of one piece may have any size.
 
     Example:
         >>> from hvd_periodic.vectors.layout import Layout, TensorSpec

@@ -1,4 +1,4 @@
-"""The few verbs that wires are written in, which make of numbers what travels."""
+"""The few verbs that wires are written in; they turn numbers into the bytes that travel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 _TYPES = {"f4": np.float32, "f2": np.float16, "i1": np.int8, "i4": np.int32, "u1": np.uint8}
 BLOCK = 128 * 2**10
-"""Elements that are computed at once, where what lies in between then stays in the processor's cache."""
+"""Number of elements to compute at once, so that intermediate results stay in the processor's cache."""
 
 _LARGEST = {"f2": 65504.0, "bf2": 3.3895313892515355e38}
 
@@ -20,7 +20,7 @@ class Coding(Generic[V]):
     """Verbs on numpy arrays; a front end has its own for its tensors.
 
     Types are named ``"f4"``, ``"f2"`` (float16), ``"bf2"`` (bfloat16), ``"i1"``, ``"i4"``, ``"u1"``. All verbs act on
-    the last axis, and return new values, or those that they were given where nothing changes.
+    the last axis, and return new values, or their argument if nothing changes.
     """
 
     def cast(self, x: Any, kind: str) -> V:
@@ -31,9 +31,9 @@ class Coding(Generic[V]):
         return cast(V, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
 
     def at_once(self, x: Any) -> int | None:
-        """Return of how many elements verbs are best called at once; None: of all.
+        """Return the best number of elements per call of a verb; None: all.
 
-        What lies between two verbs then stays in the processor's cache.
+        Intermediate results then stay in the processor's cache.
         """
         return BLOCK
 
@@ -56,28 +56,28 @@ class Coding(Generic[V]):
         return _LARGEST[kind]
 
     def clip(self, x: Any, limit: float) -> V:
-        """Return ``x``, no element larger than the limit in magnitude."""
+        """Return ``x`` with all elements clipped to the limit in magnitude."""
         return cast(V, np.clip(x, -limit, limit))
 
     def are_finite(self, tensors: Sequence[Any]) -> bool:
         """Return whether no element is NaN or infinite.
 
-        Where the sum of the squares is finite, they are: that is one pass, without memory for flags. It may overflow.
+        A finite sum of squares proves it in one pass, without memory for flags; if it overflows, elements are checked.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             return all(np.isfinite(np.vdot(tensor, tensor)) or np.isfinite(tensor).all() for tensor in tensors)
 
     def is_finite_or(self, x: Any, other: Any) -> bool:
-        """Return whether every element is finite, or equal to that of another array."""
+        """Return whether every element is finite, or equal to the same element of another array."""
         return bool((np.isfinite(x) | (x == other)).all())
 
     def rows(self, x: Any, count: int, length: int) -> V:
-        """Return the elements of ``x`` in so many rows, zeros after the last."""
+        """Return the elements of ``x`` in ``count`` rows of ``length``, padded with zeros."""
         flat = x.reshape(-1)
         return cast(V, np.concatenate([flat, np.zeros(count * length - flat.size, flat.dtype)]).reshape(count, length))
 
     def padded(self, x: Any, length: int) -> V:
-        """Return rows with zeros behind, so many elements long."""
+        """Return rows padded with zeros to ``length`` elements."""
         return cast(V, np.pad(x, ((0, 0), (0, length - x.shape[1]))))
 
     def reshape(self, x: Any, *shape: int) -> V:
@@ -89,7 +89,7 @@ class Coding(Generic[V]):
         return cast(V, np.abs(x).max(axis=-1, keepdims=True))
 
     def quotient(self, x: Any, y: Any) -> V:
-        """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
+        """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
         return cast(V, np.rint(x / np.where(y == 0, np.ones_like(y), y)))
 
     def to_bytes(self, x: Any) -> V:
@@ -97,7 +97,7 @@ class Coding(Generic[V]):
         return cast(V, np.ascontiguousarray(x).view(np.uint8))
 
     def from_bytes(self, x: Any, kind: str) -> V:
-        """Return what :meth:`to_bytes` was given."""
+        """Return the numbers that :meth:`to_bytes` was given."""
         return cast(V, np.ascontiguousarray(x).view(np.uint16 if kind == "bf2" else _TYPES[kind]))
 
     def joined(self, parts: Sequence[Any]) -> V:
@@ -105,9 +105,9 @@ class Coding(Generic[V]):
         return cast(V, np.concatenate(parts, axis=-1))
 
     def largest(self, x: Any, count: int) -> V:
-        """Return the places of so many elements of a vector that are largest in magnitude, in ascending order.
+        """Return the indices of the ``count`` elements of a vector that are largest in magnitude, in ascending order.
 
-        Of equal ones, the first.
+        Among equal elements, the first are chosen.
         """
         magnitudes = np.abs(x)
         least = np.partition(magnitudes, x.size - count)[x.size - count]
@@ -115,11 +115,11 @@ class Coding(Generic[V]):
         return cast(V, np.sort(np.concatenate([larger, equal[: count - larger.size]])).astype(np.int32))
 
     def take(self, x: Any, places: Any) -> V:
-        """Return the elements of a vector at these places."""
+        """Return the elements of a vector at these indices."""
         return cast(V, x[places])
 
     def scattered(self, values: Any, places: Any, size: int) -> V:
-        """Return a vector of zeros with these values at these places, each of them another one."""
+        """Return a vector of zeros with these values at these indices, which are distinct."""
         result = np.zeros(size, values.dtype)
         result[places] = values
         return cast(V, result)

@@ -1,4 +1,4 @@
-"""Cuts a layout into fragments: runs of buckets of about equal bytes, which travel one after another."""
+"""Cuts a layout into fragments: runs of buckets with about equal bytes, which travel one after another."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import pairwise
 from hvd_periodic.vectors.layout import Bucket, Layout
 
 _UNEVEN = 1.5
-"""So many times larger the largest fragment may be, for the sake of whole tensors."""
+"""Factor by which the largest fragment may be larger, in order to keep tensors whole."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of the parameters that is exchanged at a time of its own.
+    """A part of the parameters that is exchanged at its own time.
 
     Attributes:
-        index: counts fragments.
-        buckets: of the fragment.
+        index: number of the fragment, from 0.
+        buckets: the buckets of the fragment.
     """
 
     index: int
@@ -26,18 +26,18 @@ class Fragment:
 
 
 def cut_into_fragments(layout: Layout, count: int, whole: bool = False) -> tuple[Layout, list[Fragment]]:
-    """Return the layout with buckets that lie in one fragment each, and the fragments.
+    """Return the layout, with each bucket in a single fragment, and the fragments.
 
-    Fragments end where tensors end; where one tensor dominates, so that they would be of very different sizes, also
+    Fragments end where tensors end; if one tensor dominates, so that their sizes would differ widely, they may also end
     where buckets end.
 
     Args:
-        layout: of which kinds may differ, and the first may be cut as the last.
-        count: of fragments, F; with 1 the layout stays as it is.
-        whole: fragments end where tensors end, whatever their sizes.
+        layout: the layout to cut; it may have several kinds, and any of them may be cut.
+        count: number of fragments, F; with 1, the layout stays as it is.
+        whole: fragments end only where tensors end, whatever their sizes.
 
     Raises:
-        ValueError: more fragments than there are tensors and buckets.
+        ValueError: there are more fragments than tensors and buckets.
 
     Example:
         >>> from hvd_periodic.vectors.layout import TensorSpec
@@ -81,7 +81,7 @@ def cut_into_fragments(layout: Layout, count: int, whole: bool = False) -> tuple
 
 
 def _nearest(places: Sequence[int], total: int, count: int) -> list[int] | None:
-    """Return increasing places, the k-th near to k-th parts of the total; None if there are too few."""
+    """Return increasing places, the k-th nearest to k / ``count`` of the total; None if there are too few."""
     cuts: list[int] = []
     first = 0
     for k in range(1, count):
@@ -95,7 +95,7 @@ def _nearest(places: Sequence[int], total: int, count: int) -> list[int] | None:
 
 
 def _starts(layout: Layout) -> tuple[dict[str, int], int]:
-    """Return where every arena begins when all lie one after another, in bytes; and where the last one ends."""
+    """Return the start of every arena if all lie one after another, and the end of the last one, in bytes."""
     starts, end = {}, 0
     for kind, size in layout.arenas.items():
         starts[kind] = end

@@ -1,7 +1,7 @@
-"""Where every tensor lies in the fused flat buffers, as plain integers.
+"""The position of every tensor in the fused flat buffers, as plain integers.
 
 A *tensor* of the user is packed, without padding, into the *arena* of its kind (one flat vector per accumulation dtype
-and device). Each arena is cut into *buckets* of bounded size; one bucket is what one collective carries. A tensor may
+and device). Each arena is cut into *buckets* of bounded size; one collective carries one bucket. A tensor may
 span several buckets, and a bucket may hold several tensors: a *piece* is the intersection of the two.
 
     arena   |----- tensor 0 -----|- 1 -|--------------- tensor 2 ---------------|
@@ -31,7 +31,7 @@ class TensorSpec:
     Attributes:
         name: unique name of the tensor.
         shape: its shape; ``()`` and shapes with a zero are allowed.
-        kind: the arena it belongs to; any string that is the same on all ranks, such as ``"float32"``.
+        kind: the arena that it belongs to; any string that is the same on all ranks, such as ``"float32"``.
         itemsize: bytes per element *in the arena*.
     """
 
@@ -102,11 +102,12 @@ class Layout:
     Attributes:
         arenas: elements per arena, by kind, in order of first appearance.
         offsets: the first element of every tensor in its arena.
-        buckets: all buckets, arena by arena, without gap or overlap.
-        sources: per tensor, the tensor of the layout that this one is a restriction of, and its first and
-            past-the-last element there.
-        cut: the argument by which tensors may be cut, here or on another rank; empty where all are whole.
-        ends: indices of the buckets after which writing may pause, so that what is written has to be there.
+        buckets: all buckets, arena by arena, without gaps or overlap.
+        sources: per tensor, the tensor of the layout that this layout restricts, and the first and past-the-last
+            element there.
+        cut: the argument that may cut tensors, here or on another rank; empty if all are whole.
+        ends: indices of the buckets after which writing may pause, so that everything written until then must be
+            visible.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -148,7 +149,7 @@ class Layout:
         """Return the layout of elements ``[start, stop) = owned(bucket)`` of every bucket, counted within the bucket.
 
         It has as many buckets as this one, some of which may be empty. A tensor that is not whole becomes one flat
-        tensor per stretch of it, ``"w[0:5]"``; ``sources`` says where it comes from.
+        tensor per stretch, such as ``"w[0:5]"``; ``sources`` gives its origin.
 
         Example:
             >>> whole = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)], bucket_bytes=8)
@@ -176,10 +177,10 @@ class Layout:
         return part
 
     def cut_at(self, places: Mapping[str, Sequence[int]]) -> Layout:
-        """Return the same layout with more buckets: those that hold one of these elements end before it.
+        """Return the same layout with more buckets: a bucket that holds one of these elements ends before it.
 
         Args:
-            places: elements by arena.
+            places: the elements, by arena.
 
         Example:
             >>> layout = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)])
@@ -230,9 +231,9 @@ class Layout:
 
 
 def chunk(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return the first and the past-the-last of ``size`` elements that chunk ``index`` of ``count`` holds.
+    """Return the first and past-the-last of the ``size`` elements that are in chunk ``index`` of ``count``.
 
-    Chunks are as equal as can be, the larger ones first: as Horovod's reduce-scatter cuts.
+    Chunks are as equal as possible, the larger ones first, as in Horovod's reduce-scatter.
 
     Example:
         >>> [chunk(7, index, 3) for index in range(3)]

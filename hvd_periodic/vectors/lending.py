@@ -1,4 +1,4 @@
-"""How a state is saved that is written before training goes on: a copy of it would cost memory."""
+"""Lends the memory of training to states that are saved before it goes on: a copy would cost memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _thread = _Thread()
 
 @contextmanager
 def lending(defer: bool = False) -> Iterator[None]:
-    """Let states that this thread asks for inside the block share memory with what training changes.
+    """Allow states that this thread requests inside the block to share memory with tensors that training changes.
 
     Args:
-        defer: they may also hold :class:`Deferred` tensors, which all ranks write, or read to the end, in one order.
+        defer: states may also hold :class:`Deferred` tensors, which all ranks write, or read to the end, in one order.
     """
     before = _thread.lends, _thread.defers
     _thread.lends, _thread.defers = True, defer
@@ -34,7 +34,7 @@ def lending(defer: bool = False) -> Iterator[None]:
 
 
 def lends() -> bool:
-    """Return whether this thread is inside of :func:`lending`."""
+    """Return whether this thread is inside :func:`lending`."""
     return _thread.lends
 
 
@@ -44,7 +44,7 @@ def defers() -> bool:
 
 
 class Deferred:
-    """A tensor of which other ranks hold parts: its elements travel while it is written, and are nowhere as a whole.
+    """A tensor with parts on other ranks: its elements travel while it is written, and no rank holds all of it.
 
     Args:
         shape: of the tensor.
@@ -54,7 +54,7 @@ class Deferred:
 
     Attributes:
         shape, like, parts: as given.
-        dtype: of the parts; set by the reader, who knows the framework.
+        dtype: dtype of the parts; set by the reader, which knows the framework.
         failure: the error of a collective, after which there are no more parts.
 
     Example:
@@ -82,6 +82,6 @@ class Deferred:
         return prod(self.shape) * self.dtype.itemsize
 
     def discard(self) -> None:
-        """Read what has not been read: other ranks may wait for it."""
+        """Read the remaining parts: other ranks may be waiting for this rank."""
         for _ in self.parts:
             pass

@@ -15,7 +15,7 @@ V = TypeVar("V")
 class VectorSpace(Generic[V]):
     """Vector arithmetic over values of type ``V``; this default uses plain operators.
 
-    It serves numpy arrays as it is, and any other array type once ``copy`` and ``zeros_like`` are its own. A front end
+    It serves numpy arrays as it is, and other array types once ``copy`` and ``zeros_like`` are overridden. A front end
     whose tensors can be updated in place overrides the verbs: each may write its result into ``out`` or, where the
     docstring says *may overwrite*, into that argument. A caller therefore uses the returned value only, and never reads
     an overwritten argument again.
@@ -64,7 +64,7 @@ class VectorSpace(Generic[V]):
         return cast(V, np.maximum(x, y))
 
     def where_finite(self, condition: Any, x: Any, otherwise: Any) -> V:
-        """Return, in a new value, ``x`` where ``condition`` is finite and ``otherwise``, maybe a number, elsewhere."""
+        """Return a new value: ``x`` where ``condition`` is finite, ``otherwise``, which may be a number, elsewhere."""
         return cast(V, np.where(np.isfinite(condition), x, otherwise))
 
     def copy(self, x: Any, out: V | None = None) -> V:
@@ -80,11 +80,11 @@ class VectorSpace(Generic[V]):
         return float((x * y).sum())
 
     def concatenate(self, parts: Sequence[Any]) -> V:
-        """Return one vector of vectors, one after another."""
+        """Return the vectors joined into one."""
         return cast(V, np.concatenate(parts))
 
     def if_zero(self, a: Any, then: Callable[[], tuple[V, V]], otherwise: Callable[[], tuple[V, V]]) -> tuple[V, V]:
-        """Return the vectors of ``then`` where the scalar ``a`` is zero, and those of ``otherwise`` elsewhere."""
+        """Return the vectors of ``then`` if the scalar ``a`` is zero, the vectors of ``otherwise`` if not."""
         return then() if a == 0 else otherwise()
 
 

@@ -1,4 +1,4 @@
-"""Stores: what can be read and written bucket by bucket."""
+"""Stores: tensors that can be read and written bucket by bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Store(Protocol[V]):
 
     Attributes:
         layout: the tensors, arenas and buckets.
-        away: the values lie elsewhere than where they are computed with: what is read is a copy, always.
+        away: the values are not in the memory that computes with them, so that a read always returns a copy.
     """
 
     layout: Layout
@@ -26,18 +26,18 @@ class Store(Protocol[V]):
         """Return the values of a bucket as one flat vector: a view, or a copy in ``out`` if that is given."""
 
     def view(self, bucket: Bucket) -> V | None:
-        """Return the memory of a bucket as one flat vector; None where there is no such view."""
+        """Return the memory of a bucket as one flat vector; None if there is no such view."""
         return None
 
     def write(self, bucket: Bucket, value: V) -> None:
         """Set the values of a bucket."""
 
     def tensors(self) -> list[Any]:
-        """Return the tensors, in the order and with the shapes of the layout; views where the store is flat."""
+        """Return the tensors, in the order and with the shapes of the layout; views if the store is flat."""
 
 
 class FlatStore(Store[V]):
-    """A store of our own: one flat array per arena; buckets and tensors are views of it.
+    """A store that owns its memory: one flat array per arena; buckets and tensors are views of it.
 
     It serves every array type that slices to views, assigns by ``array[:] = value`` and reshapes without copying
     (numpy, torch).
@@ -81,10 +81,10 @@ class FlatStore(Store[V]):
 
 
 class PackedStore(Store[V]):
-    """The user's own tensors, which stay where they are: reading packs them, writing unpacks.
+    """The user's own tensors, which stay where they are: reading packs them, writing unpacks them.
 
-    It serves array types as :class:`FlatStore` does. Values are converted to and from the dtype of the flat vector;
-    tensors of any strides keep them.
+    It serves the same array types as :class:`FlatStore`. Values are converted to and from the dtype of the flat vector;
+    tensors keep their strides.
 
     Args:
         layout: the tensors, arenas and buckets.
@@ -123,14 +123,14 @@ class PackedStore(Store[V]):
         return [self._tensor(index) for index in range(len(self._tensors))]
 
     def _tensor(self, index: int) -> Any:
-        """Return what is read and written of a tensor: all of it."""
+        """Return the part of a tensor that is read and written: all of it."""
         return self._tensors[index]
 
 
 def _views(tensor: Any, start: int, stop: int) -> Iterator[Any]:
     """Yield views that together are elements ``[start, stop)`` of the flattened tensor, in order.
 
-    Of a tensor of any strides there is no flat view; there are views of its whole rows, and of the rows of a row.
+    A tensor of arbitrary strides has no flat view; its whole rows have views, and so have the rows of a row.
     """
     if not tensor.shape:
         yield tensor

@@ -1,4 +1,4 @@
-"""How messages are encoded: each wire is one file."""
+"""Wires: encodings of messages. One file each."""
 
 from hvd_periodic.wires.base import Link, Sent, Wire
 from hvd_periodic.wires.given import Compression, as_wire

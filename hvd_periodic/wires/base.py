@@ -1,4 +1,4 @@
-"""What every wire provides."""
+"""The interface of all wires."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ V = TypeVar("V")
 
 
 class Reduce(Protocol):
-    """Starts to reduce a buffer over ranks, each getting its share at least; returns what waits for the result."""
+    """Starts to reduce a buffer over ranks; the returned function waits for the result, or this rank's shard of it."""
 
     def __call__(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start."""
+        """Start the reduction."""
 
 
 class Remembered(Protocol[V]):
-    """What a rank has not sent of the sums that it has formed for the others, and sends with the next."""
+    """The unsent part of the sums that a rank has formed for the others, which it adds to the next sums."""
 
     def read(self) -> V:
-        """Return it."""
+        """Return the unsent part."""
 
     def write(self, value: V) -> None:
-        """Replace it."""
+        """Replace the unsent part."""
 
 
 @dataclass(frozen=True)
 class Link(Generic[V]):
-    """What carries the messages of one bucket.
+    """The connection that carries the messages of one bucket.
 
     Attributes:
         communicator: the ranks.
-        name: names the collective; another one may append to it.
-        size: elements.
-        nbytes: of these as they are.
-        reduce: sums over ranks, as the place of the center asks.
+        name: name of the collective; a second collective may append to it.
+        size: number of elements.
+        nbytes: bytes of these elements before encoding.
+        reduce: sums over ranks, as the placement of the center requires.
         coding: the verbs of the front end.
-        remembered: of sums that this rank forms for the others, if it does.
+        remembered: unsent part of the sums that this rank forms for the others; None if it forms none.
     """
 
     communicator: Communicator
@@ -55,12 +55,12 @@ class Link(Generic[V]):
 
 @dataclass(frozen=True)
 class Sent(Generic[V]):
-    """A message that is under way.
+    """A message in flight.
 
     Attributes:
         wait: waits for the sum over ranks.
-        decoded: what the others receive of the message; None: all of it.
-        nbytes: handed to collectives.
+        decoded: the message as the others receive it; None: unchanged.
+        nbytes: bytes handed to collectives.
     """
 
     wait: Callable[[], V]
@@ -69,18 +69,19 @@ class Sent(Generic[V]):
 
 
 class Wire(ABC):
-    """How the messages of the parameters are encoded, and their sum.
+    """An encoding of the messages of the parameters, and of their sum.
 
-    What is not sent is not lost: where replicas become what the center hands out, it is kept and added to the next
-    message; in elastic averaging it stays in the replica, which is pulled by what was sent.
+    The unsent part of a message is not lost: if replicas take over the values that the center hands out, it is kept and
+    added to the next message (error feedback); in elastic averaging it stays in the replica, which is pulled by the
+    part that was sent.
 
     A wire holds settings only, and acts through the verbs of :class:`~hvd_periodic.vectors.coding.Coding`.
 
     Attributes:
-        lossy: what arrives may differ from what was to be sent, and NaN and infinity cannot travel.
-        coding_seconds: for a byte of parameters, that encoding and decoding take: on one core that copies 7 GB/s.
-        adding_seconds: for a byte of float32, that decoding the message of a worker takes, and adding it to others: on
-            such a core, as four passes over memory; copying is two.
+        lossy: the received message may differ from the original, and NaN and infinity cannot travel.
+        coding_seconds: seconds to encode and decode a byte of parameters, on one core that copies 7 GB/s.
+        adding_seconds: seconds to decode a byte of float32 of a worker's message and add it to others, on such a core:
+            four passes over memory, where copying is two.
     """
 
     lossy: ClassVar[bool] = True
@@ -88,21 +89,21 @@ class Wire(ABC):
     adding_seconds: ClassVar[float] = 0.0
 
     def check(self, communicator: Communicator, place: str) -> None:
-        """Raise a ValueError where messages to such a center cannot travel like this."""
+        """Raise a ValueError if messages to a center with this placement cannot travel in this encoding."""
 
     def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return whether every rank forms the sum of a part of each message, and sends it on to the others."""
         return False
 
     def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
-        """Return how many messages follow each other, and how many bytes each worker sends, until all have a sum.
+        """Return how many messages follow each other, and how many bytes each worker sends, until all have the sum.
 
-        Of b bytes in n workers 2 (n − 1) messages and 2 (n − 1) / n · b bytes, which no all-reduce goes below.
+        For b bytes and n workers: 2 (n − 1) messages and 2 (n − 1) / n · b bytes, the minimum for an all-reduce.
         Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations. 2009.
 
         Args:
             workers: n.
-            nbytes: of the message as it is, in float32.
+            nbytes: bytes of the message in float32, before encoding.
             lasting: whether training goes on meanwhile.
 
         Example:
@@ -114,7 +115,7 @@ class Wire(ABC):
         return 2 * others, 2 * others / workers * nbytes
 
     def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
-        """Return to how many bytes of float32 each worker decodes the messages of others, where more come from more.
+        """Return how many bytes of float32 each worker decodes, if that grows with the number of workers; else 0.
 
         Example:
             >>> from hvd_periodic.wires import Plain, TopK
@@ -125,4 +126,4 @@ class Wire(ABC):
 
     @abstractmethod
     def start(self, link: Link[V], message: V) -> Sent[V]:
-        """Start to sum messages over ranks; one that is not lossy may overwrite the message."""
+        """Start to sum messages over ranks; a wire that is not lossy may overwrite the message."""

@@ -1,4 +1,4 @@
-"""What wires share whose messages no collective can sum: ranks decode them, and sum what they have decoded."""
+"""The base of wires whose messages no collective can sum: ranks decode the messages, then sum them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hvd_periodic.wires.base import Link, Remembered, Sent, Wire
 V = TypeVar("V")
 
 _LARGEST = 3e38
-"""Of float32, but for what the decoded numbers may be larger."""
+"""Largest float32, less a margin by which decoded numbers may be larger."""
 
 _SAMPLE = 1 << 16
-"""Elements that are encoded to see how many bytes a wire makes of them."""
+"""Number of elements to encode in order to measure the size of a wire's output."""
 
 
 class Encoded(Wire):
-    """Sums in float32, in the order of ranks: identical to the bit on all of them.
+    """Sums in float32, in rank order: bit-identical on all ranks.
 
-    In two hops, of which no rank carries more than twice a message: every rank is sent one n-th of all messages, and
-    sends their sum on, encoded as well. What is lost there it remembers, and adds to the next sum; elastic averaging,
-    whose center moves by the rate of that next exchange, loses nothing as long as its rate is constant. In one hop,
-    where an exchange lasts or little travels: every rank is sent all messages.
+    In two hops, in which no rank carries more than twice a message: every rank receives one n-th of all messages, and
+    sends their sum on, also encoded. It keeps the encoding error of that sum and adds it to the next one; elastic
+    averaging, whose center moves at the rate of that next exchange, loses nothing as long as its rate is constant. In
+    one hop, if local steps go on during an exchange or little travels: every rank receives all messages.
 
     Attributes:
         sparse: sums have more elements than messages, so that there is always one hop.
@@ -38,14 +38,14 @@ class Encoded(Wire):
 
     @abstractmethod
     def encode(self, coding: Coding[V], rows: V) -> V:
-        """Return the bytes of rows of float32, in rows."""
+        """Return rows of float32 as rows of bytes."""
 
     @abstractmethod
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
-        """Return the rows of so many float32 that these bytes stand for."""
+        """Return the rows of ``length`` float32 that these bytes encode."""
 
     def check(self, communicator: Communicator, place: str) -> None:
-        """Refuse centers that are not on every rank."""
+        """Refuse a center that is not replicated."""
         if place != "replicated":
             raise ValueError(
                 f"`compression` as {self!r} needs center='replicated': with center={place!r} ranks hand out the center "
@@ -54,22 +54,22 @@ class Encoded(Wire):
             )
 
     def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
-        """Return True, in two hops."""
+        """Return True if there are two hops."""
         return not (lasting or self.sparse)
 
     def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
-        """Return what one hop takes, every message to all others, or two, of which each takes an n-th of that."""
+        """Return the cost of one hop, with every message to all others, or of two, each at an n-th of that."""
         others, encoded = workers - 1, nbytes * _part(self)
         if lasting or self.sparse:
             return others, others * encoded
         return 2 * others, 2 * others / workers * encoded
 
     def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
-        """Return what one hop takes: every message is decoded on every rank. In two, each decodes one n-th of all."""
+        """Return the bytes for one hop: every rank decodes every message. In two, each decodes one n-th of all: 0."""
         return workers * nbytes if lasting or self.sparse else 0.0
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
-        """Start the first hop; the second one follows where the sum is waited for."""
+        """Start the first hop; the second one follows when the sum is waited for."""
         if link.remembered is None:
             return self._in_one_hop(link, message)
         return self._in_two_hops(link, message, link.remembered)
@@ -109,7 +109,7 @@ class Encoded(Wire):
         return Sent(total, coding.like(decoded[:size], message), (n + 1) * width)
 
     def _sum(self, coding: Coding[V], payloads: Any, shape: tuple[int, int], length: int) -> Any:
-        """Return the sum of payloads in their order; a graph does not know the ``shape`` of what was gathered."""
+        """Return the sum of payloads in their order; a graph does not know the ``shape`` of gathered payloads."""
         rows: Any = coding.reshape(payloads, *shape)
         total: Any = self.decode(coding, rows[:1], length)
         for rank in range(1, shape[0]):
@@ -119,19 +119,19 @@ class Encoded(Wire):
 
 @cache
 def _part(wire: Encoded) -> float:
-    """Return the bytes that a wire makes of a byte of float32."""
+    """Return the encoded bytes per byte of float32."""
     rows: Any = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
     encoded: Any = wire.encode(Coding(), rows)
     return float(encoded.nbytes / rows.nbytes)
 
 
 def _single(coding: Coding[V], message: V, ranks: int) -> V:
-    """Return a message in float32, cut so that the sum of as many is finite."""
+    """Return a message in float32, clipped so that the sum over ``ranks`` messages is finite."""
     return coding.cast(coding.clip(message, _LARGEST / ranks), "f4")
 
 
 def row_length(size: int, ranks: int) -> int:
-    """Return how many of so many elements every rank sums; the last ones have fewer, or none.
+    """Return how many of ``size`` elements each rank sums; the last ranks have fewer, or none.
 
     Example:
         >>> row_length(7, 3)

@@ -1,4 +1,4 @@
-"""What users pass as ``compression``."""
+"""The values that users pass as ``compression``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvd_periodic.wires.topk import TopK
 
 
 class Compression:
-    """How messages travel, spelled as Horovod does.
+    """Encodings of messages, spelled as in Horovod.
 
     Attributes:
-        none: as they are.
+        none: unchanged.
         fp16: as float16.
         bf16: as bfloat16.
         int8: in 8 bits, with a scale per 1024 elements.
-        topk: only the largest; ``Compression.topk(0.01)``, one in a hundred.
+        topk: only the largest elements; ``Compression.topk(0.01)``, one in a hundred.
 
     Example:
         >>> Compression.topk(0.01)
@@ -37,13 +37,13 @@ _OF_HOROVOD = {"NoneCompressor": Compression.none, "FP16Compressor": Compression
 
 
 def as_wire(compression: Any) -> Wire:
-    """Return how messages travel.
+    """Return the wire for a ``compression``.
 
     Args:
-        compression: one of :class:`Compression`, a :class:`Wire` of one's own, or one of ``hvd.Compression``.
+        compression: a member of :class:`Compression`, a custom :class:`Wire`, or a member of ``hvd.Compression``.
 
     Raises:
-        TypeError: something else.
+        TypeError: ``compression`` is something else.
 
     Example:
         >>> as_wire("zip")

@@ -13,21 +13,21 @@ from hvd_periodic.wires.encoded import Encoded
 V = TypeVar("V")
 
 _ROUNDED_UP = 1 + 2.0**-11
-"""By how much a number, or a sum of two, may be rounded up in float16."""
+"""Factor by which float16 rounding may increase a number, or a sum of two."""
 
 
 @dataclass(frozen=True)
 class Half(Encoded):
-    """Every element is rounded to 16 bits, and cut to what the sum of all ranks can hold.
+    """Rounds every element to 16 bits, and clips it so that the sum over all ranks does not overflow.
 
-    Horovod sums float16 by itself: that rounding is not made up for. Otherwise sums are taken in float32.
+    Horovod itself sums in float16: error feedback does not cover that rounding. Otherwise, sums are taken in float32.
 
     Args:
         kind: ``"f2"``, float16: 11 significant bits, up to 65504; or ``"bf2"``, bfloat16: 8 bits, in the range of
             float32.
 
     Raises:
-        ValueError: another kind.
+        ValueError: ``kind`` is neither of these.
 
     Example:
         >>> import numpy as np
@@ -46,22 +46,22 @@ class Half(Encoded):
             raise ValueError(f"`kind` must be 'f2' or 'bf2'. Received: {self.kind!r}")
 
     def check(self, communicator: Communicator, place: str) -> None:
-        """Allow all places where the collective itself sums."""
+        """Allow all placements if the collective itself sums."""
         if self.kind not in communicator.sums:
             super().check(communicator, place)
 
     def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
-        """Return False where the collective itself sums."""
+        """Return False if the collective itself sums."""
         return self.kind not in communicator.sums and super().forms_sums(communicator, lasting)
 
     def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
-        """Return what half the bytes take, where the collective itself sums: Horovod does in float16."""
+        """Return the cost of half the bytes if the collective itself sums, as Horovod does in float16."""
         if self.kind == "f2":
             return Wire.traffic(self, workers, nbytes / 2, lasting)
         return super().traffic(workers, nbytes, lasting)
 
     def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
-        """Return nothing where the collective itself sums."""
+        """Return 0 if the collective itself sums."""
         return 0.0 if self.kind == "f2" else super().decoded(workers, nbytes, lasting)
 
     def start(self, link: Link[V], message: V) -> Sent[V]:

@@ -20,7 +20,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Int8(Encoded):
-    """Every block of elements is divided by a scale of its own, and rounded to integers.
+    """Divides every block of elements by its own scale, and rounds to integers.
 
         s = max |x| / 127,   q = round(x / s),   x ≈ s q
 
@@ -41,14 +41,14 @@ class Int8(Encoded):
     coding_seconds: ClassVar[float] = 3.4e-9
 
     def encode(self, coding: Coding[V], rows: V) -> V:
-        """Return, of every row, its scales, then 1 byte per element."""
+        """Return the scales of every row, then 1 byte per element."""
         array: Any = rows
         parts = [self._quantized(coding, array[:, start:stop]) for start, stop in _stretches(coding, rows)]
         scales, levels = zip(*parts, strict=True)
         return coding.joined([*scales, *levels])
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
-        """Multiply."""
+        """Multiply the integers by their scales."""
         array: Any = payload
         block, blocks = _blocks(length)
         levels = array[:, blocks * _SCALE_BYTES :]
@@ -59,7 +59,7 @@ class Int8(Encoded):
         return parts[0] if len(parts) == 1 else coding.joined(parts)
 
     def _quantized(self, coding: Coding[V], rows: V) -> tuple[V, V]:
-        """Return the bytes of scales and elements."""
+        """Return the bytes of the scales and of the elements."""
         count, length = coding.sizes(rows)
         block, blocks = _blocks(length)
         cut: Any = coding.reshape(coding.padded(rows, blocks * block), count, blocks, block)
@@ -69,7 +69,7 @@ class Int8(Encoded):
         return scale_bytes, coding.to_bytes(coding.cast(levels[:, :length], "i1"))
 
     def _restored(self, coding: Coding[V], scale_bytes: V, level_bytes: V) -> V:
-        """Return the elements of these bytes."""
+        """Return the elements that these bytes encode."""
         count, length = coding.sizes(level_bytes)
         block, blocks = _blocks(length)
         scales: Any = coding.reshape(coding.from_bytes(scale_bytes, "f4"), count, blocks, 1)
@@ -79,13 +79,13 @@ class Int8(Encoded):
 
 
 def _blocks(length: int) -> tuple[int, int]:
-    """Return the elements of a block, and the number of blocks."""
+    """Return the number of elements per block, and the number of blocks."""
     block = min(BLOCK, length)
     return block, -(-length // block)
 
 
 def _stretches(coding: Coding[V], rows: V) -> Iterator[tuple[int, int]]:
-    """Yield where parts of rows begin and end, of whole blocks, that are best computed one after another."""
+    """Yield the start and end of parts of rows, in whole blocks, that are best computed one after another."""
     count, length = coding.sizes(rows)
     together = coding.at_once(rows)
     step = length if together is None else max(together // (count * BLOCK), 1) * BLOCK

@@ -1,4 +1,4 @@
-"""Messages as they are."""
+"""Messages without encoding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Plain(Wire):
-    """Every element travels in the type of the center, and is summed in it."""
+    """Sends every element in the dtype of the center, and sums in it."""
 
     lossy: ClassVar[bool] = False
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
-        """Reduce."""
+        """Reduce the message."""
         return Sent(link.reduce(message, link.name), None, link.nbytes)

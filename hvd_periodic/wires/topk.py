@@ -18,15 +18,15 @@ _PLACE_BYTES = 4
 
 @dataclass(frozen=True)
 class TopK(Encoded):
-    """Of every bucket, the elements that are largest in magnitude: where they are, and in 8 bits what they are.
+    """Sends the elements of every bucket that are largest in magnitude: their indices, and their values in 8 bits.
 
-    All ranks get the elements of all, so that nothing is lost on the way back.
+    Every rank receives the elements of all ranks, so that nothing is lost on the way back.
 
     Args:
-        fraction: of the elements, in (0, 1]; at least one travels.
+        fraction: fraction of the elements to send, in (0, 1]; at least one is sent.
 
     Raises:
-        TypeError, ValueError: no such number.
+        TypeError, ValueError: ``fraction`` is not such a number.
 
     Example:
         >>> import numpy as np
@@ -51,14 +51,14 @@ class TopK(Encoded):
         object.__setattr__(self, "fraction", fraction)
 
     def encode(self, coding: Coding[V], rows: V) -> V:
-        """Return the places, then what :class:`Int8` makes of the elements there."""
+        """Return the indices, then the elements there as :class:`Int8` encodes them."""
         array: Any = rows
         places = coding.largest(array[0], self._count(coding.sizes(array)[1]))
         values: Any = Int8().encode(coding, coding.reshape(coding.take(array[0], places), 1, -1))
         return coding.reshape(coding.joined([coding.to_bytes(places), values[0]]), 1, -1)
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
-        """Put the elements where they belong."""
+        """Return the elements at their indices, zeros elsewhere."""
         array: Any = payload
         count = self._count(length)
         start = count * _PLACE_BYTES
