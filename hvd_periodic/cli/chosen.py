@@ -1,7 +1,7 @@
-"""Choices as they are typed: ``easgd(moving_rate=0.2),average``, with the names and arguments of the package.
+"""Parses typed choices such as ``easgd(moving_rate=0.2),average``, with the names and arguments of the package.
 
-Whatever ``hvd_periodic`` offers is known by the name of its class, in any case; what it does not offer is known by its
-module: ``mine.Damped(rate=0.5)``.
+A class of ``hvd_periodic`` is typed by its name, in upper or lower case; any other class is typed with its module:
+``mine.Damped(rate=0.5)``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hvd_periodic.cli.refusal import RefusalError, refusing
 from hvd_periodic.schedules.given import as_schedule
 
 Choice = tuple[str, Any]
-"""How it was typed, and what it is."""
+"""The typed text, and the object that it denotes."""
 
 _SHORT = {"averaging": "average"}
-"""Names by which examples and documents call a class."""
+"""Short names of classes, which examples and documents use."""
 
 
 def algorithms(text: str) -> list[Choice]:
-    """Return algorithms.
+    """Return the algorithms in a typed list.
 
     Example:
         >>> algorithms("easgd(moving_rate=0.2),average")
@@ -40,7 +40,7 @@ def algorithms(text: str) -> list[Choice]:
 
 
 def periods(text: str) -> list[Choice]:
-    """Return schedules.
+    """Return the schedules in a typed list.
 
     Example:
         >>> periods("10,every(20)")
@@ -50,7 +50,7 @@ def periods(text: str) -> list[Choice]:
 
 
 def integers(text: str, option: str) -> list[int]:
-    """Return numbers of at least 1.
+    """Return the integers in a typed list; each is at least 1.
 
     Example:
         >>> integers("1,10", "--period")
@@ -61,7 +61,7 @@ def integers(text: str, option: str) -> list[int]:
 
 
 def rates(text: str, option: str) -> list[float]:
-    """Return positive numbers.
+    """Return the positive numbers in a typed list.
 
     Example:
         >>> rates("0.1,1e-2", "--learning-rate")
@@ -75,7 +75,7 @@ def rates(text: str, option: str) -> list[float]:
 
 
 def compressions(text: str) -> list[Choice]:
-    """Return how messages travel.
+    """Return the compressions in a typed list.
 
     Example:
         >>> compressions("none,topk(0.01)")
@@ -86,10 +86,10 @@ def compressions(text: str) -> list[Choice]:
 
 
 def user_object(path: str, option: str) -> Any:
-    """Return what ``module:name`` names; modules are looked for in the current folder as well.
+    """Return the object that ``module:name`` names; modules in the current folder are found, too.
 
     Raises:
-        RefusalError: there is no such module, or no such name in it.
+        RefusalError: there is no such module, or it has no such name.
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -120,10 +120,10 @@ def _offered(kind: Any) -> dict[str, Any]:
 def _chosen(
     text: str, known: Mapping[str, Any], what: str, kind: Any, number: Callable[[int], Any] | None = None
 ) -> list[Choice]:
-    """Return what each expression of a list means."""
+    """Return the choices that the expressions of a list denote."""
     listed = f"[{text.strip()}]"
     try:
-        # Hyphens in names, as in post-local, are no minus; what takes their place is as long.
+        # Hyphens in names, as in post-local, are not minus signs; the replacement keeps the length.
         tree = ast.parse(re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", "_", listed), mode="eval").body
     except SyntaxError as error:
         raise RefusalError(f"{what}s must be a list like {_example(known)}. Received: {text!r}") from error
@@ -134,7 +134,7 @@ def _chosen(
 
 
 def _meant(node: ast.expr, known: Mapping[str, Any], what: str, kind: Any, number: Callable[[int], Any] | None) -> Any:
-    """Return what one expression means: a number, a name, or a name with arguments."""
+    """Return the object that one expression denotes: a number, a name, or a name with arguments."""
     typed = ast.unparse(node)
     with refusing(f"{what} {typed}"):
         if number is not None:
@@ -160,7 +160,7 @@ def _meant(node: ast.expr, known: Mapping[str, Any], what: str, kind: Any, numbe
 
 
 def _named(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
-    """Return what a name of the package, or of a module of the user, names."""
+    """Return the object that a name of the package, or of a user's module, denotes."""
     name = ast.unparse(node)
     plain = name.replace("_", "").lower()
     if isinstance(node, ast.Attribute):

@@ -1,10 +1,10 @@
-"""Look at what is installed, and let two ranks exchange: each finding with the command that mends it.
+"""Check the installation, and run an exchange between two ranks; each finding has the command that fixes it.
 
-  hvdp doctor            everything; a minute or two
+  hvdp doctor            all checks; a minute or two
   hvdp doctor --quick    starts no jobs
 
-Everything that may hang or crash runs in processes of its own, with a time limit. The exit code is 0 if there is no
-problem, otherwise 1. Of what is a warning, some things do not work, or slowly; with a problem training does not.
+Every check that may hang or crash runs in a separate process with a time limit. The exit code is 0 if there is no
+problem, otherwise 1. With a warning, some features fail or are slow; with a problem, training does not work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--quick", action="store_true", help="start no jobs")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="that are to run on this host (default: 2)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for a check (default: 120)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="number of ranks to run on this host (default: 2)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="time limit of a check in seconds (default: 120)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and print."""
+    """Run the checks and print the findings."""
     with refusing():
         require_int(arguments.ranks, "`--ranks`", 1)
         require_real(arguments.timeout, "`--timeout`", positive=True)
@@ -57,15 +61,15 @@ class Examination:
     """Runs checks, one after another.
 
     Args:
-        environment: of the processes that are started.
-        seconds: for each of them.
+        environment: environment variables of the processes that are started.
+        seconds: time limit of each process.
     """
 
     def __init__(self, environment: Mapping[str, str], seconds: float) -> None:
         self._environment, self._seconds = environment, seconds
 
     def findings(self, ranks: int, quick: bool) -> list[Finding]:
-        """Return what is found, for so many ranks on this host; ``quick``: no jobs."""
+        """Return the findings for ``ranks`` ranks on this host; ``quick``: start no jobs."""
         environment = self._environment
         found = [Finding(OK, "hvd_periodic", f"{__version__}, numpy {np.__version__}")]
         with output.progress("looking", 4 if quick else 12) as advance:
@@ -99,7 +103,7 @@ class Examination:
         return found
 
     def _probe(self, name: str) -> dict[str, Any]:
-        """Return what a process has found out; what went wrong, if it did."""
+        """Return the report of a probe, or the reason why it has none."""
         ended = processes.run(processes.probe(name), self._seconds, self._environment)
         if ended.report is not None:
             return ended.report
@@ -113,7 +117,7 @@ class Examination:
         return processes.run(words, self._seconds, self._environment).output
 
     def _checked(self, what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-        """Return what a check finds; one that fails ends no others."""
+        """Return the findings of a check; if it fails, the others still run."""
         try:
             return list(check())
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What is drawn of trainings: one panel for each quantity, with a curve for each of them, or for each rank of one."""
+"""Figures of trainings: one panel per quantity, with a curve per training, or per rank of a single training."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from hvd_periodic.cli.plots import Curve, Panel
 from hvd_periodic.cli.told import Told, curve
 
 RANKS = 8
-"""Of which one training shows curves of their own; of more, it shows their mean."""
+"""Maximum number of ranks for which a single training has separate curves; with more, it has their mean."""
 
 STYLES = ("-", "--", "-.", ":")
-"""Of lines: where two are the same, both are seen, and nobody has to tell them apart by color alone."""
+"""Line styles: two identical curves are both visible, and color alone need not tell curves apart."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A quantity that is drawn.
+    """A quantity to draw.
 
     Attributes:
         title: its heading.
-        x, y: what the axes are of.
-        where_none: what to do where no log knows it.
-        of_ranks: ranks differ in it, and a single training shows each of them.
+        x, y: labels of the axes.
+        where_none: note for logs that lack the quantity.
+        of_ranks: whether ranks differ in it, so that a single training shows each of them.
     """
 
     title: str
@@ -61,11 +61,11 @@ FIGURES = {
         "There is none: exchange is synchronous, and every rank takes part in all of them.",
     ),
 }
-"""By name, in the order of the page."""
+"""Figures by name, in the order of the page."""
 
 
 def panel(tolds: Sequence[Told], what: str) -> Panel | None:
-    """Return a quantity of trainings, as a panel; None where no log knows it."""
+    """Return the panel of a quantity of trainings; None if no log has it."""
     figure = FIGURES[what]
     curves = _bars(tolds) if what == "waiting" else _curves(tolds, what, figure)
     drawn = [curve for curve in curves if curve.x]
@@ -74,12 +74,12 @@ def panel(tolds: Sequence[Told], what: str) -> Panel | None:
 
 
 def absent(panel: Panel, what: str) -> str | None:
-    """Return of which trainings or ranks a panel shows nothing, and why; None where it shows all."""
+    """Return which trainings or ranks a panel does not show, and why; None if it shows all."""
     return f"Not shown: {', '.join(panel.absent)}. {FIGURES[what].where_none}" if panel.absent else None
 
 
 def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
-    """Return a curve for each training, or for each rank of a single one; it is empty where no log knows it."""
+    """Return a curve for each training, or for each rank of a single one; it is empty if no log has the quantity."""
     alone = tolds[0].ranks if len(tolds) == 1 else ()
     wanted: list[tuple[str, Told, int | None]]
     if figure.of_ranks and 1 < len(alone) <= RANKS:
@@ -94,7 +94,7 @@ def _curves(tolds: Sequence[Told], what: str, figure: Figure) -> list[Curve]:
 
 
 def _bars(tolds: Sequence[Told]) -> list[Curve]:
-    """Return how long every rank has waited, and for a single training how long others have for it."""
+    """Return how long every rank has waited and, for a single training, how long others have waited for it."""
     found = []
     for color, told in enumerate(tolds):
         ranks = [each for each in told.ranks if each.waited is not None and len(told.ranks) > 1]

@@ -1,4 +1,4 @@
-"""What the doctor finds, and what its checks share."""
+"""Findings of the doctor, and helpers that its checks share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 SETUP = "bash run_scripts/setup.sh --use-current-env  # in a clone of hvd_periodic"
-"""What sets up Horovod in an environment."""
+"""Command that sets up Horovod in an environment."""
 
 OF_LAUNCHERS = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_")
-"""How variables begin that a launcher sets for its ranks; jobs that a rank starts must not see them."""
+"""Prefixes of variables that a launcher sets for its ranks; jobs that a rank starts must not see these variables."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        status: ``"ok"``, ``"warning"``: some things will not work, or slowly; ``"problem"``: training will not.
-        what: was looked at.
+        status: ``"ok"``; ``"warning"``: some features fail or are slow; ``"problem"``: training does not work.
+        what: subject of the check.
         text: a sentence.
-        mend: the command that mends it; of what is ok, one that may help. "" if there is none.
+        mend: the command that fixes it; if the status is ok, one that may help. "" if there is none.
     """
 
     status: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def fresh(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what a launcher has said of a job.
+    """Return an environment without the variables of a launcher.
 
     Example:
         >>> fresh({"PATH": "/bin", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_btl": "tcp"})
@@ -43,5 +43,5 @@ def fresh(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def cores() -> int:
-    """Return on how many cores this process may run."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What the doctor finds installed: frameworks, Horovod and what it was built with, launchers, MPI."""
+"""Checks of the doctor on installed software: frameworks, Horovod and its build options, launchers, MPI."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvd_periodic.cli.findings import OK, PROBLEM, SETUP, WARNING, Finding
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 Facts = Mapping[str, Any]
-"""What a probe has reported."""
+"""Report of a probe."""
 
 
 def frameworks(found: Mapping[str, Facts], environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at frameworks, by name, and at Horovod in each."""
+    """Check the frameworks, by name, and Horovod in each."""
     there = {name: facts for name, facts in found.items() if "version" in facts}
     if not there and not any("failed" in facts for facts in found.values()):
         text = f"neither {' nor '.join(TITLES.values())} can be imported: only the numpy front end works"
@@ -78,7 +78,7 @@ def _keras(version: str, environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def on_path(program: str, path: str) -> list[Path]:
-    """Return the different files that a command may mean; the first one is run.
+    """Return the distinct files on the path that have the name of a program; the first one is run.
 
     Example:
         >>> on_path("python3-that-is-nowhere", "/bin:/usr/bin")
@@ -93,7 +93,7 @@ def on_path(program: str, path: str) -> list[Path]:
 
 
 def launchers(mpiruns: Sequence[Path], horovodruns: Sequence[Path], python: str = sys.executable) -> Iterator[Finding]:
-    """Look at what starts jobs."""
+    """Check the launchers of jobs."""
     here = Path(python).parent
     for name, files in (("mpirun", mpiruns), ("horovodrun", horovodruns)):
         if files:
@@ -112,11 +112,11 @@ def launchers(mpiruns: Sequence[Path], horovodruns: Sequence[Path], python: str 
 
 
 def mpi(version: str, facts: Facts) -> Iterator[Finding]:
-    """Look at the MPI of mpirun and of mpi4py.
+    """Check the MPI of mpirun and of mpi4py.
 
     Args:
-        version: what ``mpirun --version`` has printed; "" if there is none.
-        facts: of mpi4py.
+        version: output of ``mpirun --version``; "" if there is no mpirun.
+        facts: report of the probe of mpi4py.
     """
     first = version.strip().partition("\n")[0]
     started = implementation(version)
@@ -138,7 +138,7 @@ def mpi(version: str, facts: Facts) -> Iterator[Finding]:
 
 
 def implementation(text: str) -> tuple[str, int, int] | None:
-    """Return which MPI a text is about.
+    """Return the implementation and version of MPI that a text names; None: unknown.
 
     Example:
         >>> implementation("mpirun (Open MPI) 4.1.8"), implementation("Open MPI v4.1.8"), implementation("HYDRA 4.2")

@@ -1,4 +1,4 @@
-"""What the doctor finds by starting jobs of two ranks: with each launcher, and with each asynchronous transport."""
+"""Checks of the doctor that start jobs of two ranks: with each launcher, and with each asynchronous transport."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Job:
     """A job that should work.
 
     Attributes:
-        what: it tries.
-        launcher: its words, up to the program.
-        program: of each rank.
-        variables: of the environment.
-        needed: whether training does not work without it; otherwise some kinds of training do not.
+        what: name of the check.
+        launcher: words of the command, up to the program.
+        program: command of each rank.
+        variables: environment variables.
+        needed: whether all training depends on it; otherwise only some kinds of training do.
     """
 
     what: str
@@ -44,10 +44,10 @@ def jobs(
     """Yield the jobs that should work here.
 
     Args:
-        mpirun: path of the launcher; None: there is none.
-        horovodrun: likewise.
-        built: with which controllers the Horovod of each framework was built: whether with ``"mpi"`` and ``"gloo"``.
-        mpi4py: whether that is there.
+        mpirun: path of mpirun; None: there is none.
+        horovodrun: path of horovodrun; likewise.
+        built: by framework, whether its Horovod was built with the controllers ``"mpi"`` and ``"gloo"``.
+        mpi4py: whether mpi4py can be imported.
     """
     for framework, controllers in built.items():
         exchange, title = processes.probe("exchange", framework), TITLES[framework]
@@ -65,9 +65,9 @@ def jobs(
 
 
 def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
-    """Start a job; return what became of it.
+    """Start a job; return its result.
 
-    What other checks find, such as root's permissions, is taken care of here, so that all problems are found at once.
+    It works around problems that other checks report, such as root's permissions, so that one run finds all of them.
     """
     complete = {**environment, **dict.fromkeys((*ROOT, YIELD), "1"), "OMP_NUM_THREADS": "1", **job.variables}
     words = [*job.launcher, "-np", str(RANKS), *job.program, f"{seconds:g}"]
@@ -89,7 +89,7 @@ def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
 
 
 def judged(job: Job, ended: processes.Ended, seconds: float, words: Sequence[str]) -> Finding:
-    """Return what the end of a job means."""
+    """Return the finding about a job that has ended."""
     bad = PROBLEM if job.needed else WARNING
     assignments = [f"{name}={value}" for name, value in job.variables.items()]
     again = " ".join([*assignments, shlex.join(words)])
@@ -118,7 +118,7 @@ def judged(job: Job, ended: processes.Ended, seconds: float, words: Sequence[str
 
 
 def _mend(output: str, again: str) -> str:
-    """Return the command against what a launcher has said; otherwise the one with which to see it again."""
+    """Return the command that fixes an error of the launcher; for any other error, the command that reproduces it."""
     if "allow-run-as-root" in output:
         return f"export {' '.join(f'{name}=1' for name in ROOT)}"
     if _FLAGS.search(output):

@@ -1,4 +1,4 @@
-"""What the doctor finds on the machine itself: memory, interfaces, cores, and what the environment says."""
+"""Checks of the doctor on the machine itself: memory, interfaces, cores and environment variables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ YIELD = "OMPI_MCA_mpi_yield_when_idle"
 TRANSPORT = "HVD_PERIODIC_TRANSPORT"
 MEGABYTE = 2**20
 ENOUGH = 256 * MEGABYTE
-"""Of shared memory: a center of 60 million parameters."""
+"""Sufficient bytes of shared memory: a center of 60 million parameters."""
 
 _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "podman")
-"""How interfaces begin that lead to no other host."""
+"""Prefixes of interfaces that lead to no other host."""
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), mounts: Path = Path("/proc/mounts")) -> Iterator[Finding]:
-    """Look at what asynchronous exchange on one host lives in."""
+    """Check the shared memory that asynchronous exchange on one host uses."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         text = "is not there, or not writable: asynchronous exchange goes through a service thread"
         yield Finding(WARNING, str(folder), text, f"mount -t tmpfs -o size=2g tmpfs {folder}")
@@ -42,7 +42,7 @@ def shared_memory(folder: Path = Path("/dev/shm"), mounts: Path = Path("/proc/mo
 
 
 def interfaces(folder: Path = Path("/sys/class/net")) -> Iterator[Finding]:
-    """Look at network interfaces."""
+    """Check the network interfaces."""
     names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
     up = [name for name in names if _is_up(folder / name)]
     others = [name for name in up if name != "lo"]
@@ -74,7 +74,7 @@ def _is_up(interface: Path) -> bool:
 
 
 def host_name(found: Mapping[str, Any]) -> Iterator[Finding]:
-    """Look at what the name of this host means."""
+    """Check the addresses of this host's name."""
     if "error" in found:
         text = f"{found['host']} has no address ({found['error']}): launchers look it up"
         yield Finding(WARNING, "host name", text, f"echo '127.0.0.1 {found['host']}' >> /etc/hosts")
@@ -83,7 +83,7 @@ def host_name(found: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def processor(environment: Mapping[str, str], cores: int, ranks: int, open_mpi: bool) -> Iterator[Finding]:
-    """Look at cores, and what ranks do with them."""
+    """Check the cores, and how ranks use them."""
     share = max(1, cores // ranks)
     if ranks > cores:
         text = f"{ranks} ranks take turns on {cores}; Open MPI counts cores as slots, and refuses without being told"
@@ -102,7 +102,7 @@ def processor(environment: Mapping[str, str], cores: int, ranks: int, open_mpi: 
 
 
 def settings(environment: Mapping[str, str], root: bool, open_mpi: bool) -> Iterator[Finding]:
-    """Look at variables that decide how jobs run."""
+    """Check the variables that decide how jobs run."""
     missing = [name for name in ROOT if environment.get(name) != "1"]
     if root and open_mpi and missing:
         text = f"you are root, and Open MPI starts nothing for root without {' and '.join(missing)}"

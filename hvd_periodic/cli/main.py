@@ -1,4 +1,4 @@
-"""Finds the command, runs it, and turns what it refuses into one line and an exit code."""
+"""Finds and runs a command; turns a refusal into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = {
     "plot": plot,
     "timeline": timeline,
 }
-"""Modules with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; their text is the help."""
+"""Modules with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; their docstrings are the help texts."""
 
 REFUSED, INTERRUPTED = 2, 130
 
@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 2 if it was refused.
 
     Args:
-        argv: its words; by default those of this process.
+        argv: words of the command line; by default the arguments of this process.
     """
     arguments = parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # In words, without a line of the core.
+            warnings.showwarning = _show_warning  # Without the source line.
             code: int = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
     except RefusalError as error:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read this has seen enough. Python would complain once more when it flushes at its end.
+        # The reader has closed the pipe. Python would complain again when it flushes at exit.
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

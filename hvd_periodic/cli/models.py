@@ -1,4 +1,4 @@
-"""How many parameters a file holds, without loading them where the format allows it."""
+"""Counts the parameters in a file, without loading them if the format allows it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OPTIMIZER = "optim"
 def parameters_of(path: Path) -> int:
     """Return the number of floating-point numbers in a file of parameters.
 
-    Statistics, such as those of batch normalization, count with them.
+    Statistics, e.g. of batch normalization, are counted, too.
 
     Raises:
-        RefusalError: there is no such file, it is none of the formats, or its library is not installed.
+        RefusalError: the file or the library of its format is missing, or it cannot be read in one of the formats.
     """
     kind = next((kind for kind in READERS if path.name.endswith(kind)), None)
     if kind is None:
@@ -37,7 +37,7 @@ def parameters_of(path: Path) -> int:
     except ImportError as error:
         raise RefusalError(f"`--model`: {kind} needs {error.name}: pip install {error.name}") from error
     except Exception as error:
-        # Whatever readers of damaged files raise, of which there are many kinds.
+        # Readers of damaged files raise many kinds of errors.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise RefusalError(f"`--model`: {path} cannot be read as {kind}: {reason}") from error
     if count == 0:
@@ -46,7 +46,7 @@ def parameters_of(path: Path) -> int:
 
 
 def _safetensors(path: Path) -> int:
-    """The header is JSON, after its length in 8 bytes."""
+    """Read the header only: JSON, after its length in 8 bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -57,7 +57,7 @@ def _safetensors(path: Path) -> int:
 
 
 def _npz(path: Path) -> int:
-    """Each array has a header of its own."""
+    """Read the header of each array only."""
     count = 0
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
@@ -87,13 +87,13 @@ def _h5(path: Any) -> int:
 
 
 def _keras(path: Path) -> int:
-    """A zip archive with a file of weights in it."""
+    """Read the file of weights in the zip archive."""
     with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
         return _h5(file)
 
 
 def _torch(path: Path) -> int:
-    """Tensors stay on disk, and no code of the file is run."""
+    """Leave tensors on disk, and run no code of the file."""
     import torch
 
     return _counted(torch.load(path, weights_only=True, mmap=True, map_location="cpu"), torch)

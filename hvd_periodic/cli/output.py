@@ -1,7 +1,7 @@
-"""What commands print: tables, JSON and progress; with rich where it is installed, otherwise as plain text.
+"""Prints tables, JSON and progress: with rich if it is installed, otherwise as plain text.
 
-A table is for people and goes to standard output, progress to standard error, and only where that is a terminal. Into a
-pipe nothing is colored, and no line is cut.
+A table is for people and goes to standard output; progress goes to standard error, and only if that is a terminal.
+Output into a pipe is not colored, and no line is cut.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE")
-"""Variables of launchers: mpirun gives its ranks terminals, and what they print there may end in a file."""
+"""Variables of launchers: mpirun gives its ranks terminals, but their output may end in a file."""
 
 UNBOUNDED = 400
-"""Columns of a table that goes into a pipe, at most."""
+"""Maximum width in characters of a table that goes into a pipe."""
 
 
 class Advance(Protocol):
-    """Moves a bar on."""
+    """Advances a progress bar."""
 
     def __call__(self, done: int, now: str = "") -> None:
-        """Say that so much of the total is done, and what is done now."""
+        """Add ``done`` to the finished part of the total; ``now`` describes the current work."""
 
 
 def terminal(stream: TextIO) -> bool:
-    """Return whether somebody sees this while it is written."""
+    """Return whether the stream is a terminal that a user watches."""
     return stream.isatty() and not any(name in os.environ for name in LAUNCHED)
 
 
 def _colored() -> bool:
-    """Return whether what is printed may have colors: somebody sees it, and has not asked for none."""
+    """Return whether output may have colors: a user watches it, and NO_COLOR is not set."""
     return terminal(sys.stdout) and not os.environ.get("NO_COLOR")
 
 
@@ -67,13 +67,13 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def item(head: str, style: str, text: str, command: str = "") -> None:
-    """Print a paragraph with a colored head, and below it a command, which stays in one line.
+    """Print a paragraph with a colored head, and below it a command on one line.
 
     Args:
         head: a word.
-        style: of it, in a terminal.
+        style: style of the head, on a terminal.
         text: the paragraph.
-        command: may be copied.
+        command: a command for users to copy.
     """
     seen = terminal(sys.stdout)
     width = min(shutil.get_terminal_size().columns, 100) if seen else 120
@@ -113,13 +113,13 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def write_json(value: Any) -> None:
-    """Print JSON; numbers that it does not have, NaN and infinity, become null."""
+    """Print JSON; NaN and infinity, which JSON does not have, become null."""
     print(json.dumps(_finite(value), indent=1))
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
-    """Show a bar in a terminal; yield what moves it on by so many of the total, and says what is done now."""
+    """Show a progress bar on a terminal; yield the function that advances it and describes the current work."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""One page of trainings: it shows numbers, figures and what stands out, and asks the network for nothing."""
+"""Makes one page about trainings, with numbers, figures and notable findings; it makes no network requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_KNOWN = "not known"
 
 
 def page(tolds: Sequence[Told]) -> str:
-    """Return the text of the page."""
+    """Return the HTML of the page."""
     labels = ", ".join(told.label for told in tolds)
     template = Template(files("hvd_periodic.cli").joinpath("report.html").read_text(encoding="utf-8"))
     begun = min(told.begun for told in tolds)
@@ -61,7 +61,7 @@ def _figures(tolds: Sequence[Told]) -> Iterator[str]:
 
 
 def _figure(tolds: Sequence[Told], what: str) -> str:
-    """Return a figure, or what to do for one."""
+    """Return a figure, or a note if no log has its quantity."""
     figure, panel = figures.FIGURES[what], figures.panel(tolds, what)
     head = f"<h3>{escape(figure.title)}</h3>"
     if panel is None:
@@ -74,7 +74,7 @@ def _figure(tolds: Sequence[Told], what: str) -> str:
 
 
 def _said(curve: plots.Curve) -> str:
-    """Return a curve in words, for those who do not see it."""
+    """Return a description of a curve, for screen readers."""
     known = [y for y in curve.y if y == y]
     if curve.style == "bars":
         each = ", ".join(f"{y:.3g} for rank {x:.0f}" for x, y in zip(curve.x, curve.y, strict=True))
@@ -85,13 +85,13 @@ def _said(curve: plots.Curve) -> str:
 
 
 def _properties(tolds: Sequence[Told]) -> list[list[str]]:
-    """Return rows of what trainings were and came to; those that none knows are left out."""
+    """Return rows of settings and results of trainings, without rows that are empty for all."""
     known = ([name, *(value(told) or "" for told in tolds)] for name, value in _PROPERTIES.items())
     return [row for row in known if any(row[1:])]
 
 
 def _ranks(told: Told) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of numbers by rank; columns of what no rank knows are left out."""
+    """Return columns and rows of numbers by rank, without columns that are empty for all ranks."""
     columns = {
         name: [value(each) for each in told.ranks]
         for name, value in _COLUMNS.items()
@@ -114,7 +114,7 @@ def _table(kind: str, caption: str, columns: Sequence[str], rows: Sequence[Seque
 
 
 def _breakable(text: str) -> str:
-    """Return HTML of a text whose calls with arguments may go on in the next line, where columns are narrow."""
+    """Return HTML of a text in which calls may break before an argument, for narrow columns."""
     return re.sub(r"(?<=[=(])", "<wbr>", escape(text))
 
 

@@ -1,14 +1,14 @@
-"""What training will cost on n ranks: traffic, share of time in exchanges, steps per second; and which period to take.
+"""Estimate the cost of training on n ranks: traffic, share of time in exchanges, steps per second; recommend a period.
 
   hvdp plan --parameters 25.6M --ranks 8 --bandwidth 10 --latency 50 --step 100
   hvdp plan --model model.safetensors --ranks 8 --bandwidth 1 --step 50 --plot plan.png
   mpirun -np 4 hvdp plan --parameters 25.6M --step 100 --measure
 
-The equations are those of hvd_periodic.cost_model. With --measure, costs are those of the job's ranks: of the network
-by allreduces of 4 kB to 17 MB, and with PyTorch of each algorithm and compression by exchanges, all in host memory; the
-root prints. Otherwise the network is what you say, and the work of the processor that of one core which copies 7 GB/s,
-as measured in docs/performance, the same for all algorithms. All send the same bytes, of a replicated center. How much
-steps vary, --spread, says how long ranks wait for the slowest.
+The equations are in hvd_periodic.cost_model. With --measure, costs are measured on the ranks of this job, in host
+memory: of the network with allreduces of 4 kB to 17 MB, and with PyTorch of each algorithm and compression with
+exchanges; the root prints. Otherwise you give the network, and CPU costs, the same for all algorithms, are those of one
+core that copies 7 GB/s, as measured in docs/performance. All algorithms send the same bytes, of a replicated center.
+The standard deviation of the step time, --spread, determines how long ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -33,26 +33,50 @@ SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--parameters", metavar="N", help="of the model: 25600000, 25.6M, 1.5G")
-    model.add_argument("--model", type=Path, metavar="FILE", help=".safetensors, .npz, .keras, .h5, .pt: counts them")
-    parser.add_argument("--ranks", type=int, metavar="N", help="workers")
-    parser.add_argument("--step", type=float, required=True, metavar="MS", help="milliseconds of a local step")
-    parser.add_argument("--spread", type=float, default=0.0, metavar="MS", help="its standard deviation (default: 0)")
-    parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="of each rank, in Gbit/s")
-    parser.add_argument("--latency", type=float, metavar="US", help="microseconds for a message (default: 50)")
-    parser.add_argument("--measure", action="store_true", help="measure all of that in this job, and exchanges")
-    parser.add_argument("--algorithm", default="average", metavar="A,...", help="default: average")
-    parser.add_argument("--period", default="1,10,100", metavar="P,...", help="local steps (default: 1,10,100)")
-    parser.add_argument("--compression", default="none,int8", metavar="C,...", help="default: none,int8")
-    parser.add_argument("--share", type=float, default=0.1, metavar="S", help="of time for exchanges (default: 0.1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of the whole run: an exchange for each hundredth of it")
-    parser.add_argument("--learning-rate", type=float, metavar="R", help="with which one worker trains alone")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it over periods: .png, .svg, .pdf")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    model.add_argument("--parameters", metavar="N", help="number of model parameters: 25600000, 25.6M, 1.5G")
+    model.add_argument(
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="count the parameters in this file: .safetensors, .npz, .keras, .h5, .pt",
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of workers")
+    parser.add_argument("--step", type=float, required=True, metavar="MS", help="duration of a local step in ms")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, metavar="MS", help="standard deviation of the step time in ms (default: 0)"
+    )
+    parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="bandwidth of each rank in Gbit/s")
+    parser.add_argument(
+        "--latency", type=float, metavar="US", help="latency of a message in microseconds (default: 50)"
+    )
+    parser.add_argument("--measure", action="store_true", help="measure the network and exchanges in this job")
+    parser.add_argument(
+        "--algorithm", default="average", metavar="A,...", help="algorithms to compare (default: average)"
+    )
+    parser.add_argument(
+        "--period", default="1,10,100", metavar="P,...", help="periods in local steps (default: 1,10,100)"
+    )
+    parser.add_argument(
+        "--compression", default="none,int8", metavar="C,...", help="compressions to compare (default: none,int8)"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.1, metavar="S", help="target share of time spent in exchanges (default: 0.1)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="total steps; limits the period so that the run has at least 100 exchanges",
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, metavar="R", help="learning rate of a single-worker run, used in the advice"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs over periods into FILE: .png, .svg, .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print and draw, on one rank."""
+    """Print and draw the costs, on one rank."""
     _check(arguments)
     plots.require(arguments.plot)
     algorithms, wires = chosen.algorithms(arguments.algorithm), chosen.compressions(arguments.compression)
@@ -99,7 +123,7 @@ def count(text: str) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be."""
+    """Refuse invalid numbers, and options that --measure replaces."""
     with refusing():
         require_real(arguments.step, "`--step`", positive=True)
         require_real(arguments.spread, "`--spread`", positive=False)
@@ -115,7 +139,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _stated(arguments: argparse.Namespace) -> tuple[int, Network]:
-    """Return workers and network as they were given."""
+    """Return the number of workers and the network from the options."""
     for name in ("ranks", "bandwidth"):
         if getattr(arguments, name) is None:
             raise RefusalError(f"Say --{name}; or --measure, in a job: mpirun -np 4 hvdp plan --measure ...")
@@ -127,7 +151,7 @@ def _stated(arguments: argparse.Namespace) -> tuple[int, Network]:
 
 
 def _measured(algorithms: list[chosen.Choice], wires: list[chosen.Choice]) -> tuple[int, Network, list[Way], bool]:
-    """Return workers, network and ways to exchange of this job; whether this process prints. Collective."""
+    """Return workers, network and ways to exchange of this job, and whether this process prints. Collective."""
     job = ranks.job()
     workers, root = job.communicator.size, job.communicator.rank == 0
     if workers == 1:
@@ -221,7 +245,7 @@ def _record(job: Job, network: Network, found: list[Row], advice: Advice, argume
 
 
 def _panels(job: Job, network: Network, ways: list[Way], advice: Advice, periods: list[int]) -> list[plots.Panel]:
-    """Return three quantities over periods."""
+    """Return panels of three quantities over periods."""
     longest = max(100, 2 * advice.period, *periods)
     places = sorted({round(longest ** (i / 40)) for i in range(41)})
     by_name: dict[str, list[Row]] = {}

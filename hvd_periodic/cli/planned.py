@@ -1,4 +1,4 @@
-"""What the cost model says of ways to exchange, and which of them it recommends."""
+"""Compares ways to exchange with the cost model, and recommends one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hvd_periodic.cost_model import (
 )
 
 EXCHANGES = 100
-"""That a run should have, at least."""
+"""Minimum number of exchanges that a run should have."""
 
 LONG = 100
-"""Local steps from which on a period is long, where the length of the run is not known."""
+"""Local steps above which a period is long, if the length of the run is not known."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Way:
     """A way to exchange.
 
     Attributes:
-        name: what is printed.
-        wire: how parameters travel.
-        overlaps: whether exchanges travel until just before the next one.
-        method: what it costs a worker.
+        name: its name in the output.
+        wire: compression of the messages.
+        overlaps: whether exchanges are in flight until just before the next one.
+        method: costs of a worker's own work.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Way:
     method: Method
 
     def of(self, job: Job, period: int) -> Job:
-        """Return a job that exchanges like this."""
+        """Return a job that exchanges this way."""
         return with_period(replace(job, period=2, overlap=int(self.overlaps), wire=self.wire), period)
 
 
 def ways(
     algorithms: Sequence[Choice], wires: Sequence[Choice], method: Callable[[Algorithm, Wire], Method]
 ) -> Iterator[Way]:
-    """Yield all ways to exchange: of each algorithm, those first that change training least."""
+    """Yield all ways to exchange; for each algorithm, the ways that change training least come first."""
     for algorithm, made in algorithms:
         for name, wire in wires:
             label = f"{algorithm}, {name}" if wire.lossy else algorithm
@@ -65,10 +65,10 @@ class Row:
     """A way to exchange, at a period.
 
     Attributes:
-        exchange: its name.
-        period: in local steps.
-        sent: bytes of a rank, per step.
-        share: of time in exchanges.
+        exchange: name of the way to exchange.
+        period: period in local steps.
+        sent: bytes that a rank sends per step.
+        share: share of time spent in exchanges.
         rate: steps per second.
     """
 
@@ -80,7 +80,7 @@ class Row:
 
 
 def rows(job: Job, network: Network, ways: Sequence[Way], periods: Sequence[int]) -> list[Row]:
-    """Return an allreduce at every step, and all ways to exchange at all periods."""
+    """Return rows for an allreduce at every step, and for all ways to exchange at all periods."""
     found = [_row("allreduce of gradients", replace(job, period=1), typical_allreduce(), network)]
     for way in ways:
         for period in periods:
@@ -91,17 +91,17 @@ def rows(job: Job, network: Network, ways: Sequence[Way], periods: Sequence[int]
 
 @dataclass(frozen=True)
 class Advice:
-    """What is recommended.
+    """A recommendation.
 
     Attributes:
-        exchange: how.
-        period: how often.
-        share: of time that exchanges take then.
-        wanted: that they should take at most.
-        blocking: the period that it would take without overlap and compression; None: more than anyone would wait.
-        limit: the longest period that leaves a run exchanges enough.
-        steps: of the run, if it is known.
-        sufficient: the shortest period at which this exchange takes no more than wanted; None: beyond all reason.
+        exchange: name of the way to exchange.
+        period: period in local steps.
+        share: share of time that exchanges then take.
+        wanted: largest share that they should take.
+        blocking: the period that this would require without overlap and compression; None: unreasonably long.
+        limit: the longest period that leaves a run enough exchanges.
+        steps: steps of the run, if known.
+        sufficient: the shortest period at which this exchange takes no more than wanted; None: unreasonably long.
     """
 
     exchange: str
@@ -114,11 +114,11 @@ class Advice:
     sufficient: int | None
 
     def moving_rate(self, job: Job) -> float:
-        """Return the rate of elastic averaging: its default."""
+        """Return the default moving rate of elastic averaging."""
         return EASGD().default_rate(Exchange(job.workers, self.period))
 
     def lines(self, job: Job, learning_rate: float | None) -> dict[str, str]:
-        """Return what is recommended, and why, by what it is about."""
+        """Return the recommendations and their reasons, by topic."""
         n = job.workers
         given = "" if learning_rate is None else f"{learning_rate:g}, not {n * learning_rate:g}: "
         return {
@@ -152,8 +152,8 @@ class Advice:
 def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps: int | None) -> Advice:
     """Return the way to exchange that costs least accuracy, and its shortest period that costs at most a share of time.
 
-    The first way that fits is taken; they begin with those that change training least. Where none fits, it is the first
-    of those with the least share at the longest period that the run allows, to three digits.
+    The first way that fits is taken; the ways that change training least come first. If none fits, it is the first of
+    those with the least share, to three digits, at the longest period that the run allows.
     """
     limit = LONG if steps is None else max(1, steps // EXCHANGES)
     periods = [shortest_period(way.of(job, 2), way.method, network, share) for way in ways]

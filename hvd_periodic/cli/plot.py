@@ -4,8 +4,9 @@
   hvdp plot runs/easgd runs/average --what loss -o loss.svg
   hvdp plot runs/easgd --what loss --json                     # the points of its curves, for scripts
 
-A RUN is a folder that run_log= or HVD_PERIODIC_RUN_LOG has named. Of one training, curves are those of its ranks; of
-several, means over their ranks. Where there are more exchanges than can be seen, points are means over neighbours.
+A RUN is a folder that run_log= or HVD_PERIODIC_RUN_LOG has named. For one training, there is a curve per rank (up to 8
+ranks); for several, a curve per training, the mean over its ranks. If there are more exchanges than can be seen, points
+are means over neighbors.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from hvd_periodic.cli.refusal import RefusalError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     runs.add_runs(parser)
-    parser.add_argument("--what", choices=figures.FIGURES, default="loss", help="default: loss")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".png, .svg, .pdf")
+    parser.add_argument("--what", choices=figures.FIGURES, default="loss", help="quantity to draw (default: loss)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="picture to write: .png, .svg, .pdf")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON; draw them only with -o")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, and draw."""
+    """Read the logs and draw the quantity."""
     path = runs.output_of(arguments)
     plots.require(path, "-o")
     found = runs.read(arguments.runs, arguments.partial)

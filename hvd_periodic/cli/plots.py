@@ -1,4 +1,4 @@
-"""Plots, by matplotlib, into a file."""
+"""Draws panels with matplotlib, into a file or as SVG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HINT = "pip install 'hvd_periodic[cli]', or pip install matplotlib"
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a panel; those of one ``color`` have one color, and ``style`` is one of matplotlib's, or ``"bars"``."""
+    """A line of a panel; equal ``color`` numbers are one color, ``style`` is one of matplotlib's, or ``"bars"``."""
 
     label: str
     x: Sequence[float]
@@ -31,11 +31,11 @@ class Panel:
     """Curves over one axis.
 
     Attributes:
-        x, y: what the axes are of.
+        x, y: labels of the axes.
         curves: the lines.
-        log: names of axes that are logarithmic.
-        marks: places at which a vertical line stands, by what it says.
-        absent: labels of curves of which nothing is known.
+        log: names of the logarithmic axes.
+        marks: locations of vertical lines, by their labels.
+        absent: labels of curves without data.
     """
 
     x: str
@@ -50,11 +50,11 @@ def require(path: Path | None, option: str = "--plot") -> None:
     """Refuse a plot that cannot be drawn, before anything is computed for it.
 
     Args:
-        path: of the picture; None: there is to be none.
-        option: that named it.
+        path: path of the picture; None: none is wanted.
+        option: the option that names the path.
 
     Raises:
-        RefusalError: no matplotlib, no such folder, or no such kind of picture.
+        RefusalError: matplotlib or the folder is missing, or matplotlib does not write this format.
     """
     if path is None:
         return
@@ -92,12 +92,12 @@ def draw(path: Path, title: str, panels: Sequence[Panel], option: str = "--plot"
 
 
 def svg(panel: Panel, name: str, legend: bool) -> str:
-    """Return one panel as an element of a page, whose text has the color and the font of the page.
+    """Return one panel as an SVG element of a page, whose text has the color and the font of the page.
 
     Args:
-        panel: what is drawn.
-        name: another one for every figure of the page.
-        legend: whether curves have to be told apart, also from those of other figures.
+        panel: the panel to draw.
+        name: a name that is unique on the page.
+        legend: whether to draw a legend, which tells curves apart, also from curves of other figures.
     """
     pyplot = _pyplot()
     plain = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9, "text.color": _TEXT, "axes.edgecolor": _TEXT}
@@ -126,25 +126,25 @@ def svg(panel: Panel, name: str, legend: bool) -> str:
 
 
 _TEXT = "#123456"
-"""Stands for the color of the page's text."""
+"""Placeholder for the color of the page's text."""
 
 _COLORS = [f"#{number}abcde" for number in range(8)]
-"""Stand for the colors that the page gives to curves, in a light and in a dark scheme."""
+"""Placeholders for the colors that the page gives to curves, in a light and in a dark scheme."""
 
 
 def _draw(axes: Any, panel: Panel) -> dict[str, Any]:
-    """Draw a panel; return what a legend shows, by label."""
+    """Draw a panel; return the entries of a legend, by label."""
     shown: dict[str, Any] = {}
     bars = [curve for curve in panel.curves if curve.style == "bars"]
     for curve in panel.curves:
-        color = f"C{curve.color}"  # Of those that the style has, again from the first.
+        color = f"C{curve.color}"  # Colors of the style, reused cyclically.
         if curve.style == "bars":
             width = 0.8 / len(bars)
             left = [x - 0.4 + (bars.index(curve) + 0.5) * width for x in curve.x]
             shown.setdefault(curve.label, axes.bar(left, curve.y, width, color=color, label=curve.label))
             axes.xaxis.get_major_locator().set_params(integer=True)
             continue
-        # A single point is no line.
+        # A single point makes no line: draw a marker.
         marker = "o" if sum(math.isfinite(y) for y in curve.y) == 1 else ""
         (line,) = axes.plot(
             curve.x, curve.y, color=color, linestyle=curve.style, linewidth=1.4, marker=marker, label=curve.label

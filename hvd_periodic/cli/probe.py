@@ -1,10 +1,10 @@
-"""What the doctor lets other processes find out: what can be imported, and whether ranks reach each other.
+"""Probes that the doctor runs in other processes: imports, and exchanges between ranks.
 
     python -m hvd_periodic.cli.probe torch | tensorflow | mpi | name
     mpirun -np 2 python -m hvd_periodic.cli.probe exchange torch [SECONDS]
     mpirun -np 2 python -m hvd_periodic.cli.probe asynchronous [SECONDS]
 
-Prints a line of JSON, on one rank. After so many seconds a process ends, and says where it was.
+Prints a line of JSON, on one rank. After SECONDS a process ends, and prints its traceback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvd_periodic.cli.processes import MARK
 
 
 def framework(name: str) -> dict[str, Any]:
-    """Return the version of a framework, its GPUs, and what Horovod was built with for it."""
+    """Return the version of a framework, its number of GPUs, and the build options of Horovod for it."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
@@ -79,7 +79,7 @@ def name() -> dict[str, Any]:
 
 
 def exchange(which: str) -> dict[str, Any] | None:
-    """Sum a vector over the ranks of this job; return what the first of them has seen."""
+    """Sum a vector over the ranks of this job; return the result on the first rank only."""
     try:
         job = ranks.FRAMEWORKS[which]()
     except RuntimeError as error:
@@ -100,7 +100,7 @@ def exchange(which: str) -> dict[str, Any] | None:
 
 
 def asynchronous() -> dict[str, Any] | None:
-    """Exchange with one center through MPI, without a framework; return what the first rank has seen."""
+    """Exchange with one center through MPI, without a framework; return the result on the first rank only."""
     from hvd_periodic.comm.mpi import MPICommunicator
 
     communicator, x = MPICommunicator(), np.zeros(1000)
@@ -120,7 +120,7 @@ def asynchronous() -> dict[str, Any] | None:
 
 
 def _world() -> int | None:
-    """Return how many ranks mpi4py sees; None: it is not there."""
+    """Return the number of ranks that mpi4py sees; None: it is not installed."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -139,7 +139,7 @@ PROBES: dict[str, Callable[..., dict[str, Any] | None]] = {
 
 
 def main() -> None:
-    """Print what a probe finds."""
+    """Run a probe and print its report."""
     which, *words = sys.argv[1:]
     if words and words[-1].replace(".", "").isdigit():
         faulthandler.dump_traceback_later(float(words.pop()), exit=True)

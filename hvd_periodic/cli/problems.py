@@ -1,7 +1,7 @@
-"""What simulated workers train: three problems, and functions of users.
+"""Problems that simulated workers train on: three problems, and functions of users.
 
-Each worker draws its own noise or its own examples. With heterogeneity these are of another problem on each worker, as
-where data are not shuffled: replicas then pull apart, and long periods cost accuracy. What all of them train is the
+Each worker draws its own noise or its own examples. With heterogeneity each worker draws from a different problem, as
+with data that are not shuffled: replicas then drift apart, and long periods cost accuracy. The objective of all is the
 mean over workers.
 """
 
@@ -17,17 +17,17 @@ from hvd_periodic.cli.refusal import RefusalError
 
 Array = np.ndarray[Any, Any]
 Sample = tuple[float, Array]
-"""A loss and its gradient, of a worker's minibatch."""
+"""Loss and gradient of a worker's minibatch."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained.
+    """A problem to train on.
 
     Attributes:
-        start: parameters with which all begin, a vector.
-        sample: loss and gradient of one worker at some parameters, with a generator of its own.
-        loss: of all workers together, without noise.
+        start: initial parameters of all workers, a vector.
+        sample: loss and gradient of one worker at some parameters, with the worker's own generator.
+        loss: loss of all workers together, without noise.
     """
 
     start: Array
@@ -37,15 +37,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Shape:
-    """How hard a problem is.
+    """Size and difficulty of a problem.
 
     Attributes:
         workers: n.
-        dimension: of the parameters, or of the inputs.
-        condition: the largest curvature by the smallest one.
+        dimension: number of parameters, or of inputs.
+        condition: ratio of the largest to the smallest curvature.
         noise: standard deviation of a gradient's elements, or of targets.
-        heterogeneity: how far workers' optima are apart, in standard deviations of each element.
-        batch: examples of a step.
+        heterogeneity: how far the optima of workers are apart: the standard deviation of each element.
+        batch: examples per step.
     """
 
     workers: int
@@ -57,11 +57,11 @@ class Shape:
 
 
 EXAMPLES = 512
-"""Of each worker."""
+"""Number of examples of each worker."""
 
 
 def quadratic(shape: Shape, generator: np.random.Generator) -> Problem:
-    """Noisy quadratic: curvatures from 1 down to 1/condition, the optimum at 0 where the loss is 0.
+    """Return a noisy quadratic: curvatures from 1 down to 1/condition, the optimum at 0, where the loss is 0.
 
     F_i(x) = ½ (x − b_i)ᵀ H (x − b_i) − ½ b_iᵀ H b_i,  Σ_i b_i = 0
     """
@@ -77,7 +77,7 @@ def quadratic(shape: Shape, generator: np.random.Generator) -> Problem:
 
 
 def logistic(shape: Shape, generator: np.random.Generator) -> Problem:
-    """Logistic regression on generated examples, a little regularized: convex.
+    """Return logistic regression on generated examples, slightly regularized: convex.
 
     F(w) = mean log(1 + exp(−y aᵀw)) + 5e-4 ‖w‖²
     """
@@ -95,7 +95,7 @@ def logistic(shape: Shape, generator: np.random.Generator) -> Problem:
 
 
 def network(shape: Shape, generator: np.random.Generator) -> Problem:
-    """Two layers, of 16 tanh units and a linear one, that learn what such a network says: not convex.
+    """Return a network of 16 tanh units and a linear output that learns the outputs of such a network: not convex.
 
     F(W, v) = mean ½ (vᵀ tanh(W a) − y)²
     """
@@ -129,17 +129,17 @@ PROBLEMS: dict[str, Callable[[Shape, np.random.Generator], Problem]] = {
 
 
 def of_function(function: Callable[[Array, np.random.Generator], Any], dimension: int, seed: int, name: str) -> Problem:
-    """Return the problem that a function of a user is.
+    """Return the problem that a user's function defines.
 
     Args:
-        function: of parameters, a float64 vector, and a generator; returns a loss and the gradient in the shape of the
-            parameters. Its attribute ``start``, if there is one, says where all begin, otherwise at zeros.
-        dimension: of the parameters, where it has no ``start``.
-        seed: of the generator with which the loss of a center is computed, the same one each time.
-        name: of the function, for errors.
+        function: takes parameters, a float64 vector, and a generator; returns a loss and the gradient in the shape of
+            the parameters. Its attribute ``start``, if there is one, holds the initial parameters; otherwise zeros.
+        dimension: number of parameters, if the function has no ``start``.
+        seed: seed of the generator with which the loss of a center is computed, the same one each time.
+        name: name of the function, for errors.
 
     Raises:
-        RefusalError: it is no such function.
+        RefusalError: it is not such a function.
     """
     if not callable(function):
         raise RefusalError(f"{name} must be a function of (parameters, rng). Received: {type(function).__name__}")
@@ -160,7 +160,7 @@ def of_function(function: Callable[[Array, np.random.Generator], Any], dimension
 
 
 def _inputs(shape: Shape, generator: np.random.Generator) -> Array:
-    """Return examples of each worker, whose directions have the curvatures that were asked for."""
+    """Return examples of each worker, scaled so that the directions have the requested curvatures."""
     scales = np.geomspace(1.0, shape.condition**-0.5, shape.dimension)
     return generator.standard_normal((shape.workers, EXAMPLES, shape.dimension)) * scales
 

@@ -1,4 +1,4 @@
-"""Other programs, which may crash or hang: they have a time limit, and nothing of them is left running."""
+"""Runs other programs, which may crash or hang, with a time limit; none of their processes is left running."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 MARK = "hvdp-probe "
-"""Before what a probe reports, wherever in a line a launcher puts it."""
+"""Marks the report of a probe, which may start anywhere in a line, as launchers prepend text."""
 
 _BELONGS = "HVDP_CHECK"
-"""Variable by which what a program has started is known."""
+"""Environment variable that marks the processes that a program has started."""
 
 _NOISE = re.compile(r"^\S*\s*(WARNING: All log messages before absl|[IW]\d{4} )")
-"""How lines begin that TensorFlow prints whenever it is imported."""
+"""Beginnings of lines that TensorFlow prints whenever it is imported."""
 
 _GRACE = 5.0
 """Seconds that a program has to end its own children."""
@@ -31,11 +31,11 @@ _GRACE = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-        code: its exit code; None: it ran out of time.
-        output: what it printed.
+        code: exit code; None: the program ran out of time.
+        output: text that it printed.
     """
 
     code: int | None
@@ -43,7 +43,7 @@ class Ended:
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """What a probe among its processes has reported, if one did."""
+        """Report of a probe among its processes; None: there is none."""
         for line in self.output.splitlines():
             _, mark, text = line.partition(MARK)
             if mark:
@@ -53,7 +53,7 @@ class Ended:
         return None
 
     def last(self, lines: int = 3) -> str:
-        """Return the end of what it printed, in one line."""
+        """Return the last lines of its output, joined to one line."""
         stripped = (line.strip(" -\t") for line in self.output.splitlines() if not self._passed(line))
         return " / ".join([line for line in stripped if line][-lines:]) or "it printed nothing"
 
@@ -63,7 +63,7 @@ class Ended:
 
     @property
     def hung(self) -> str | None:
-        """Where it was when its time was up, as a probe among its processes says, or what it printed last."""
+        """Location of a probe among its processes when its time was up, or its last output; None: it did not hang."""
         found = re.search(r"Timeout \(.*?most recent call first\):\s*(?:\S*:)?\s*(File .*)", self.output, re.DOTALL)
         if found:
             return found[1].partition("\n")[0].strip()
@@ -71,14 +71,14 @@ class Ended:
 
 
 def probe(*words: str) -> list[str]:
-    """Return the command that runs a probe of this package in a Python like this one."""
+    """Return the command that runs a probe of this package with this Python."""
     return [sys.executable, "-m", "hvd_periodic.cli.probe", *words]
 
 
 def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Ended:
-    """Run a program, for so long at most.
+    """Run a program for at most ``seconds``.
 
-    It finds this package wherever this process has found it.
+    It imports this package from the same folder as this process.
 
     Raises:
         OSError: there is no such program.
@@ -107,7 +107,7 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
 
 
 def _kill(process: int) -> None:
-    """Kill a process, and wait until it is no more."""
+    """Kill a process, and wait until it has ended."""
     descriptor = os.pidfd_open(process)
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -117,11 +117,11 @@ def _kill(process: int) -> None:
 
 
 def _end(process: subprocess.Popen[str], mark: str) -> str:
-    """End a program and all that it has started; return what it printed."""
+    """End a program and all processes that it has started; return its output."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
-    # Launchers put what they start into groups and sessions of their own; their environment goes with it.
+    # Launchers start processes in separate groups and sessions, but with the same environment.
     belongs = f"{_BELONGS}={mark}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(ValueError, OSError):

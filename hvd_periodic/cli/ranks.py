@@ -1,4 +1,4 @@
-"""The ranks of the job that a command runs in, by whichever framework Horovod was built with; what they cost."""
+"""Ranks of the job in which a command runs, through any framework that Horovod was built with, and their costs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.cost_model import Method, Network, fit_method, fit_network
 
 ALLREDUCES = (2**10, 2**14, 2**18, 2**20, 2**22)
-"""Elements of float32: from latency to bandwidth."""
+"""Elements of float32 in measured allreduces: from latency-bound to bandwidth-bound."""
 
 EXCHANGES = (2**12, 2**22)
-"""Elements of exchanges, of one bucket each."""
+"""Elements of float32 in measured exchanges, of one bucket each."""
 
 REPETITIONS = 7
 
@@ -28,7 +28,7 @@ _NEVER = 10**9
 
 
 class Exchanger(Protocol):
-    """What exchanges when it is told to: a synchronizer."""
+    """A synchronizer, which exchanges on request."""
 
     def sync(self) -> None:
         """Exchange."""
@@ -42,9 +42,9 @@ class Ranks:
     """The ranks of this job.
 
     Attributes:
-        communicator: moves tensors between them.
-        tensor: turns a numpy array into what it moves.
-        exchanger: makes what exchanges so many parameters in host memory; None: that cannot be measured here.
+        communicator: moves tensors between the ranks.
+        tensor: converts a numpy array to a tensor of the communicator.
+        exchanger: makes a synchronizer of a number of parameters in host memory; None: this cannot be measured here.
     """
 
     communicator: Communicator
@@ -93,7 +93,7 @@ def job() -> Ranks:
     """Return the ranks of this job.
 
     Raises:
-        RefusalError: Horovod is there for no framework; or, from all ranks, it does not know of the others.
+        RefusalError: no framework has Horovod; or, on all ranks, Horovod does not know of the others.
     """
     reasons = []
     for name, ranks in FRAMEWORKS.items():
@@ -107,7 +107,7 @@ def job() -> Ranks:
 
 
 def network(ranks: Ranks, tick: Callable[[int], None]) -> Network:
-    """Return what a collective costs among these ranks. Collective."""
+    """Return the measured costs of collectives among these ranks. Collective."""
     found = []
     for size in ALLREDUCES:
         sum_up = partial(_sum, ranks.communicator, ranks.tensor(np.zeros(size, np.float32)))
@@ -119,7 +119,7 @@ def network(ranks: Ranks, tick: Callable[[int], None]) -> Network:
 def method(
     ranks: Ranks, network: Network, algorithm: Algorithm, wire: Wire, tick: Callable[[int], None]
 ) -> Method | None:
-    """Return what these ranks do themselves in an exchange; None: it cannot be measured. Collective."""
+    """Return the measured costs of the ranks' own work in an exchange; None: it cannot be measured. Collective."""
     if ranks.exchanger is None:
         return None
     found = []
@@ -137,7 +137,7 @@ def _sum(communicator: Communicator, buffer: Any) -> None:
 
 
 def _seconds(communicator: Communicator, act: Callable[[], object]) -> float:
-    """Return the median of what something takes on the slowest rank, all beginning together. Collective."""
+    """Return the median duration of ``act`` on the slowest rank; all ranks start together. Collective."""
     found = []
     for repetition in range(REPETITIONS + 2):
         communicator.gather_integers(np.zeros(1, np.int64), "hvdp.together")

@@ -1,4 +1,4 @@
-"""What a command says to arguments that make no sense: one line and an exit code, and no traceback."""
+"""Refusal of a command: one line and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class RefusalError(Exception):
-    """The command cannot do what it was asked for; the message says why, and what to do."""
+    """The command cannot run as requested; the message says why, and how to proceed."""
 
 
 @contextmanager
 def refusing(about: str = "") -> Iterator[None]:
-    """Let what the core refuses inside a ``with`` block be refused by the command.
+    """Turn errors of the core inside a ``with`` block into refusals of the command.
 
     Args:
-        about: what is being made, before the message.
+        about: subject of the error, which precedes the message.
 
     Example:
         >>> with refusing("easgd"):

@@ -1,11 +1,11 @@
-"""Make a page of run logs: what trained, loss, distance to the center, exchanges, bytes, waiting, and what stands out.
+"""Make a page of run logs: setup, loss, distance to the center, exchanges, bytes, waiting, and notable findings.
 
   hvdp report runs/easgd                               # report.html
   hvdp report runs/easgd runs/average -o both.html     # side by side
   hvdp report runs/easgd --json                        # the same numbers, for scripts
 
 A RUN is a folder that run_log= or HVD_PERIODIC_RUN_LOG has named, with the file of every rank. The page is one file,
-that asks the network for nothing.
+which makes no network requests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hvd_periodic.cli.refusal import refusing
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     runs.add_runs(parser)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: report.html)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write (default: report.html)")
     parser.add_argument("--json", action="store_true", help="print JSON; write a page only with -o")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, write and print."""
+    """Read the logs; write the page, and print JSON or the findings."""
     path = arguments.output or (None if arguments.json else Path("report.html"))
     if path is not None:
         runs.check_output(path, (".html", ".htm"))

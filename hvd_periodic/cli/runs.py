@@ -1,4 +1,4 @@
-"""What `report`, `plot` and `timeline` have in common: the run logs that they are given."""
+"""Options and reading of run logs, shared by `report`, `plot` and `timeline`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hvd_periodic.ranks import named
 
 
 def add_runs(parser: argparse.ArgumentParser, several: bool = True) -> None:
-    """Add the folders, and what may be missing."""
+    """Add the folders, and the option to accept missing logs."""
     parser.add_argument("runs", type=Path, metavar="RUN", nargs="+" if several else 1, help="folder of a run log")
-    parser.add_argument("--partial", action="store_true", help="go on where the logs of some ranks are not there")
+    parser.add_argument("--partial", action="store_true", help="use only the rank logs that exist")
 
 
 def read(folders: Sequence[Path], partial: bool) -> list[Run]:
-    """Return what folders of logs tell.
+    """Return the runs that are logged in these folders.
 
     Raises:
-        RefusalError: one of them is not there, is none, is of another version, or not of all ranks.
+        RefusalError: a folder does not exist, is no run log, is of another version, or lacks the logs of some ranks.
     """
     found, distinct = [], list(dict.fromkeys(folders))
     files = [file for folder in distinct for file in sorted(folder.glob("rank-*.jsonl")) if file.is_file()]
@@ -44,17 +44,17 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
 
 
 def name_bad_lines(found: Sequence[Run]) -> None:
-    """Warn of lines that are left out, where no page names them."""
+    """Warn of bad lines, which are left out, in commands that write no page to name them."""
     for run in found:
         for text in bad_lines(run.bad):
             warnings.warn(f"{run.path}: {text}", stacklevel=2)
 
 
 def output_of(arguments: argparse.Namespace) -> Path | None:
-    """Return the file that is to be written; None: there is only to be JSON.
+    """Return the file to write; None: only JSON is wanted.
 
     Raises:
-        RefusalError: neither was asked for.
+        RefusalError: neither was requested.
     """
     if arguments.output is None and not arguments.json:
         raise RefusalError("Say where to, -o FILE; or --json, which prints the same for scripts")
@@ -66,7 +66,7 @@ def check_output(path: Path, endings: Sequence[str]) -> None:
     """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        RefusalError: its folder is not there, or it ends in something else.
+        RefusalError: its folder does not exist, or it has another ending.
     """
     if path.suffix.lower() not in endings:
         raise RefusalError(f"`-o` must end in {' or '.join(endings)}. Received: {path}")

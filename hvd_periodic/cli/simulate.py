@@ -4,13 +4,13 @@
   hvdp simulate --algorithm "easgd(moving_rate=0.1),easgd" --problem network --plot comparison.png
   hvdp simulate --algorithm mine.Damped --function mine:loss_and_gradient
 
-Workers are threads, and run the very algorithms of the package. Every combination of the algorithms, periods and
-learning rates is trained on the same data. All workers begin alike and draw noise and examples of their own; the same
-command gives the same numbers.
+Workers are threads that run the algorithms of the package. Every combination of the algorithms, periods and learning
+rates trains on the same data. All workers start from the same parameters, and each draws its own noise and examples.
+The same command gives the same numbers.
 
-A function of your own, --function module:name, is called with the parameters, a float64 vector, and a numpy Generator,
-and returns (loss, gradient). It runs on several threads, and must not change the parameters. All begin at its attribute
-`start`, or at --dimension zeros.
+Your own function, --function module:name, is called with the parameters, a float64 vector, and a numpy Generator, and
+returns (loss, gradient). It runs on several threads, and must not change the parameters. All workers start from its
+attribute `start`, or from --dimension zeros.
 """
 
 from __future__ import annotations
@@ -32,36 +32,79 @@ from hvd_periodic.cli.simulated import Outcome, Setting, Training, simulate
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--algorithm", default="average,easgd,diloco", metavar="A,...", help="default: %(default)s")
-    parser.add_argument("--period", default="10", metavar="P,...", help="local steps, or schedules (default: 10)")
-    parser.add_argument("--learning-rate", default="0.1", metavar="R,...", help="of a worker's SGD (default: 0.1)")
-    parser.add_argument("--momentum", type=float, default=0.0, metavar="M", help="of a worker's SGD (default: 0)")
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of each worker (default: 1000)")
-    parser.add_argument("--overlap", default="0", metavar="D", help="steps for which exchanges travel, or period")
-    parser.add_argument("--fragments", type=int, default=1, metavar="F", help="parts that are exchanged one by one")
-    parser.add_argument("--compression", default="none", metavar="C", help="fp16, bf16, int8, topk(0.01)")
+    parser.add_argument(
+        "--algorithm",
+        default="average,easgd,diloco",
+        metavar="A,...",
+        help="algorithms to compare (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--period", default="10", metavar="P,...", help="periods in local steps, or schedules (default: 10)"
+    )
+    parser.add_argument(
+        "--learning-rate", default="0.1", metavar="R,...", help="learning rates of a worker's SGD (default: 0.1)"
+    )
+    parser.add_argument(
+        "--momentum", type=float, default=0.0, metavar="M", help="momentum of a worker's SGD (default: 0)"
+    )
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="number of workers (default: 4)")
+    parser.add_argument(
+        "--steps", type=int, default=1000, metavar="N", help="local steps of each worker (default: 1000)"
+    )
+    parser.add_argument(
+        "--overlap",
+        default="0",
+        metavar="D",
+        help="local steps during which an exchange is in flight, or period (default: 0)",
+    )
+    parser.add_argument(
+        "--fragments",
+        type=int,
+        default=1,
+        metavar="F",
+        help="number of fragments that are exchanged one by one (default: 1)",
+    )
+    parser.add_argument(
+        "--compression",
+        default="none",
+        metavar="C",
+        help="compression of messages: none, fp16, bf16, int8, topk(0.01) (default: none)",
+    )
     problem = parser.add_argument_group("what is trained")
-    problem.add_argument("--problem", choices=PROBLEMS, default="network", help="default: network")
-    problem.add_argument("--function", metavar="MODULE:NAME", help="a function of your own instead")
-    problem.add_argument("--dimension", type=int, default=20, metavar="N", help="parameters or inputs (default: 20)")
-    problem.add_argument("--condition", type=float, default=100.0, metavar="K", help="largest by smallest curvature")
-    problem.add_argument("--noise", type=float, default=1.0, metavar="S", help="of gradients or targets (default: 1)")
+    problem.add_argument(
+        "--problem", choices=PROBLEMS, default="network", help="problem to train on (default: network)"
+    )
+    problem.add_argument("--function", metavar="MODULE:NAME", help="train on your own function instead of a problem")
+    problem.add_argument(
+        "--dimension", type=int, default=20, metavar="N", help="number of parameters or inputs (default: 20)"
+    )
+    problem.add_argument(
+        "--condition",
+        type=float,
+        default=100.0,
+        metavar="K",
+        help="ratio of the largest to the smallest curvature (default: 100)",
+    )
+    problem.add_argument(
+        "--noise", type=float, default=1.0, metavar="S", help="noise of gradients or targets (default: 1)"
+    )
     problem.add_argument(
         "--heterogeneity",
         type=float,
         default=0.5,
         metavar="H",
-        help="of workers' data; 0: all draw alike (default: 0.5)",
+        help="difference between workers' data; 0: all draw from the same distribution (default: 0.5)",
     )
-    problem.add_argument("--batch", type=int, default=16, metavar="B", help="examples of a step (default: 16)")
-    problem.add_argument("--seed", type=int, default=0, help="of data and noise (default: 0)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the courses: .png, .svg, .pdf")
-    parser.add_argument("--json", action="store_true", help="print JSON, with the courses, in place of the table")
+    problem.add_argument("--batch", type=int, default=16, metavar="B", help="examples per step (default: 16)")
+    problem.add_argument("--seed", type=int, default=0, help="seed of data and noise (default: 0)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw losses and distances into FILE: .png, .svg, .pdf"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, including the curves, instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train with every setting; print, draw."""
+    """Train with every setting; print and draw the results."""
     plots.require(arguments.plot)
     training, settings, problem = _training(arguments), _settings(arguments), _problem(arguments)
     outcomes = []
@@ -83,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _training(arguments: argparse.Namespace) -> Training:
-    """Return what all settings have in common."""
+    """Return the arguments that all settings share."""
     with refusing():
         workers = require_int(arguments.workers, "`--workers`", 1)
         steps = require_int(arguments.steps, "`--steps`", 1)
@@ -112,7 +155,7 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
 
 
 def _problem(arguments: argparse.Namespace) -> Problem:
-    """Return what is trained."""
+    """Return the problem to train on."""
     with refusing():
         require_int(arguments.dimension, "`--dimension`", 1)
         require_int(arguments.batch, "`--batch`", 1)
@@ -149,7 +192,7 @@ def _show(title: str, pairs: list[tuple[Setting, Outcome]]) -> None:
 
 
 def _panels(pairs: list[tuple[Setting, Outcome]]) -> list[plots.Panel]:
-    """Return losses over steps and over what was sent, and distances."""
+    """Return panels of losses over steps and over bytes sent, and of distances over steps."""
     losses, sent, distances = [], [], []
     points = [point for _, outcome in pairs for point in outcome.course]
     positive = all(0 < loss < math.inf for point in points for loss in (point.center, point.replicas))

@@ -1,4 +1,4 @@
-"""One training on simulated workers: threads of this process, with the numpy front end and all of the core."""
+"""Trains once on simulated workers: threads of this process, with the numpy front end and the whole core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_periodic.comm.threads import run
 from hvd_periodic.numpy.sgd import Array
 
 DIVERGED = 1e30
-"""A loss above which a training has no way back."""
+"""A loss above which training counts as diverged."""
 
 _PATIENCE = 24 * 3600.0
 """Seconds for which a worker waits for the others; users' functions may be slow."""
@@ -24,7 +24,7 @@ _PATIENCE = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained with: an algorithm, a period and a learning rate, and how users have typed them."""
+    """An algorithm, a period and a learning rate, and the words that the user typed for them."""
 
     algorithm: str
     period: str
@@ -38,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Training:
-    """What all settings have in common."""
+    """Arguments that all settings share."""
 
     workers: int
     steps: int
@@ -48,16 +48,16 @@ class Training:
     fragments: int
     compression: Wire
     points: int = 100
-    """At how many steps losses are taken."""
+    """Number of steps at which losses are measured."""
 
 
 @dataclass
 class Point:
-    """Where a training is, at some step.
+    """State of a training at one step.
 
     Attributes:
-        step: local steps.
-        exchanges, bytes: of one worker, so far.
+        step: local steps so far.
+        exchanges, bytes: exchanges of one worker and the bytes that it has sent, so far.
         center: loss of the center.
         replicas: mean of the losses of the replicas.
         distance: mean distance of replicas to the center.
@@ -73,13 +73,13 @@ class Point:
 
 @dataclass
 class Outcome:
-    """What became of a training.
+    """Result of a training.
 
     Attributes:
-        course: on the way; the last point is that of the last step.
-        center: loss of the center that all leave with, after the last exchange.
-        exchanges, bytes: of one worker, with the last exchange.
-        diverged: the step at which the loss was beyond all bounds; then there is no more than the course until there.
+        course: points during training; the last one is at the last step.
+        center: loss of the final center, after the last exchange.
+        exchanges, bytes: exchanges of one worker and the bytes that it has sent, including the last exchange.
+        diverged: the step at which training diverged; only the course up to it is known then. None: it did not.
     """
 
     course: list[Point]
@@ -95,7 +95,7 @@ class Outcome:
 
 
 class _DivergedError(Exception):
-    """On one of the workers; the others end with it."""
+    """Training diverged on one of the workers; the others end with it."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -103,7 +103,7 @@ class _DivergedError(Exception):
 
 
 class _Descent(SGD):
-    """Ends where an update overflows, before ranks exchange what it has led to."""
+    """SGD that ends training when an update overflows, before ranks exchange the result."""
 
     steps = 0
 
@@ -117,7 +117,7 @@ class _Descent(SGD):
 
 @contextmanager
 def _diverging(step: int) -> Iterator[None]:
-    """Let a function that overflows in Python, as ``math.exp`` does, have diverged at this step."""
+    """Count an overflow in Python, as of ``math.exp`` in a user's function, as divergence at this step."""
     try:
         yield
     except OverflowError as error:
@@ -128,10 +128,10 @@ def simulate(problem: Problem, setting: Setting, training: Training, tick: Calla
     """Train on simulated workers.
 
     Args:
-        problem: what.
-        setting: how.
-        training: how long, and the like.
-        tick: is told of local steps as they pass.
+        problem: the problem to train on.
+        setting: algorithm, period and learning rate.
+        training: number of workers and steps, and the other shared arguments.
+        tick: called with the number of local steps since its last call.
     """
     marks = _marks(training)
     notes: list[list[Point]] = [[] for _ in range(training.workers)]
@@ -158,10 +158,10 @@ def _train(
     notes: list[Point],
     tick: Callable[[int], None],
 ) -> Outcome:
-    """Train as one of the workers; note what is there at the marks."""
+    """Train as one of the workers; note a point at every mark."""
     own = np.random.default_rng([training.seed, communicator.rank])
     x = problem.start.copy()
-    # Fragments end where tensors end: views of one vector.
+    # Fragments consist of whole tensors: these are views of one vector.
     tensors = np.array_split(x, training.fragments)
     optimizer = PeriodicOptimizer(
         _Descent(setting.learning_rate, training.momentum),
@@ -172,7 +172,7 @@ def _train(
         overlap=training.overlap,
         fragments=training.fragments,
         compression=training.compression,
-        nonfinite="ignore",  # The next loss tells.
+        nonfinite="ignore",  # The next loss shows it.
     )
     synchronizer = optimizer.synchronizer
     for step in range(training.steps + 1):
@@ -198,13 +198,13 @@ def _train(
 
 
 def _marks(training: Training) -> set[int]:
-    """Return steps at which losses are taken: at random, as equal distances would meet exchanges always or never."""
+    """Return steps at which losses are measured: random ones, as equal spacing would hit exchanges always or never."""
     edges = np.linspace(0, training.steps, min(training.points, training.steps) + 1).astype(int)
     return {0, training.steps, *np.random.default_rng(0).integers(edges[:-1], edges[1:], endpoint=True).tolist()}
 
 
 def _mean(points: tuple[Point, ...]) -> Point:
-    """Return one point for all workers: the center, which is the same, and means of the replicas."""
+    """Return one point for all workers: the common center, and means over the replicas."""
     first = points[0]
     replicas = float(np.mean([point.replicas for point in points]))
     distance = float(np.mean([point.distance for point in points]))

@@ -1,12 +1,12 @@
-"""Turn a run log into a trace: exchanges, meetings and waiting of all ranks, for Perfetto or chrome://tracing.
+"""Turn a run log into a trace: exchanges, handshakes and waiting of all ranks, for Perfetto or chrome://tracing.
 
   hvdp timeline runs/easgd -o trace.json              # then open it at ui.perfetto.dev
-  hvdp timeline runs/easgd --json | gzip > trace.gz   # a trace is JSON; they read it packed, too
+  hvdp timeline runs/easgd --json | gzip > trace.gz   # a trace is JSON; both read it compressed, too
 
-A process is a rank, a thread of it an optimizer. An exchange lasts from where a rank is ready to meet the others until
-it trains on; where it waits for others, and from where on all have come, are parts of it. Arrows lead from the rank
-that came last to those that waited for it. Clocks of hosts differ: where ranks are on several, they are set by the ends
-of their meetings, which are the same moment for all.
+A process of the trace is a rank, and a thread of it an optimizer. An exchange lasts from the moment when a rank is
+ready to meet the others until it resumes training; its first part, named meeting, is the handshake, in which it waits
+until all have arrived. Arrows lead from the rank that arrived last to the ranks that waited for it. Clocks of hosts
+differ: on several hosts, they are aligned by the ends of handshakes, which are simultaneous on all ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from hvd_periodic.journal.runs import Part, Run, Segment
 Event = dict[str, Any]
 
 _OFTEN = 1000
-"""Exchanges after which the bar moves."""
+"""Exchanges per advance of the progress bar."""
 
 
 class Place(NamedTuple):
-    """A thread of the trace: what an optimizer did on one rank."""
+    """A thread of the trace: an optimizer on one rank."""
 
     process: int
     thread: int
 
 
 class Span(NamedTuple):
-    """An exchange of one rank in whole microseconds, as clocks do not tell more: begin ≤ met ≤ end."""
+    """An exchange of one rank in whole microseconds, the precision of clocks: begin ≤ met ≤ end."""
 
     report: Report
     begin: int
@@ -52,12 +52,12 @@ class Span(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     runs.add_runs(parser, several=False)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the trace: .json")
-    parser.add_argument("--json", action="store_true", help="print the trace, which is JSON; a file only with -o")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="trace to write: .json")
+    parser.add_argument("--json", action="store_true", help="print the trace, which is JSON; write a file only with -o")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, and write."""
+    """Read the log and write the trace."""
     path = runs.output_of(arguments)
     if path is not None:
         runs.check_output(path, (".json",))
@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _beginning(run: Run) -> tuple[float, int]:
-    """Return when the first exchange began, in seconds since 1970, and how many there are of all ranks.
+    """Return the start of the first exchange, in seconds since 1970, and the number of exchanges of all ranks.
 
     Raises:
-        RefusalError: there is none, or the log does not say.
+        RefusalError: there is none, or the log does not say when ranks arrived.
     """
     segments = [segment for training in run.trainings for part in training.parts for segment in part.segments.values()]
     came = [report.came for segment in segments for report in segment.reports]
@@ -90,7 +90,7 @@ def _beginning(run: Run) -> tuple[float, int]:
 
 
 def _write(file: TextIO, run: Run, start: float, exchanges: int) -> None:
-    """Write the trace, one event a line, so that a long one is never in memory as a whole."""
+    """Write the trace, one event per line, so that a long one is never in memory as a whole."""
     with output.progress("writing the trace", exchanges) as advance:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         for number, event in enumerate(_events(run, start, advance)):
@@ -100,9 +100,9 @@ def _write(file: TextIO, run: Run, start: float, exchanges: int) -> None:
 
 
 def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
-    """Yield all events, in microseconds since the first beginning."""
+    """Yield all events, in microseconds since the first exchange began."""
     arrows = count(1)
-    # Readers look for the names of threads by their number alone: no two processes have one in common.
+    # Viewers look up names of threads by their number alone: no two processes share a number.
     places = {
         (rank, i): Place(rank, rank * len(run.trainings) + i)
         for i, training in enumerate(run.trainings)
@@ -125,7 +125,7 @@ def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
 
 
 def _names(run: Run, places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
-    """Yield what processes and threads are called, and their order."""
+    """Yield the names and the order of processes and threads."""
     named: set[int] = set()
     for i, training in enumerate(run.trainings):
         hosts = {
@@ -142,7 +142,7 @@ def _names(run: Run, places: Mapping[tuple[int, int], Place]) -> Iterator[Event]
 
 
 def clocks(part: Part) -> dict[int, float]:
-    """Return by how many seconds the clock of every rank is ahead of the first one's: 0 on the same host."""
+    """Return the seconds by which the clock of every rank is ahead of the first rank's: 0 on the same host."""
     reference = min(part.segments)
     hosts = {rank: segment.facts.get("host") for rank, segment in part.segments.items()}
     ends: dict[int, dict[int, float]] = {
@@ -158,10 +158,10 @@ def clocks(part: Part) -> dict[int, float]:
 
 
 def _spans(segment: Segment, start: float, free: int) -> list[Span]:
-    """Return the exchanges of a rank, none of which begins before the one before it has ended.
+    """Return the exchanges of a rank; none begins before the previous one has ended.
 
-    Clocks are set while they run: by them a meeting may seem to end after its exchange, and an exchange to begin in
-    the one before. In a trace what is on one thread lies in each other, or apart.
+    Clocks may be adjusted during a run: then a handshake may seem to end after its exchange, and an exchange to begin
+    in the previous one. On one thread of a trace, slices must be nested or disjoint.
     """
     found = []
     for report in segment.reports:
@@ -174,7 +174,7 @@ def _spans(segment: Segment, start: float, free: int) -> list[Span]:
 
 
 def _exchange(span: Span, place: Place) -> Iterator[Event]:
-    """Yield an exchange of one rank, and in it where ranks met."""
+    """Yield an exchange of one rank, and the handshake in it."""
     report = span.report
     told: Event = {"step": report.step, "bytes sent": report.bytes_sent}
     more = {"loss": report.loss, "distance to the center": report.distance, "learning rate": report.learning_rate}
@@ -190,7 +190,7 @@ def _exchange(span: Span, place: Place) -> Iterator[Event]:
 def _arrows(
     part: Part, spans: Mapping[int, list[Span]], places: Mapping[int, Place], numbers: Iterator[int]
 ) -> Iterator[Event]:
-    """Yield an arrow from the rank that came last to each of the others, in every exchange for which all tell."""
+    """Yield an arrow from the rank that arrived last to each of the others, in every exchange that all have logged."""
     by_round: dict[int, dict[int, Span]] = {}
     for rank, of_rank in spans.items():
         for span in of_rank:
@@ -202,7 +202,7 @@ def _arrows(
         last = min(met, key=lambda rank: met[rank].report.waited or 0.0)
         since = met[last].begin
         for rank, span in met.items():
-            # Both ends lie in the exchanges that they join; where clocks are too far apart for that, there is none.
+            # Both ends lie in the exchanges that they join; if clocks are too far apart for that, there is no arrow.
             until = min(max(span.met, since), span.end)
             if rank != last and since <= until:
                 arrow = {"name": "all have come", "cat": "exchange", "id": next(numbers)}

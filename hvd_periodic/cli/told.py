@@ -1,4 +1,4 @@
-"""What the logs of a training come to: numbers by rank, curves, and what stands out."""
+"""Summarizes the logs of a training: numbers by rank, curves, and notable findings."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from hvd_periodic.journal.runs import Part, Run, Segment, Training, bad_lines
 from hvd_periodic.ranks import named
 
 POINTS = 200
-"""Of a curve, at most; where there are more exchanges, points are means over several."""
+"""Maximum number of points of a curve; with more exchanges, points are means over several."""
 
 _MUCH = 0.1
-"""Part of the time from which on waiting, or exchanging, stands out."""
+"""Share of the time above which waiting, or exchanging, is a finding."""
 
 _MOSTLY = 0.6
-"""Part of the exchanges to which one rank came last, from which on all wait for it."""
+"""Share of the exchanges above which all are said to wait for the rank that arrived last at them."""
 
 _SEVERAL = 10
-"""Exchanges below which that is chance."""
+"""Number of exchanges below which that may be chance."""
 
 
 @dataclass(frozen=True)
 class OfRank:
-    """What all exchanges of one rank came to.
+    """Totals over all exchanges of one rank.
 
     Attributes:
-        rank: counted over the job.
-        host: where it was last.
-        steps, exchanges: of the beginnings that the log tells of.
-        seconds: from beginnings to ends.
-        exchange_seconds: of these, in exchanges.
-        waited: of those, until all ranks had come; None where ranks do not wait.
-        kept: seconds for which others waited for this rank, the last to come, summed over them; None likewise.
-        last: part of the exchanges to which it came last; None likewise.
-        bytes_sent: handed to collectives, or pushed.
-        staleness: pushes of others between two of its own, on average; None where exchange is synchronous.
-        left_out: exchanges from which it was left out, as its replica was not finite.
-        skipped_updates: local steps whose update did not run.
+        rank: the rank, counted over the job.
+        host: its last host.
+        steps, exchanges: local steps and exchanges since every start that is in the log.
+        seconds: duration of training, from starts to ends.
+        exchange_seconds: seconds of ``seconds`` in exchanges.
+        waited: seconds of ``exchange_seconds`` until all ranks had arrived; None if ranks do not wait.
+        kept: seconds for which others waited for this rank, the last to arrive, summed over them; None likewise.
+        last: share of the exchanges at which it arrived last; None likewise.
+        bytes_sent: bytes handed to collectives, or pushed.
+        staleness: mean number of pushes of others between two of its own; None if exchange is synchronous.
+        left_out: exchanges from which it was excluded because its replica was not finite.
+        skipped_updates: local steps whose update was skipped.
     """
 
     rank: int
@@ -65,14 +65,14 @@ class OfRank:
 
 @dataclass(frozen=True)
 class Told:
-    """A training, and what is said of it.
+    """A training and its summary.
 
     Attributes:
-        label: tells it from the others that are shown.
-        run: the folder.
-        training: as its logs tell.
-        ranks: numbers by rank.
-        findings: what stands out, and what to change.
+        label: distinguishes it from the other trainings shown.
+        run: the run log, a folder.
+        training: the training, as read from its logs.
+        ranks: totals by rank.
+        findings: notable findings, and the changes that they suggest.
     """
 
     label: str
@@ -83,7 +83,7 @@ class Told:
 
     @property
     def facts(self) -> Any:
-        """What training was, since its last beginning."""
+        """Settings of training since its last start."""
         return self.training.parts[-1].facts
 
     @property
@@ -93,21 +93,21 @@ class Told:
 
     @property
     def begun(self) -> float:
-        """When the first part began, in seconds since 1970."""
+        """Start of the first part, in seconds since 1970."""
         return float(self.training.parts[0].facts["time"])
 
     @property
     def seconds(self) -> float:
-        """Of all parts, each as long as its longest rank."""
+        """Duration of all parts, each as long as its longest rank."""
         return sum(max(s.seconds for s in part.segments.values()) for part in self.training.parts)
 
     def total(self, name: str) -> float | None:
-        """Return the sum over ranks of one of their numbers; None where no rank has it."""
+        """Return the sum over ranks of one of their numbers; None if no rank has it."""
         known = [getattr(each, name) for each in self.ranks if getattr(each, name) is not None]
         return sum(known) if known else None
 
     def share(self, name: str) -> float | None:
-        """Return seconds that ranks have spent on something, as a part of their time."""
+        """Return the share of their time that ranks have spent on something."""
         spent, whole = self.total(name), self.total("seconds")
         return None if spent is None or not whole else spent / whole
 
@@ -136,7 +136,7 @@ class Told:
 
 
 def told_of(runs: Sequence[Run]) -> list[Told]:
-    """Return all trainings of some runs, under labels that differ."""
+    """Return summaries of all trainings of some runs, with distinct labels."""
     names = [run.path.resolve().name for run in runs]
     found = []
     with output.progress(
@@ -155,12 +155,12 @@ def told_of(runs: Sequence[Run]) -> list[Told]:
 
 
 def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], list[float]]:
-    """Return a quantity over local steps, or exchanges over minutes; parts of a training are apart by NaN.
+    """Return a quantity over local steps, or exchanges over minutes; NaN separates the parts of a training.
 
     Args:
         told: the training.
         what: ``"loss"``, ``"distance"``, ``"bytes"``, ``"sent"``, ``"staleness"`` or ``"exchanges"``.
-        rank: of which; None: the mean over those that have it; of exchanges over minutes the first.
+        rank: rank to show; None: the mean over ranks that have it, or of exchanges over minutes the first rank.
     """
     x: list[float] = []
     y: list[float] = []
@@ -168,7 +168,7 @@ def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], 
     value = _VALUES[what]
     for part in told.training.parts:
         points: dict[float, list[float]] = {}
-        clock = min(part.segments) if what == "exchanges" else None  # Moments of ranks have no mean.
+        clock = min(part.segments) if what == "exchanges" else None  # Times differ between ranks and have no mean.
         wanted = clock if rank is None else rank
         for each, segment in part.segments.items():
             if wanted not in (None, each):
@@ -194,23 +194,23 @@ _VALUES: dict[str, Callable[[Report, int], float | None]] = {
     "staleness": lambda report, sent: report.missed,
     "exchanges": lambda report, sent: report.rounds,
 }
-"""Quantities of curves, by name: of an exchange, and of the bytes that its rank has sent so far."""
+"""Quantities of curves, by name, as functions of an exchange and the bytes that its rank has sent so far."""
 
 
 def edges(told: Told, what: str) -> dict[str, float] | None:
-    """Return the first and last value of a quantity, means over ranks; None where there is none."""
+    """Return the first and last value of a quantity, means over ranks; None if there is none."""
     values = [value for value in curve(told, what)[1] if math.isfinite(value)]
     return {"first": values[0], "last": values[-1]} if values else None
 
 
 def closed(part: Part) -> float | None:
-    """Return the part of its way to the replicas that the center has gone since it began; None where not known."""
+    """Return the fraction of the way to the replicas that the center has covered since its start; None: not known."""
     ends = [segment.total.closed for segment in part.segments.values() if segment.total is not None]
     return next((value for value in ends if value is not None), None)
 
 
 def _thinned(points: dict[float, list[float]]) -> tuple[list[float], list[float]]:
-    """Return points in the order of their places, means over neighbours where there are more than can be seen."""
+    """Return points sorted by location; if there are more than can be seen, means over neighbors."""
     places = sorted(points)
     groups = [group.tolist() for group in np.array_split(np.array(places), POINTS)] if len(places) > POINTS else None
     if groups is None:
@@ -224,7 +224,7 @@ def _segments(training: Training, rank: int) -> list[Segment]:
 
 
 def _of_ranks(training: Training, advance: output.Advance) -> Iterator[OfRank]:
-    """Yield what all exchanges of every rank came to."""
+    """Yield the totals of every rank."""
     rounds = [round_ for part in training.parts for round_ in _rounds(part)]
     for rank in training.ranks:
         if _segments(training, rank):
@@ -233,7 +233,7 @@ def _of_ranks(training: Training, advance: output.Advance) -> Iterator[OfRank]:
 
 
 def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) -> OfRank:
-    """Return what all exchanges of one rank came to; of parts without an end, what was told until then."""
+    """Return the totals of one rank; a part without an end counts up to its last report."""
     segments = _segments(training, rank)
     reports = [report for segment in segments for report in segment.reports]
     waits = [report.waited for report in reports if report.waited is not None]
@@ -246,7 +246,7 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
         return sum(getattr(report, name) for report in reports)
 
     def ended(name: str) -> Any:
-        """Return what totals say, which know of what the last meeting sent; where there is none, the reports."""
+        """Return the sum of the totals, which include the last handshake; without a total, of the reports."""
         return sum(
             getattr(segment.total, name) if segment.total else sum(getattr(report, name) for report in segment.reports)
             for segment in segments
@@ -270,7 +270,7 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
 
 
 def _rounds(part: Part) -> Iterator[dict[int, float]]:
-    """Yield by exchange how long every rank waited, where all of several ranks tell."""
+    """Yield the waiting times of the ranks in each exchange that all of several ranks have logged."""
     by_round: dict[int, dict[int, float]] = {}
     for rank, segment in part.segments.items():
         for report in segment.reports:
@@ -280,12 +280,12 @@ def _rounds(part: Part) -> Iterator[dict[int, float]]:
 
 
 def _last(waits: dict[int, float]) -> int:
-    """Return the rank that came last: it waited least. Clocks of hosts need not agree for that."""
+    """Return the rank that arrived last: it waited least. This does not require that clocks of hosts agree."""
     return min(waits, key=waits.__getitem__)
 
 
 def _findings(told: Told) -> Iterator[str]:
-    """Yield what stands out, and what to change."""
+    """Yield notable findings, and the changes that they suggest."""
     yield from _of_files(told)
     yield from _of_waiting(told)
     working = (told.total("exchange_seconds") or 0.0) - (told.total("waited") or 0.0)
@@ -323,7 +323,7 @@ def _findings(told: Told) -> Iterator[str]:
 
 
 def _of_files(told: Told) -> Iterator[str]:
-    """Yield what the files themselves say."""
+    """Yield findings about the log files themselves."""
     yield from bad_lines(told.run.bad)
     for part in told.training.parts:
         if part.missing:
@@ -340,7 +340,7 @@ def _of_files(told: Told) -> Iterator[str]:
 
 
 def _of_waiting(told: Told) -> Iterator[str]:
-    """Yield who waits for whom, if that takes much."""
+    """Yield findings about long waiting, and about high staleness."""
     share = told.share("waited")
     if share is not None and share > _MUCH:
         slowest = max(told.ranks, key=lambda each: each.last or 0.0)

@@ -1,4 +1,4 @@
-"""Communicators: how ranks exchange. One file each, imported only where it is used."""
+"""Communicators: collectives between ranks. One module each, imported only when it is used."""
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.local import LocalCommunicator

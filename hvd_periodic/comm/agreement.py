@@ -1,4 +1,4 @@
-"""Agreement between ranks: at the start on what they are going to do, later on what they hold."""
+"""Agreement between ranks: on their configuration at the start, on their variables later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Ranks that can learn of each other: a communicator, or all ranks that train together."""
+    """Ranks that can gather objects: a communicator, or all ranks that train together."""
 
     @property
     def size(self) -> int:
@@ -20,7 +20,7 @@ class Ranks(Protocol):
 
     @property
     def global_rank(self) -> int:
-        """This rank, as the job numbers it."""
+        """Global rank of this process."""
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -29,10 +29,10 @@ class Ranks(Protocol):
 def build_on_all(communicator: Ranks, name: str, build: Callable[[], T]) -> T:
     """Return ``build()``, or raise on every rank if it raises on any.
 
-    A rank whose arguments are refused would otherwise leave the others waiting for it.
+    Otherwise, a rank that rejects its arguments would leave the others waiting for it.
 
     Raises:
-        Exception: what ``build`` raised on this rank.
+        Exception: the error that ``build`` raised on this rank.
         RuntimeError: ``build`` succeeded here and raised elsewhere.
     """
     failure: Exception | None = None
@@ -46,7 +46,7 @@ def build_on_all(communicator: Ranks, name: str, build: Callable[[], T]) -> T:
 
 
 def raise_on_all(communicator: Ranks, name: str, failure: Exception | None) -> None:
-    """Raise on every rank if any rank reports a failure: its own error there, a RuntimeError elsewhere."""
+    """Raise on every rank if any rank reports a failure: the error itself there, a RuntimeError elsewhere."""
     report = failure and f"{type(failure).__name__}: {failure}"
     reports = communicator.allgather_object((communicator.global_rank, report), f"{name}.failures")
     if failure is not None:
@@ -58,15 +58,15 @@ def raise_on_all(communicator: Ranks, name: str, failure: Exception | None) -> N
 
 
 def agree(communicator: Ranks, name: str, facts: Mapping[str, object], advice: str = "") -> None:
-    """Raise on all ranks unless all state the same facts, compared as text.
+    """Raise on all ranks unless all report the same facts, compared as text.
 
     Digests are compared first, so that large models cost a few bytes per rank.
 
     Args:
         communicator: the ranks.
         name: prefix of the names of collectives.
-        facts: of this rank, by readable name.
-        advice: what to do where ranks differ; a sentence.
+        facts: this rank's facts, by readable name.
+        advice: the remedy if ranks differ; a sentence.
 
     Raises:
         ValueError: names the first fact that differs, its values and the ranks that hold them.
@@ -96,16 +96,16 @@ def audit(
     vectors: Callable[[], Iterable[tuple[str, Any]]],
     advice: str = ADVICE,
 ) -> None:
-    """Raise on all ranks unless all hold the same vectors, to the bit.
+    """Raise on all ranks unless all hold bitwise equal vectors.
 
     Args:
         communicator: the ranks.
         name: prefix of the names of collectives.
-        vectors: yields the memory of vectors, or of parts of them, each with a name; called again where ranks differ.
-        advice: what to do then.
+        vectors: yields vectors, or parts of vectors, as named buffers; called again if ranks differ.
+        advice: the remedy if ranks differ.
 
     Raises:
-        RuntimeError: names the ranks that differ from the first, and the first vector in which one does.
+        RuntimeError: names the ranks that differ from the first rank, and the first vector that differs.
     """
     digest = hashlib.sha256()
     for _, vector in vectors():

@@ -1,4 +1,4 @@
-"""Which collectives a process has begun, and which it waits for: noted where it waits, and read where others ask."""
+"""Trackers of the collectives that a process has started and waits for, read when other ranks ask where it is."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hvd_periodic.comm.presence import Kind, Note, Peer, from_integers
 T = TypeVar("T")
 
 _FIRST, _LONGEST, _GROWTH = 2e-5, 1e-3, 1.1
-"""Seconds between two looks at a collective, and their growth: at most a tenth of what was waited is slept too long.
+"""First and longest polling interval in seconds, and its growth factor: a wait is at most a tenth too long.
 
-Horovod's own waiting looks once in a millisecond, which is how long a small collective takes.
+Horovod itself polls once per millisecond, which is as long as a small collective takes.
 """
 
 
 class Told(Protocol):
-    """What a rank tells where it meets the others; see :class:`~hvd_periodic.comm.meeting.Record`."""
+    """A rank's message in a handshake; see :class:`~hvd_periodic.comm.meeting.Record`."""
 
     @property
     def optimizer(self) -> int:
-        """Which optimizer it is about."""
+        """Number of the optimizer."""
 
     @property
     def local_steps(self) -> int:
@@ -35,11 +35,11 @@ class Told(Protocol):
 
     @property
     def place(self) -> str:
-        """What the rank has come for, in words."""
+        """Description of the call in which the rank is."""
 
 
 class Counts(Protocol):
-    """What has counted the steps of an optimizer."""
+    """Step counter of an optimizer."""
 
     @property
     def local_steps(self) -> int:
@@ -50,12 +50,13 @@ class Wait:
     """A collective that this rank waits for.
 
     Attributes:
-        number: which one of its ranks it is.
-        since: when the wait began, in seconds of the monotonic clock.
-        over: says that it is over, where whoever has begun it cannot say so.
-        raises: the one who waits looks at ``error`` now and then.
-        assembly: of ranks that are done, which may take very long; those that have left take part.
-        error: to be raised there.
+        number: position of the collective in the order of its ranks' collectives.
+        since: start of the wait, in seconds of the monotonic clock.
+        over: returns whether the wait is over; for callers that cannot report its end.
+        raises: whether the waiting code regularly checks ``error``.
+        assembly: whether this is an idle barrier of ranks that are done, which may take very long; ranks that have left
+            take part.
+        error: the error for the waiting code to raise.
     """
 
     __slots__ = ("assembly", "error", "number", "over", "raises", "since")
@@ -69,25 +70,26 @@ class Wait:
 
 
 class Attendance:
-    """Of this rank, among ranks whose collectives come in one order on all of them.
+    """Tracks the collectives of this rank, among ranks that all run their collectives in the same order.
 
-    So their number says who has come to which, and nothing else is compared. Noting costs two assignments.
+    Their count therefore tells which collective a rank has reached, and nothing else is compared. Recording a
+    collective costs two assignments.
 
     Args:
-        name: of these ranks, the same on all of them.
-        rank: this one, as the job counts.
-        ranks: all of them, as the job counts.
+        name: name of these ranks, the same on all of them.
+        rank: global rank of this process.
+        ranks: global ranks of all of them.
 
     Attributes:
-        begun: collectives that this rank has come to.
-        wait: the one that it waits for now.
-        last: what this rank told when it met the others last.
-        seen: what all told then, in the order of ``ranks``.
-        peers: where they are reached, by rank; those that can be.
-        gone: notes of those that have ended, or that only take part in assemblies from now on, by rank.
-        task: what this rank does among them, where that is no meeting.
+        begun: number of collectives that this rank has started.
+        wait: the collective that it is waiting for.
+        last: this rank's record in its latest handshake.
+        seen: the records of all ranks in the latest completed handshake, in the order of ``ranks``.
+        peers: addresses of the reachable ranks, by rank.
+        gone: notes of the ranks that have ended, or that only take part in idle barriers from now on, by rank.
+        task: this rank's activity among them, if it is not a handshake.
         timeout: seconds after which waiting is an error; None: never.
-        elastic: ranks may go and come: those that go are not told of, and until ranks have met nobody waits too long.
+        elastic: membership may change: departures are not reported, and timeouts are off until the first handshake.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int]) -> None:
@@ -104,49 +106,49 @@ class Attendance:
         self._counts: dict[int, weakref.ref[Counts]] = {}
 
     def come(self) -> int:
-        """Note that this rank comes to the next collective; return its number."""
+        """Record that this rank starts the next collective; return the collective's number."""
         self.begun += 1
         return self.begun
 
     def met(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
-        """Take note of where all ranks are reached, and from where they count."""
+        """Store the addresses of all ranks, and the counts of collectives with which they start."""
         found = zip(self.ranks, map(from_integers, introductions), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
         self.gone = {}
 
     def note_end(self, note: Note) -> None:
-        """Take note that a rank has ended, or will do no more than take part in assemblies; the first reason counts."""
+        """Record that a rank has ended, or only takes part in idle barriers from now on; the first reason counts."""
         known = self.gone.get(note.rank)
         if known is None or known.kind == Kind.LEAVE:
             self.gone[note.rank] = note
 
     def gone_before(self, wait: Wait) -> Note | None:
-        """Return the note of a rank that will never come to what this one waits for; None if there is none.
+        """Return the note of a rank that will never reach the collective this one waits for; None if there is none.
 
-        Where ranks may go, it is Horovod that tells the others, who recover from that.
+        In elastic jobs, Horovod reports departures to the other ranks, which recover.
         """
         gone = [] if self.elastic else list(self.gone.items())
         ended = [(rank, note) for rank, note in gone if not (wait.assembly and note.kind == Kind.LEAVE)]
         return next((note for rank, note in ended if not self.has_come(rank, note.begun, wait.number)), None)
 
     def has_come(self, rank: int, begun: int, number: int) -> bool:
-        """Return whether a rank that has begun so many collectives has come to one that this rank numbers so."""
+        """Return whether a rank that has started ``begun`` collectives has reached the one that is ``number`` here."""
         return begun - self.peers[rank].begun >= number - self.peers[self.rank].begun
 
     def follow(self, optimizer: int, counts: Counts) -> None:
-        """Read the local steps of an optimizer there, as long as it exists."""
+        """Read the local steps of an optimizer from ``counts``, as long as that exists."""
         self._counts[optimizer] = weakref.ref(counts)
 
     def wait_for(self, number: int, done: Callable[[], bool], longest: float = _LONGEST) -> None:
-        """Wait, asleep, until a collective is done.
+        """Wait, sleeping between polls, until a collective is done.
 
         Args:
-            number: that of :meth:`come`.
-            done: looks.
-            longest: seconds between two looks; 0: none, where to look is what moves data.
+            number: the number that :meth:`come` returned.
+            done: returns whether the collective is done.
+            longest: longest polling interval in seconds; 0: no sleep, if polling is what moves data.
 
         Raises:
-            Exception: what :attr:`Wait.error` was set to meanwhile.
+            Exception: :attr:`Wait.error`, if it was set meanwhile.
         """
         if done():
             return
@@ -164,18 +166,18 @@ class Attendance:
                 self.wait = None
 
     def enter(self, over: Callable[[], bool] | None = None) -> None:
-        """Note that this rank comes to the next collective and waits in it, until it says :meth:`leave`."""
+        """Record that this rank starts the next collective and waits in it, until it calls :meth:`leave`."""
         self.wait = Wait(self.come(), over=over)
 
     def leave(self) -> None:
-        """Note that this rank waits no longer."""
+        """Record that this rank no longer waits."""
         self.wait = None
 
     def assembly(self, look: Callable[[], T | None]) -> Callable[[], T | None]:
-        """Note that this rank comes to an assembly; return what looks whether all are there, None until they are.
+        """Record that this rank enters an idle barrier; return a function that polls it, None until all are there.
 
         Raises:
-            Exception: from what is returned, what :attr:`Wait.error` was set to meanwhile.
+            Exception: from the returned function, :attr:`Wait.error`, if it was set meanwhile.
         """
         self.wait = wait = Wait(self.come(), raises=True, assembly=True)
 
@@ -190,7 +192,7 @@ class Attendance:
         return watched
 
     def during(self, call: Callable[[], T]) -> T:
-        """Return what a collective returns that cannot be interrupted."""
+        """Return the result of a collective that cannot be interrupted."""
         around = self.wait
         self.enter()
         try:
@@ -199,23 +201,23 @@ class Attendance:
             self.wait = around
 
     def limit(self, seconds: float | None) -> None:
-        """Let waiting for so long be an error, or for as long as another optimizer allows.
+        """Make waiting for ``seconds`` an error, unless another optimizer allows a longer wait.
 
         Raises:
-            TypeError, ValueError: not None, and no number above 0.
+            TypeError, ValueError: ``seconds`` is neither None nor a number above 0.
         """
         if seconds is not None:
             seconds = require_real(seconds, "`timeout_seconds`, unless it is None,", positive=True)
             self.timeout = seconds if self.timeout is None else max(self.timeout, seconds)
 
     def is_too_long(self, wait: Wait, seconds: float) -> bool:
-        """Return whether to wait for so long is an error."""
+        """Return whether a wait of ``seconds`` is an error."""
         joining = self.elastic and not self.peers
         return self.timeout is not None and not wait.assembly and not joining and seconds >= self.timeout
 
     @contextmanager
     def at(self, task: str) -> Iterator[None]:
-        """Say what this rank does among these ranks inside a ``with`` block."""
+        """Set this rank's :attr:`task` among these ranks inside a ``with`` block."""
         before, self.task = self.task, task
         try:
             yield
@@ -223,11 +225,11 @@ class Attendance:
             self.task = before
 
     def place(self) -> str:
-        """Return where this rank is among these ranks, in words."""
+        """Return a description of where this rank is among these ranks."""
         return self.task or ("construction of an optimizer" if self.last is None else self.last.place)
 
     def local_steps(self) -> int | None:
-        """Return how far this rank has come with the optimizer that was last met for; None before a meeting."""
+        """Return this rank's local steps of the optimizer in the latest handshake; None before any handshake."""
         if self.last is None:
             return None
         reference = self._counts.get(self.last.optimizer)
@@ -238,12 +240,12 @@ class Attendance:
             return int(self.last.local_steps)
 
     def last_seen(self, rank: int) -> int | None:
-        """Return the local step at which a rank was met last, as the job counts ranks; None: it never was."""
+        """Return the local step of a global rank in the latest completed handshake; None if there was none."""
         return self.seen[self.ranks.index(rank)].local_steps if self.seen else None
 
 
 class Unattended(Attendance):
-    """Of ranks that nobody watches: threads, or one rank alone."""
+    """Tracker of ranks that are not watched: threads, or a single rank."""
 
     def __init__(self) -> None:
         super().__init__("", 0, [0])
@@ -263,7 +265,7 @@ _known: dict[str, Attendance] = {}
 
 
 def attendance_of(name: str, rank: int, ranks: Sequence[int]) -> Attendance:
-    """Return the attendance of this process among ranks, the same for all communicators of these."""
+    """Return the tracker of this process among some ranks, which all communicators of these ranks share."""
     known = _known.get(name)
     if known is None or (known.rank, known.ranks) != (rank, list(ranks)):
         known = _known[name] = Attendance(name, rank, ranks)
@@ -271,10 +273,10 @@ def attendance_of(name: str, rank: int, ranks: Sequence[int]) -> Attendance:
 
 
 def forget_all() -> None:
-    """Forget all ranks, where they have changed: their communicators are made anew."""
+    """Forget all trackers: the ranks have changed, and their communicators are rebuilt."""
     _known.clear()
 
 
 def attendances() -> list[Attendance]:
-    """Return all of this process."""
+    """Return all trackers of this process."""
     return list(_known.values())

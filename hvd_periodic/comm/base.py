@@ -1,4 +1,4 @@
-"""What every communicator provides."""
+"""Base class of all communicators."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Communicator(ABC):
     """Collectives over a fixed set of ranks.
 
     All ranks call the same methods in the same order with the same names. Buffers are contiguous one-dimensional arrays
-    of the communicator's own kind (numpy arrays, tensors), with fewer than 2³¹ elements.
+    of the communicator's kind (numpy arrays, tensors), with fewer than 2³¹ elements.
 
     Attributes:
         rank: this process within the set, from 0.
         size: number of ranks in the set.
-        processes: whether ranks are processes of their own.
-        sums: types of 16 bits that collectives sum: ``"f2"``, float16; ``"bf2"``, bfloat16.
+        processes: whether each rank is a separate process.
+        sums: 16-bit types that collectives can sum: ``"f2"``, float16; ``"bf2"``, bfloat16.
     """
 
     rank: int
@@ -37,34 +37,34 @@ class Communicator(ABC):
     processes: ClassVar[bool] = True
     sums: ClassVar[frozenset[str]] = frozenset()
     encloses: int = 0
-    """Bytes of the messages of all ranks up to which they travel with what ranks tell each other."""
+    """Largest size in bytes, over all ranks, of messages that are sent along with the handshake."""
     waits_busily: bool = False
-    """Waiting for messages takes processor time from the cores that train."""
+    """Whether waiting for messages takes CPU time from the cores that train."""
     constructed: int = 0
-    """How many optimizers of this process were constructed on these ranks."""
+    """Number of optimizers that this process has constructed on these ranks."""
     elastic: bool = False
-    """Ranks may come and go: one that is constructed cannot count on the others to be constructed now."""
+    """Whether membership may change: other ranks may not be under construction at the same time."""
     host: int = 0
-    """A number that is the same for ranks of one host."""
+    """A number that the ranks of one host share."""
     meeting_name: str = "hvd_periodic.meeting"
-    """Under which all optimizers of these ranks meet."""
+    """Name of the handshake, shared by all optimizers of these ranks."""
     description: str = "a communicator of the user"
-    """What it is, for people."""
+    """Human-readable description."""
     attendance: Attendance = Unattended()
-    """Which collectives this rank has come to; one that nobody looks at, where ranks are no processes."""
+    """Tracker of this rank's collectives; not watched if ranks are not processes."""
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
 
-        The ranks agree on it: some may have constructed more optimizers than others.
+        The ranks agree on the number, as some may have constructed more optimizers than others.
 
         Args:
-            timeout_seconds: for which they wait here for each other, if it makes sense; the optimizer checks it.
-            provisional: for what is over before the next is asked for, which is the same.
+            timeout_seconds: how long ranks wait here for each other; ignored if invalid, as the optimizer checks it.
+            provisional: the prefix is only used until the next one is requested, which will be the same.
 
         Raises:
-            RuntimeError: some ranks have come for something else than to construct an optimizer; on all of them.
-            ValueError: the environment says something else than seconds; on all of them.
+            RuntimeError: some ranks are in another call than the construction of an optimizer; on all ranks.
+            ValueError: the environment sets something other than a number of seconds; on all ranks.
         """
         with suppress(TypeError, ValueError):
             self.attendance.limit(timeout_seconds)  # type: ignore[arg-type]
@@ -77,51 +77,51 @@ class Communicator(ABC):
         return f"{self.meeting_name.removesuffix('meeting')}{number}"
 
     def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
-        """Return what the others have to know to ask this rank where it is; or why this rank cannot go on."""
+        """Return this rank's address, at which others ask where it is; or the error that keeps it from going on."""
         return None, None
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the set as the job numbers them."""
+        """The global ranks of the set."""
         return list(range(self.size))
 
     @property
     def global_rank(self) -> int:
-        """This rank as the job numbers it, which is how messages name ranks."""
+        """Global rank of this process, which messages use to name it."""
         return self.global_ranks[self.rank]
 
     @property
     def meets_with(self) -> Communicator:
-        """The ranks that meet when these do: others than these where groups exchange in step."""
+        """The ranks that share the handshakes of these: more than these if groups exchange in lockstep."""
         return self
 
     def among(self, of_all: Sequence[T]) -> list[T]:
-        """Return what there is of these ranks, given that of :attr:`meets_with`."""
+        """Return the items of these ranks, given the items of all ranks of :attr:`meets_with`."""
         return list(of_all)
 
     def anew(self, everyone: Communicator) -> Communicator:
-        """Return what takes the place of this one, where all ranks are others now; communicates nothing."""
+        """Return the replacement of this communicator after the ranks of the job have changed; local."""
         return everyone
 
     def check(self) -> None:
-        """Raise on all ranks where they do not agree on who these are. Collective."""
+        """Raise on all ranks if they disagree about the members of the set. Collective."""
 
     def changed(self) -> str | None:
-        """Return how the job has changed since construction, so that these ranks are no longer what they were."""
+        """Return how the job has changed since construction, which makes these ranks invalid; None if it has not."""
         return None
 
     def check_devices(self, kinds: Iterable[str]) -> None:
-        """Raise a ValueError where these ranks cannot exchange tensors of a kind of device, such as ``"cuda"``."""
+        """Raise a ValueError if these ranks cannot exchange tensors of a kind of device, such as ``"cuda"``."""
 
     @abstractmethod
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-        """Start to reduce ``buffer`` over ranks; call what is returned to wait for the result.
+        """Start to reduce ``buffer`` over ranks; call the returned function to wait for the result.
 
-        The result is identical to the bit on all ranks, and may have replaced the contents of ``buffer``.
+        The result is bitwise identical on all ranks, and may have replaced the contents of ``buffer``.
 
         Args:
             buffer: this rank's values; not to be touched until the result is there.
-            name: names the collective; the same on all ranks, unique among those in flight.
+            name: name of the collective; the same on all ranks, unique among collectives in flight.
             op: ``"sum"`` or ``"max"``.
         """
 
@@ -131,9 +131,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start to sum ``buffer`` over ranks; what is returned waits for this rank's chunk of the result.
+        """Start to sum ``buffer`` over ranks; the returned function waits for this rank's chunk of the result.
 
-        Chunks are those of :func:`hvd_periodic.vectors.layout.chunk`.
+        Chunks are cut by :func:`hvd_periodic.vectors.layout.chunk`.
 
         Args:
             buffer: this rank's values, of the same size on all ranks; not to be touched until the result is there.
@@ -142,35 +142,35 @@ class Communicator(ABC):
 
     @abstractmethod
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
-        """Return the buffers of all ranks, one after another; their sizes may differ. May be written into ``out``."""
+        """Return the concatenated buffers of all ranks, whose sizes may differ; may write them into ``out``."""
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
-        """Start :meth:`allgather` of buffers of one size; what is returned waits. By default it takes place at once."""
+        """Start :meth:`allgather` of buffers of equal size; the returned function waits. By default, gather at once."""
         gathered = self.allgather(buffer, name, out)
         return lambda: gathered
 
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Sequence[int]]]:
-        """Start to give every rank so many elements of ``buffer``, one part after another.
+        """Start to send each rank its part of ``buffer``, of as many elements as ``counts`` says, part after part.
 
-        What is returned waits for what has come here, one rank after another, and how much from each.
+        The returned function waits for the received elements, in rank order, and their number from each rank.
         """
         told = self.allgather_object((np.array(buffer), counts), name)
         parts = [np.split(values, np.cumsum(given)[:-1])[self.rank] for values, given in told]
         return lambda: (np.concatenate(parts), [len(part) for part in parts])
 
     def repeated(self, buffer: Any, times: int) -> Any:
-        """Return a buffer several times, one after another; local."""
+        """Return ``times`` concatenated copies of a buffer; local."""
         return np.tile(buffer, times)
 
     def larger(self, x: Any, y: Any) -> Any:
-        """Return the larger of both, of every element; local."""
+        """Return the elementwise maximum; local."""
         return x.clip(y)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start to give every rank its part of ``buffer``; what is returned waits for this rank's part of all.
+        """Start to send each rank its part of ``buffer``; the returned function waits for this rank's parts of all.
 
         Args:
-            buffer: n parts of one size, in the order of ranks; may be overwritten.
+            buffer: n parts of equal size, in rank order; may be overwritten.
             name: as in :meth:`allreduce`.
         """
         everything = self.allgather(buffer, name)
@@ -181,36 +181,36 @@ class Communicator(ABC):
         """Return the picklable values of all ranks, in rank order."""
 
     def broadcast_object(self, value: object, name: str, root: int) -> Any:
-        """Return the picklable value of rank ``root``; those of the others stay where they are."""
+        """Return the picklable value of rank ``root``; the values of the others are not sent."""
         return self.allgather_object(value if self.rank == root else None, name)[root]
 
     def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
-        """Give a picklable value to one rank; return those that the others have given to this one, by rank."""
+        """Send a picklable value to one rank; return the values that ranks have sent to this one, by sender."""
         given = enumerate(self.allgather_object((to, value), name))
         return {rank: value for rank, (receiver, value) in given if receiver == self.rank}
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the integers of all ranks, one rank after another, as int64; their number may differ."""
+        """Return the integers of all ranks, in rank order, as int64; their number may differ between ranks."""
         return np.concatenate(self.allgather_object(values, name))
 
     def shares_memory(self) -> bool:
         """Return whether :meth:`shared_memory` is possible. Collective.
 
         Raises:
-            RuntimeError: this communicator is for synchronous exchange only, or not as the job was launched.
+            RuntimeError: this communicator, or the way the job was launched, allows synchronous exchange only.
         """
         raise RuntimeError(f"{type(self).__name__} cannot exchange asynchronously")
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return memory that all ranks see. Collective.
+        """Return memory that all ranks share. Collective.
 
         Raises:
-            NoSharedMemoryError: there is not enough of it; on all ranks.
+            NoSharedMemoryError: there is not enough memory; on all ranks.
         """
         raise RuntimeError(f"The ranks of {type(self).__name__} share no memory")
 
     def messages(self) -> Messages:
-        """Return messages between two of these ranks, apart from all others. Collective.
+        """Return a channel for messages between pairs of these ranks, separate from all others. Collective.
 
         Raises:
             RuntimeError: as :meth:`shares_memory`.
@@ -218,42 +218,42 @@ class Communicator(ABC):
         raise RuntimeError(f"{type(self).__name__} has no messages between two ranks")
 
     def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start to wait for all ranks, which may take hours.
+        """Enter an idle barrier of all ranks, which may take hours.
 
         Args:
-            number: what this rank waits for, above 0; 0: it takes part, whatever the others wait for.
+            number: the number that this rank waits for, above 0; 0: it takes part in any wait of the others.
 
         Returns:
-            what tells for what they wait: None until all ranks are there; 0 if none waits for anything.
+            a function that polls: None until all ranks are there, then the number they wait for; 0 if none waits.
 
         Raises:
-            RuntimeError: from what is returned, on all ranks: they wait for different things.
+            RuntimeError: from the returned function, on all ranks: they wait for different things.
         """
         numbers = self.allgather_object(number, "hvd_periodic.assembly")
         return lambda: awaited(numbers)
 
     @property
     def channel(self) -> object:
-        """What carries assemblies: the same object where the same ranks have several communicators."""
+        """Carrier of idle barriers: the same object for all communicators of the same ranks."""
         return self
 
     @property
     def namespace(self) -> Hashable:
-        """Where names of collectives are told apart: equal for communicators of which names must not be the same."""
+        """Scope of the names of collectives: communicators with equal namespaces must not use the same name."""
         return id(self)
 
     def assemble(self, number: int) -> None:
-        """Wait for all ranks, without taking a core; see :meth:`assembly`."""
+        """Wait for all ranks without occupying a core; see :meth:`assembly`."""
         look = self.assembly(number)
         while look() is None:
             time.sleep(LONG)
 
     def leave(self) -> None:
-        """Say that this process ends as it should, where others would take it for one that has died."""
+        """Mark the end of this process as regular, if the others would otherwise take it for dead."""
         return
 
     def lost(self) -> list[int]:
-        """Return the ranks that have died, where the others can go on and know of it."""
+        """Return the dead ranks, if the others can detect them and go on."""
         return []
 
     def alive(self) -> bool:
@@ -264,10 +264,10 @@ class Communicator(ABC):
         """End the processes of all ranks, if they are processes."""
 
     def wait_for_job(self) -> None:
-        """Wait for all ranks of the job, where it is divided into groups of which all exchange."""
+        """Wait for all ranks of the job, if it is divided into groups that all exchange."""
 
     def rank_of(self, global_rank: int | None) -> int:
-        """Return the rank within this set of a rank that the job knows as ``global_rank``; of None, the lowest.
+        """Return the rank within this set of the global rank ``global_rank``; for None, the lowest.
 
         Raises:
             TypeError: it is not an int.
@@ -281,7 +281,7 @@ class Communicator(ABC):
 
 
 def awaited(numbers: Sequence[int]) -> int:
-    """Return what ranks wait for, given the number of each.
+    """Return the number that ranks wait for, given the number of each rank.
 
     Raises:
         RuntimeError: they wait for different things.

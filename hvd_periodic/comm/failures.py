@@ -1,4 +1,4 @@
-"""Ranks that fail together: one of them prints its traceback, and says which others have ended."""
+"""Ranks that fail together: one of them prints its traceback, and names the others that have ended."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hvd_periodic.comm.presence import TEXT_BYTES, Kind, Note
 from hvd_periodic.ranks import titled
 
 VARIABLE = "HVD_PERIODIC_TRACEBACKS"
-"""Environment variable: ``all`` if every rank that fails is to print its traceback."""
+"""Environment variable: ``all`` makes every rank that fails print its traceback."""
 
 _OTHERS = 3
-"""Other errors that are shown."""
+"""Number of other errors shown."""
 
 OVER = "its program is over, or has called sys.exit()"
-"""Why a process ends that no error has ended: Python tells its exit code to nobody before its end."""
+"""Reason given by a process that ends without an error: Python does not reveal the exit code beforehand."""
 
 
 def wants_all() -> bool:
@@ -26,14 +26,14 @@ def wants_all() -> bool:
 
 
 class Failures:
-    """Errors of other ranks: of those that are about to end, and of those that have printed and end."""
+    """Errors of other ranks: of ranks that are about to end, and of ranks that have printed theirs and end."""
 
     def __init__(self) -> None:
         self._notes: dict[int, Note] = {}
         self._changed = threading.Condition()
 
     def hear(self, note: Note) -> None:
-        """Take note of an error, or of the end, of another rank."""
+        """Record an error, or the end, of another rank."""
         with self._changed:
             self._notes[note.rank] = note
             self._changed.notify_all()
@@ -41,14 +41,14 @@ class Failures:
     def is_first(self, rank: int, text: str, others: Collection[int], seconds: float) -> bool:
         """Return whether this rank is to print its error: it is the first, or the first has not done so in time.
 
-        Every rank that fails tells all others before it asks. If several fail at once, the first is the lowest of those
-        whose error does not quote that of another.
+        Every rank that fails notifies all others before this call. If several fail at once, the first is the lowest
+        rank whose error does not quote another rank's error.
 
         Args:
-            rank: this one.
+            rank: this rank.
             text: its error.
-            others: the ranks that it can hear.
-            seconds: for which it waits to hear of errors, and then that the first has printed.
+            others: the ranks whose notices can reach it.
+            seconds: how long it waits for notices of errors, and then for the first rank to print.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._printed() or self._notes.keys() >= set(others), seconds)
@@ -57,13 +57,13 @@ class Failures:
             return not self._printed()
 
     def summary(self, rank: int, text: str, size: int, where: str) -> str:
-        """Return which ranks have ended with which errors, that of this one last.
+        """Return which ranks ended with which errors, this rank's error last.
 
         Args:
-            rank: this one, which has printed its traceback.
+            rank: this rank, which has printed its traceback.
             text: its error.
             size: number of ranks.
-            where: at which local step, in words, or nothing.
+            where: the local step in words, or an empty string.
         """
         with self._changed:
             texts = self._texts(rank, text)
@@ -94,7 +94,7 @@ class Failures:
 
 
 def _core(text: str) -> str:
-    """Return an error without the modules of its class and its place in the program.
+    """Return an error without the modules of its class and its location in the program.
 
     Example:
         >>> _core("package.BadError: of its own (train.py:31)")
@@ -104,10 +104,10 @@ def _core(text: str) -> str:
 
 
 def _quotes(text: str, other: str) -> bool:
-    """Return whether an error holds another one: it tells of it."""
+    """Return whether an error quotes another one."""
     return _kind(other) != _kind(text) and re.search(re.escape(_core(other)) + r"(?!\w)", text) is not None
 
 
 def _kind(text: str) -> str:
-    """Return an error without its numbers, by which that of one rank may differ from that of another."""
+    """Return an error without its numbers, which may differ between ranks."""
     return re.sub(r"\d+", "", _core(text))

@@ -1,4 +1,4 @@
-"""Groups of ranks: gradients are averaged inside of a group at every step, replicas between groups now and then."""
+"""Groups of ranks: gradients are averaged within a group at every step, replicas between groups periodically."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Groups:
     """The groups of a job, and the process sets of this rank.
 
     Attributes:
-        ranks: of every group.
-        local: process set of this rank's group, for ``hvd.DistributedOptimizer``; over ``torch.distributed`` a process
+        ranks: the ranks of every group.
+        local: process set of this rank's group, for ``hvd.DistributedOptimizer``; with ``torch.distributed``, a process
             group, for ``DistributedDataParallel``.
-        cross: process set of the ranks with which this one exchanges between groups: those with the same place in their
-            groups. Where groups have different sizes, or more than two groups are interleaved in changing order, all
-            ranks: then a group counts once per rank.
+        cross: process set of the ranks with which this one exchanges between groups: the ranks at the same position in
+            their groups. All ranks, if groups have different sizes, or if more than two groups are interleaved in
+            changing order: a group then counts once per rank.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class Groups:
 
 
 def groups_of_size(ranks: int, size: int) -> list[list[int]]:
-    """Cut ``ranks`` ranks into groups of neighbours; the last one may be smaller.
+    """Divide ``ranks`` ranks into groups of neighbors; the last group may be smaller.
 
     Raises:
         TypeError, ValueError: ``size`` is not an int of at least 1.
@@ -52,8 +52,8 @@ def groups_of_size(ranks: int, size: int) -> list[list[int]]:
 def across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the sets of ranks that exchange between groups.
 
-    Horovod numbers the ranks of a set in ascending order. Members of a group stay equal to the bit only where all sets
-    sum over groups in the same order, up to the first two: otherwise all ranks exchange.
+    Horovod numbers the ranks of a set in ascending order. Members of a group stay bitwise equal only if all sets sum
+    over groups in the same order, up to the order of the first two; otherwise, all ranks exchange.
 
     Example:
         >>> across([[0, 1], [2, 3]])
@@ -77,7 +77,7 @@ def check_groups(groups: Iterable[Iterable[int]], ranks: int) -> list[list[int]]
     """Return groups as sorted lists.
 
     Raises:
-        ValueError: they overlap, are empty, or are not all ranks of the job.
+        ValueError: the groups overlap, are empty, or do not hold exactly the ranks of the job.
     """
     lists = [sorted(group) for group in groups]
     found = [rank for group in lists for rank in group]
@@ -95,16 +95,16 @@ def make_groups(
     size: int | None = None,
     groups: Iterable[Iterable[int]] | None = None,
 ) -> Groups:
-    """Register the process sets of groups; all ranks together.
+    """Register the process sets of groups; collective among all ranks.
 
     Args:
         communicator: all ranks.
-        register: returns the process set of some ranks, in the same order on all.
-        size: of groups of neighbours.
+        register: returns the process set of some ranks; called in the same order on all ranks.
+        size: size of the groups of neighbors.
         groups: lists of ranks. Without size and groups, one group per host.
 
     Raises:
-        TypeError, ValueError: groups that make no sense, or that differ between ranks; on all of these.
+        TypeError, ValueError: groups are invalid, or differ between ranks; on all ranks.
         RuntimeError: process sets cannot be registered.
     """
     introduction, _ = communicator.introduction()
@@ -132,7 +132,7 @@ def make_groups(
     rank = communicator.rank
     sets = {tuple(members): register(members) for members in [*lists, *across(lists)]}
     _dividing.update((members, made) for members, made in sets.items() if len(members) < communicator.size)
-    # Horovod tells ranks of a new set at different times; one that ends now would shut it down before others know.
+    # Ranks learn of a new set at different times; one that ends now would shut Horovod down before others know it.
     with communicator.attendance.at("node_groups()"):
         communicator.allgather_object(None, "hvd_periodic.registered")
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
@@ -142,7 +142,7 @@ def make_groups(
 
 
 def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
-    """Say in the log which groups there are, and what is odd about them."""
+    """Log the groups, with warnings about unusual ones."""
     logger.info("Groups of ranks: %s", lists)
     if elastic:
         logger.warning(
@@ -156,5 +156,5 @@ def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
 
 
 def divides_the_job(process_set: Any) -> bool:
-    """Return whether a process set is one of groups, of which every rank of the job is in one."""
+    """Return whether a process set is one of the groups that the job is divided into."""
     return any(known is process_set for known in _dividing.values())

@@ -1,4 +1,4 @@
-"""Where the ranks of one host wait for each other without MPI, and notice who has died."""
+"""Barrier of the ranks of one host, which needs no MPI and detects dead ranks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hvd_periodic.comm.base import awaited
 from hvd_periodic.comm.window import WindowMemory
 
 _NUMBER_BITS = 32
-"""Of a word: above them the assembly, counted from 1, and in them what the rank waits for."""
+"""Low bits of a word, which hold the number the rank waits for; the bits above hold the barrier, counted from 1."""
 
 
 class Hall:
-    """Every rank has a seat, which the operating system frees when its process ends, however it ends.
+    """Liveness barrier: every rank holds a lock, its seat, which the operating system frees however the process ends.
 
-    MPI's collectives would wait for a rank that has died, forever; here nobody does.
+    MPI's collectives would wait forever for a dead rank; this barrier does not.
 
-    A rank writes what it waits for into its word for every other assembly: it comes to the next but one only after all
-    have been to the next, so that nobody still reads the word. A third word says that it has left as it should.
+    A rank has two words, which it uses in turn, for the number it waits for: it enters the next barrier but one only
+    after all ranks have entered the next, when none of them still reads the word. A third word marks a regular end.
 
     Args:
-        memory: of :meth:`nbytes` bytes, which all ranks have opened.
-        rank: this one; it has taken its seat when this returns, and all have to have before one of them asks.
+        memory: shared memory of :meth:`nbytes` bytes, which all ranks have opened.
+        rank: this rank, which has its seat when this returns; all must have theirs before any rank calls a method.
         size: number of ranks.
     """
 
@@ -35,20 +35,20 @@ class Hall:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Return the bytes that so many ranks need."""
+        """Return the bytes that ``size`` ranks need."""
         return 24 * size
 
     def leave(self) -> None:
-        """Say that the process of this rank ends as it should."""
+        """Mark the end of this rank's process as regular."""
         self._words[self._rank, 2] = 1
 
     def lost(self) -> list[int]:
-        """Return the ranks whose processes have ended otherwise."""
+        """Return the ranks whose processes have ended without :meth:`leave`."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return [rank for rank in others if not self._memory.is_taken(rank) and not self._words[rank, 2]]
 
     def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start to wait for all ranks that live; as :meth:`Communicator.assembly`."""
+        """Start to wait for all live ranks; as :meth:`Communicator.assembly`."""
         self._assemblies += 1
         mine, place = self._assemblies, self._assemblies % 2
         self._words[self._rank, place] = mine << _NUMBER_BITS | number

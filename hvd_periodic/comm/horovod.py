@@ -1,4 +1,4 @@
-"""Horovod: native tensors of the framework whose Horovod module is given, over any process set."""
+"""Horovod over any process set, with native tensors of the framework whose Horovod module is given."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hvd_periodic.comm.objects import pass_object
 from hvd_periodic.ranks import named
 
 _EVERYONE = "hvd_periodic.0.meeting"
-"""Under which all ranks of the job meet."""
+"""Name of the handshake of all ranks of the job."""
 
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
-"""Where Open MPI is told to leave its core to others while it waits."""
+"""Environment variable that tells Open MPI to yield its core while it waits."""
 
 
 class HorovodCommunicator(JobCommunicator):
     """The ranks of a Horovod process set, exchanging tensors in place.
 
-    Average is never asked of Horovod: over Gloo it has none of its own.
+    Horovod's Average is never used: over Gloo, Horovod has no native average.
 
     Args:
         framework: the Horovod module, ``"horovod.torch"``.
         process_set: the ranks that exchange. Default: all.
-        tensor: turns a numpy array into a tensor of the framework.
+        tensor: converts a numpy array to a tensor of the framework.
 
     Attributes:
         ranks: the global ranks of the process set.
 
     Raises:
-        RuntimeError: ``hvd.init()`` has not been called, or the launcher has not told Horovod of the other ranks.
+        RuntimeError: ``hvd.init()`` has not been called, or the launcher has not told Horovod about the other ranks.
         ValueError: the process set is not registered, or this rank is not in it.
     """
 
@@ -57,7 +57,7 @@ class HorovodCommunicator(JobCommunicator):
                 "`process_set` must be a registered Horovod process set: pass it to hvd.init(process_sets=[...]) or "
                 f"to hvd.add_process_set() first. Received: {process_set}"
             )
-        # Horovod may not have filled in the ranks of its global set when hvd.init() returns; they are known anyhow.
+        # Horovod may not have filled in the ranks of its global set when hvd.init() returns; they are known anyway.
         ranks = range(self._hvd.size()) if process_set.process_set_id == 0 else process_set.ranks
         if self._hvd.rank() not in ranks:
             raise ValueError(
@@ -69,13 +69,13 @@ class HorovodCommunicator(JobCommunicator):
         name = f"hvd_periodic.{process_set.process_set_id}.meeting"
         super().__init__(process_set, ranks, self._hvd.rank(), name)
         self._place = (self._hvd.rank(), self._hvd.size())
-        self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank there.
+        self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank of the host.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.attendance.elastic = self.elastic
         self.description = f"Horovod ({'MPI' if self._hvd.mpi_enabled() else 'Gloo'})"
 
     def changed(self) -> str | None:
-        """Return how Horovod's ranks differ from those of construction, as they do when elastic Horovod has reset."""
+        """Return how Horovod's ranks have changed since construction, as they do after a reset of elastic Horovod."""
         if not self._hvd.is_initialized():
             return "Horovod has been shut down"
         place = (self._hvd.rank(), self._hvd.size())
@@ -93,7 +93,7 @@ class HorovodCommunicator(JobCommunicator):
         return self._begun(self._hvd.allreduce_async_(buffer, name=name, op=operation, process_set=self.process_set))
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
-        """Broadcast in place; Horovod names the root by its global rank."""
+        """Broadcast in place; Horovod identifies the root by its global rank."""
         return self._begun(
             self._hvd.broadcast_async_(buffer, root_rank=self.ranks[root], name=name, process_set=self.process_set)
         )()
@@ -105,20 +105,20 @@ class HorovodCommunicator(JobCommunicator):
         )
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
-        """Gather, in a new tensor."""
+        """Gather into a new tensor."""
         return self.begin_allgather(buffer, name, out)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
-        """Start to gather, in a new tensor."""
+        """Start to gather into a new tensor."""
         return self._begun(self._hvd.allgather_async(buffer, name=name, process_set=self.process_set))
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start to exchange parts, in a new tensor."""
+        """Start to exchange parts, into a new tensor."""
         finish = self._begun(self._hvd.alltoall_async(buffer, name=name, process_set=self.process_set))
-        return lambda: finish()[0]  # and how many from each rank
+        return lambda: finish()[0]  # finish()[1]: how many elements came from each rank
 
     def _begun(self, handle: Any) -> Callable[[], Any]:
-        """Return what waits for a collective of this handle, asleep, and returns its result."""
+        """Return a function that waits for the collective of a handle, sleeping, and returns its result."""
         number = self.attendance.come()
 
         def finish() -> Any:
@@ -128,7 +128,7 @@ class HorovodCommunicator(JobCommunicator):
         return finish
 
     def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
-        """Give a pickled object to one rank, and to no other."""
+        """Send a pickled object to one rank, and to no other."""
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
             counts = (data.size * (np.arange(self.size) == to)).astype(np.int32)
@@ -138,24 +138,24 @@ class HorovodCommunicator(JobCommunicator):
         return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
-        """Start to give every rank its part, in a new tensor."""
+        """Start to send each rank its part, into a new tensor."""
         options = {"splits": self._tensor(counts), "name": name, "process_set": self.process_set}
         return self._begun(self._hvd.alltoall_async(buffer, **options))
 
     def repeated(self, buffer: Any, times: int) -> Any:
-        """Return a tensor several times."""
+        """Return ``times`` concatenated copies of a tensor."""
         return buffer.repeat(times)
 
     @property
     def waits_busily(self) -> bool:  # type: ignore[override]
-        """Whether Open MPI spins while it waits, and the ranks of this host have no cores left for that."""
+        """Whether Open MPI spins while it waits, and this host has no spare cores for that."""
         if "OMPI_COMM_WORLD_SIZE" not in os.environ or not self._hvd.mpi_enabled():
             return False
         yields = os.environ.get(_YIELDS, "0").lower() not in ("0", "false", "no")
         return not yields and len(os.sched_getaffinity(0)) < 2 * int(self._hvd.local_size())
 
     def alive(self) -> bool:
-        """Whether Horovod has not been shut down, here or elsewhere."""
+        """Return whether Horovod has not been shut down, here or elsewhere."""
         return bool(self._hvd.is_initialized()) and super().alive()
 
     @property
@@ -165,7 +165,7 @@ class HorovodCommunicator(JobCommunicator):
 
     @property
     def on_this_host(self) -> tuple[int, int]:
-        """The place of this rank among the ranks of its host, and how many these are."""
+        """This rank's position among the ranks of its host, and their number."""
         return int(self._hvd.local_rank()), int(self._hvd.local_size())
 
     def everyone(self) -> HorovodCommunicator:
@@ -176,7 +176,7 @@ class HorovodCommunicator(JobCommunicator):
         return everyone
 
     def refuse_without_mpi(self) -> None:
-        """Raise a RuntimeError where Horovod runs on something else."""
+        """Raise a RuntimeError unless Horovod runs on an MPI with support for threads."""
         if not self._hvd.mpi_enabled():
             raise RuntimeError(
                 "Asynchronous exchange needs MPI, and this job runs on Gloo: start it by mpirun, or by horovodrun --mpi"
@@ -197,10 +197,10 @@ class HorovodCommunicator(JobCommunicator):
 
 
 def depart() -> None:
-    """Wait, in every Horovod of this process, for all ranks of the job.
+    """Wait for all ranks of the job, in every Horovod module of this process.
 
-    The first that leaves a Horovod that has started MPI ends MPI on all of them, and none may be inside of MPI then,
-    for whatever it uses that. Horovod's own collectives are safe; this one fails if a rank that exchanges nothing has
+    If Horovod has started MPI, the first rank that leaves Horovod ends MPI on all ranks, and none may be inside MPI
+    then, for whatever purpose. Horovod's own collectives are safe; this one fails if a rank that exchanges nothing has
     already left.
     """
     for name in ("horovod.torch", "horovod.tensorflow"):
@@ -213,10 +213,10 @@ def depart() -> None:
 
 
 def ranks_of_host(hvd: Any) -> range:
-    """Return the ranks of this host, as there are now; local.
+    """Return the current ranks of this host; local.
 
     Args:
-        hvd: Horovod's module of a framework; None where it is not initialized.
+        hvd: Horovod's module of a framework; None if Horovod is not initialized.
 
     Raises:
         RuntimeError: Horovod is not initialized, and this process is one of several.
@@ -238,7 +238,7 @@ def register(hvd: Any, ranks: list[int]) -> Any:
 
     Args:
         hvd: Horovod's module of a framework.
-        ranks: all, or some of them.
+        ranks: all ranks, or some of them.
 
     Raises:
         RuntimeError: Horovod was initialized without dynamic process sets.
@@ -259,14 +259,14 @@ def register(hvd: Any, ranks: list[int]) -> Any:
 
 
 def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
-    """Return what Horovod has under the number of a process set: other ranks, or none, once it was initialized anew."""
+    """Return the ranks that Horovod has under a process set's id: others, or None, after it was reinitialized."""
     registry: Any = importlib.import_module(hvd.ProcessSet.__module__)
     found: dict[int, list[int]] = registry._basics._get_process_set_ids_and_ranks()
     return found.get(process_set.process_set_id)
 
 
 def _refuse_unknown_launcher(size: int) -> None:
-    """Raise where a launcher has started several processes of which each takes itself for the whole job."""
+    """Raise if a launcher has started several processes, each of which takes itself for the whole job."""
     found = started_several(horovodrun=False)
     if size == 1 and found is not None:
         launcher, processes, variable = found

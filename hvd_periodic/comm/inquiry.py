@@ -1,4 +1,4 @@
-"""A question to all that are waited for: who is asked when, and what is said of their answers."""
+"""Stall queries to missing ranks: which ranks are asked when, and the report of their answers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from hvd_periodic.comm.presence import Note
 from hvd_periodic.comm.roster import absent
 
 _PATIENCE = 3.0
-"""Seconds in which a rank that is alive answers."""
+"""Seconds within which a live rank answers."""
 
 _AGAIN = 0.5
-"""Seconds after which it is asked again: datagrams get lost, and ranks come meanwhile."""
+"""Seconds after which a rank is asked again: datagrams get lost, and ranks arrive meanwhile."""
 
 _AT_ONCE, TICK = 64, 0.05
-"""Ranks that are asked at once, and seconds until the next are: a socket holds some hundred datagrams."""
+"""Number of ranks asked at once, and seconds until the next are: a socket holds a few hundred datagrams."""
 
 _NAMED = 8
-"""Ranks that are described one by one."""
+"""Number of ranks that are described one by one."""
 
 
 @dataclass
 class Inquiry:
-    """Asks who has come to a collective.
+    """A query about which ranks have reached a collective.
 
     Attributes:
-        attendance: among which ranks.
-        wait: for which collective.
-        number: tells answers from those of inquiries before.
-        final: the wait has been too long.
-        began: when the first question was sent.
-        asked: when a rank was asked last.
-        answers: by rank.
+        attendance: tracker of the ranks that are asked.
+        wait: this rank's wait for the collective.
+        number: distinguishes the answers from answers to earlier queries.
+        final: whether the wait has exceeded the timeout.
+        began: time of the first question.
+        asked: time at which each rank was last asked.
+        answers: answers by rank.
     """
 
     attendance: Attendance
@@ -49,39 +49,39 @@ class Inquiry:
     answers: dict[int, Note] = field(default_factory=dict)
 
     def others(self) -> list[int]:
-        """Return all ranks but this one, beginning with the next: where all ask at once, each is asked by one."""
+        """Return all other ranks, starting with the next: if all ask at once, each is asked by one rank at a time."""
         ranks, own = self.attendance.ranks, self.attendance.ranks.index(self.attendance.rank)
         return [*ranks[own + 1 :], *ranks[:own]]
 
     def is_over(self, now: float) -> bool:
-        """Return whether all ranks that can be reached have answered, or had the time for it."""
+        """Return whether all reachable ranks have answered, or have had time to."""
         reachable = [rank for rank in self.others() if rank in self.attendance.peers]
         patience = _PATIENCE + TICK * len(reachable) / _AT_ONCE
         return all(rank in self.answers for rank in reachable) or now - self.began >= patience
 
     def to_be_asked(self, now: float) -> list[int]:
-        """Return some of the ranks that have not come, as far as is known, and were not asked just now."""
+        """Return some of the ranks that are missing, as far as is known, and were not asked just now."""
         due = [rank for rank in self.missing() if now - self.asked.get(rank, -math.inf) >= _AGAIN]
         return due[:_AT_ONCE]
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not come, as far as is known."""
+        """Return the ranks that have not reached the collective, as far as is known."""
         has_come = self.attendance.has_come
         come = {rank for rank, note in self.answers.items() if has_come(rank, note.begun, self.wait.number)}
         return [rank for rank in self.others() if rank not in come]
 
     def holding_up(self) -> list[int]:
-        """Return the ranks that have not come, and do not wait for others themselves, as they have said."""
+        """Return the missing ranks whose answers say that they do not wait for others themselves."""
         return [rank for rank in self.missing() if rank in self.answers and not self.answers[rank].seconds > 0]
 
 
 def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
-    """Return who has not come, in words.
+    """Return a description of the missing ranks.
 
     Args:
-        inquiry: with the answers.
-        now: in seconds of the monotonic clock.
-        one_host: all ranks are on this one.
+        inquiry: the query with its answers.
+        now: current time, in seconds of the monotonic clock.
+        one_host: whether all ranks are on this host.
     """
     attendance = inquiry.attendance
     waited = f"Rank {attendance.rank} has waited {seconds_of(now - inquiry.wait.since)} in {attendance.place()}"
@@ -102,7 +102,7 @@ _ELSEWHERE = "In a job of Horovod, its own warning of a stall, on rank 0, names 
 
 
 def describe(inquiry: Inquiry, rank: int) -> str:
-    """Return where a rank is that has not come."""
+    """Return a description of where a missing rank is."""
     attendance, answer = inquiry.attendance, inquiry.answers.get(rank)
     gone = attendance.gone.get(rank)
     if gone is not None:
@@ -120,7 +120,7 @@ def describe(inquiry: Inquiry, rank: int) -> str:
 
 
 def at_step(local_steps: int) -> str:
-    """Return a local step in words, where it is known."""
+    """Return a local step in words; an empty string if it is unknown."""
     return f" at local step {local_steps}" if local_steps >= 0 else ""
 
 
@@ -135,7 +135,7 @@ def seconds_of(seconds: float) -> str:
 
 
 def position() -> str:
-    """Return where the main thread of this process is, in the user's own code where there is some."""
+    """Return the location of the main thread of this process, in the user's code if it runs any."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _PACKAGE)
     first = frame

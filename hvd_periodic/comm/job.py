@@ -1,4 +1,4 @@
-"""What communicators over the ranks of a job have alike, whichever library has numbered them."""
+"""Common base of communicators over the ranks of a job, for any library that numbers the ranks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 
 class JobCommunicator(Communicator):
-    """Some ranks of a job, as its library numbers them: watched while they wait, and with MPI beside the library.
+    """Some ranks of a job, as its library numbers them, with a stall monitor, and with MPI next to the library.
 
     Args:
-        process_set: the ranks that exchange, as the library knows them.
-        ranks: the same, as the job numbers them.
-        rank: this process, as the job numbers it.
-        meeting_name: under which all optimizers of these ranks meet; the same on all of them.
+        process_set: the ranks that exchange, as the library represents them.
+        ranks: the global ranks of the set.
+        rank: the global rank of this process.
+        meeting_name: name of the handshake of all optimizers of these ranks; the same on all of them.
 
     Attributes:
         ranks: as given.
         process_set: as given.
-        problem: why this rank cannot train as the job is, if it cannot: all ranks learn of it where they meet.
+        problem: the error, if any, that keeps this rank from training in this job: the handshake tells all ranks.
     """
 
     encloses = 512 * 2**10
@@ -51,7 +51,7 @@ class JobCommunicator(Communicator):
 
     @property
     def constructed(self) -> int:
-        """How many optimizers of this process were constructed on these ranks, by any communicator."""
+        """Number of optimizers that this process has constructed on these ranks, with any communicator."""
         return self._constructed[self.meeting_name]
 
     @constructed.setter
@@ -60,16 +60,16 @@ class JobCommunicator(Communicator):
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the set."""
+        """The global ranks of the set."""
         return self.ranks
 
     @property
     def namespace(self) -> Hashable:
-        """Those of one set of ranks."""
+        """One namespace per set of ranks."""
         return self.meeting_name
 
     def store(self) -> Any:
-        """Return where ranks note that they have come, before they have met; None: where their launcher has a place."""
+        """Return the store in which ranks record their arrival before the first handshake; None: the launcher's."""
         return None
 
     @property
@@ -83,14 +83,14 @@ class JobCommunicator(Communicator):
 
     @abstractmethod
     def refuse_without_mpi(self) -> None:
-        """Raise a RuntimeError where ranks have no MPI beside the library; collective among them."""
+        """Raise a RuntimeError if the ranks have no MPI next to the library; collective among them."""
 
     @abstractmethod
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
-        """Return the arrays of all ranks, one after another; their sizes may differ."""
+        """Return the concatenated arrays of all ranks, whose sizes may differ."""
 
     def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
-        """Return where the watcher of this process is reached."""
+        """Return the address of this process's stall monitor."""
         if self.problem is not None or self.size == 1:
             return None, self.problem
         try:
@@ -110,7 +110,7 @@ class JobCommunicator(Communicator):
         return gather_objects(value, self.gather, name)
 
     def rank_of(self, global_rank: int | None) -> int:
-        """Return the rank within the set of a rank of the job; of None, the lowest."""
+        """Return the rank within the set of a global rank; for None, the lowest."""
         if global_rank is None:
             return 0
         if require_int(global_rank, "`root_rank`", minimum=0) not in self.ranks:
@@ -118,7 +118,7 @@ class JobCommunicator(Communicator):
         return self.ranks.index(global_rank)
 
     def shares_memory(self) -> bool:
-        """Whether all ranks are on one host, as the MPI knows that runs beside the library."""
+        """Return whether all ranks are on one host, according to the MPI that runs next to the library."""
         return self.size == 1 or self._during(self._mpi.shares_memory)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
@@ -129,31 +129,31 @@ class JobCommunicator(Communicator):
         return self._during(lambda: mpi.shared_memory(nbytes))
 
     def messages(self) -> Messages:
-        """Return those of MPI."""
+        """Return messages over MPI."""
         return self._during(self._mpi.messages)
 
     def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start to wait for all ranks, outside of the library, which would report a stall."""
+        """Start to wait for all ranks outside the library, which would report a stall."""
         if self.size == 1:
             return lambda: number
         return self.attendance.assembly(self._mpi.assembly(number))
 
     @property
     def channel(self) -> object:
-        """That of MPI."""
+        """The MPI communicator, if there are several ranks."""
         return self if self.size == 1 else self._mpi
 
     def leave(self) -> None:
-        """Say that this process ends as it should."""
+        """Mark the end of this process as regular."""
         if self._has_mpi:
             self._mpi.leave()
 
     def lost(self) -> list[int]:
-        """Return the ranks that have died, where that can be known: in asynchronous training on one host."""
+        """Return the dead ranks, which can only be detected in asynchronous training on one host."""
         return self._mpi.lost() if self._has_mpi else []
 
     def alive(self) -> bool:
-        """Whether MPI has not ended, where it was asked for: opening it is collective, and to ask is not."""
+        """Return whether MPI has not ended, if it is in use: starting it is collective, and this query is not."""
         return not self._has_mpi or self._mpi.alive()
 
     def abort(self) -> None:
@@ -162,7 +162,7 @@ class JobCommunicator(Communicator):
             self._mpi.abort()
 
     def wait_for_job(self) -> None:
-        """Wait for all ranks of the job, if these are one of the sets of ranks that it is divided into."""
+        """Wait for all ranks of the job, if these are one of the groups that it is divided into."""
         if divides_the_job(self.process_set):
             everyone = self.everyone()
             everyone.attendance.limit(self.attendance.timeout)
@@ -170,7 +170,7 @@ class JobCommunicator(Communicator):
                 everyone.gather(np.zeros(1, np.int64), "hvd_periodic.job")
 
     def _during(self, call: Callable[[], T]) -> T:
-        """Return what a collective returns that makes a way to an asynchronous center."""
+        """Return the result of a collective that sets up access to an asynchronous center."""
         with self.attendance.at("the start of asynchronous exchange"):
             return self.attendance.during(call)
 

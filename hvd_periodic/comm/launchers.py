@@ -1,4 +1,4 @@
-"""Launchers, and how many processes each says, in the environment of a process, that it has started."""
+"""Launchers, and the number of processes that each reports in the environment of a process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SIZES = {
     "WORLD_SIZE": "torchrun, or another launcher of torch.distributed,",
     "HOROVOD_SIZE": "horovodrun",
 }
-"""Where launchers tell each process how many there are."""
+"""Environment variables with the number of processes, and the launchers that set them."""
 
 _WITHOUT_SIZE = ("PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "JSM_NAMESPACE_RANK", "PALS_RANKID", "RANK")
-"""What a launcher sets that may tell its processes a number, but not how many there are."""
+"""Environment variables of launchers that may give a process its number, but not the number of processes."""
 
 
 def started_several(horovodrun: bool = True) -> tuple[str, int, str] | None:
     """Return the launcher that has started several processes, their number, and the variable that says so.
 
     Args:
-        horovodrun: may be that launcher. Horovod reads its variable itself, and an elastic job outgrows the number.
+        horovodrun: whether it counts. Horovod reads its variable itself, and an elastic job may outgrow the number.
     """
     for variable, launcher in _SIZES.items():
         if variable == "HOROVOD_SIZE" and not horovodrun:
@@ -34,7 +34,7 @@ def started_several(horovodrun: bool = True) -> tuple[str, int, str] | None:
 
 
 def started_alone() -> bool:
-    """Return whether there is no launcher, or one that says that this process is the only one, and will be.
+    """Return whether there is no launcher, or one for which this process is the only one, and will stay so.
 
     Example:
         >>> started_alone()

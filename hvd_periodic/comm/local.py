@@ -1,4 +1,4 @@
-"""A single rank: nothing to exchange with."""
+"""A single rank, which has no other rank to exchange with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("hvd_periodic")
 
 
 class LocalCommunicator(Communicator):
-    """The communicator of a job of one process.
+    """The communicator of a job with one process.
 
     Example:
         >>> LocalCommunicator().allgather_object("me", "names")
@@ -54,7 +54,7 @@ class LocalCommunicator(Communicator):
         return lambda: (buffer, [len(buffer)])
 
     def repeated(self, buffer: Any, times: int) -> Any:
-        """Return the buffer itself: it is wanted once for each rank."""
+        """Return the buffer itself: there is one rank, and one copy per rank."""
         return buffer
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
@@ -71,12 +71,12 @@ class LocalCommunicator(Communicator):
 
 
 def only_rank() -> LocalCommunicator | None:
-    """Return this process as the only rank of its job, where no launcher has started others; otherwise None."""
+    """Return the communicator of this process as its job's only rank; None if a launcher has started others."""
     return _only_rank() if started_alone() else None
 
 
 @cache
 def _only_rank() -> LocalCommunicator:
-    """Return one communicator, by which all optimizers of this process are numbered; say so once."""
+    """Return the one communicator that numbers all optimizers of this process; log once that it trains alone."""
     logger.warning("No launcher has started other processes: this one trains alone, as the only rank")
     return LocalCommunicator()

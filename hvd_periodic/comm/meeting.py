@@ -1,7 +1,7 @@
-"""What ranks tell each other before data travels: one small record per rank, gathered on all.
+"""Handshake of the ranks before data travels: one small record per rank, gathered on all.
 
-All optimizers of a process set meet under one name, whatever they meet for. So ranks that wait in different places find
-out, instead of waiting forever.
+All optimizers of a process set use one name for their handshakes, whatever the call. Ranks that wait in different calls
+therefore find out, instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from hvd_periodic.ranks import by_value
 
 
 class MeetingRanks(Ranks, Protocol):
-    """Ranks that can meet: a communicator."""
+    """Ranks that can perform a handshake: a communicator."""
 
     meeting_name: str
     attendance: Attendance
 
     @property
     def global_ranks(self) -> list[int]:
-        """All of them, as the job numbers them."""
+        """Global ranks of all of them."""
 
     @property
     def meets_with(self) -> MeetingRanks:
-        """All that meet when these do."""
+        """All ranks that share the handshakes of these."""
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the integers of all ranks, one rank after another."""
+        """Return the concatenated integers of all ranks, in rank order."""
 
 
 class Purpose(IntEnum):
-    """What a rank has come for."""
+    """The call in which a rank enters a handshake."""
 
     CONSTRUCT = 0
     START = 1
@@ -54,31 +54,31 @@ class Purpose(IntEnum):
 
 
 TRAINER_PLACES = ("a collective of the trainer", "construction of a strategy", "the end of training")
-"""Where trainers meet, which count these in the place of optimizers."""
+"""Calls in which trainers perform a handshake; their records count these in place of optimizers."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank tells the others, in integers of 64 bits.
+    """One rank's message in a handshake, as 64-bit integers.
 
     Attributes:
-        purpose: what it has come for.
-        optimizer: which optimizer of the process set this is, counted from 1; to construct one: how many there are.
-        problem: 1 where this rank cannot go on.
-        settings: a number that is the same where the hyper-parameters of the center optimizer are.
-        rate: a number that is the same where its learning rates are.
+        purpose: the call in which the rank is.
+        optimizer: number of the optimizer in the process set, from 1; while one is constructed: how many there are.
+        problem: 1 if this rank cannot go on.
+        settings: a number that is equal for equal hyper-parameters of the center optimizer.
+        rate: a number that is equal for equal learning rates of the center optimizer.
         local_steps: iterations so far.
         updates: iterations whose update ran.
         pending: iterations since the last exchange.
         period: iterations that the schedule planned between the last exchange and the next.
-        learning_rate: of the local optimizer; None where it is unknown.
-        step_seconds: seconds per iteration since the last exchange; None where there was none.
-        loss: mean of what was reported since the last exchange; None where nothing was.
-        optimizer_state: a number that is the same where local optimizers keep the same; 0 where it does not matter.
-        foreseen: iterations at the exchange after this one, where the schedule can say so before ranks meet; else 0.
-        weight: how much this rank counts in means; None where all count alike.
-        left_out: 1 where its replica is not finite, and it is left out.
-        enclosed: integers that follow this record: messages, as memory.
+        learning_rate: learning rate of the local optimizer; None if it is unknown.
+        step_seconds: seconds per iteration since the last exchange; None if there was none.
+        loss: mean of the losses reported since the last exchange; None if there were none.
+        optimizer_state: a number that is equal if local optimizers keep the same tensors; 0 if it does not matter.
+        foreseen: iterations at the exchange after this one, if the schedule knows it before the handshake; else 0.
+        weight: weight of this rank in means; None if all ranks count equally.
+        left_out: 1 if this rank is excluded, as its replica is not finite.
+        enclosed: number of integers that follow this record: the memory of messages.
     """
 
     purpose: int
@@ -101,17 +101,17 @@ class Record:
 
     @property
     def training(self) -> bool:
-        """Whether the rank exchanges and goes on, as opposed to one that has run out of data."""
+        """Whether the rank exchanges and goes on, instead of having run out of data."""
         return self.purpose == Purpose.EXCHANGE
 
     @property
     def place(self) -> str:
-        """What the rank has come for, in words."""
+        """Description of the call in which the rank is."""
         return _place(self)
 
 
 def integers(record: Record) -> list[int]:
-    """Return a record as it travels.
+    """Return a record as the integers to send.
 
     Example:
         >>> integers(Record(Purpose.START, optimizer=1))[:5]
@@ -121,7 +121,7 @@ def integers(record: Record) -> list[int]:
 
 
 def opened(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.ndarray]]:
-    """Return the records of all ranks and what each has enclosed, given their integers one after another."""
+    """Return the records and enclosed integers of all ranks, given all their integers, concatenated."""
     width, rest = len(fields(Record)), np.asarray(gathered, np.int64)
     records, enclosures = [], []
     while rest.size:
@@ -132,14 +132,14 @@ def opened(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.
 
 
 def records_of(gathered: Sequence[int] | np.ndarray) -> list[Record]:
-    """Return the records of all ranks, given their integers one after another."""
+    """Return the records of all ranks, given all their integers, concatenated."""
     return opened(gathered)[0]
 
 
 def leading(records: Sequence[Record]) -> Record:
-    """Return the record of the rank whose learning rates count: the one with most updates, of several the first.
+    """Return the record of the rank whose learning rates count: the one with the most updates, the first of several.
 
-    A learning-rate scheduler is behind on a rank whose updates were skipped.
+    A learning-rate scheduler falls behind on a rank that skips updates.
     """
     return max(records, key=lambda record: record.updates)
 
@@ -150,17 +150,17 @@ def meet(
     failure: Exception | None = None,
     enclosed: np.ndarray | None = None,
 ) -> tuple[list[Record], list[np.ndarray]]:
-    """Return the records of all ranks that meet and what each has enclosed, in rank order.
+    """Perform a handshake; return the records and enclosed integers of all its ranks, in rank order.
 
     Args:
         communicator: the ranks.
-        record: of this one.
-        failure: why this rank cannot go on, where ``record.problem`` says so.
-        enclosed: integers that travel along.
+        record: this rank's record.
+        failure: the error that keeps this rank from going on, if ``record.problem`` is set.
+        enclosed: integers to send along.
 
     Raises:
         Exception: ``failure``, on this rank.
-        RuntimeError: another rank cannot go on, or ranks have come for different things; on all of them.
+        RuntimeError: another rank cannot go on, or ranks are in conflicting calls; on all ranks.
     """
     enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
     communicator = communicator.meets_with
@@ -172,7 +172,7 @@ def meet(
 
 
 def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:
-    """Raise on all ranks where one cannot go on, or where they have come for different things; as :func:`meet`."""
+    """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :func:`meet`."""
     communicator.attendance.seen = records
     crossed = cross_purposes(records, communicator.global_ranks)
     if crossed or any(record.problem for record in records):
@@ -182,11 +182,11 @@ def check(communicator: MeetingRanks, records: Sequence[Record], failure: Except
 
 
 def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
-    """Return where ranks wait for each other, if they have come for different things; None if they have not.
+    """Return an error message that names the calls in which ranks wait, if these conflict; else None.
 
     Args:
-        records: of all ranks that have met.
-        numbers: of these, as the job numbers them.
+        records: records of all ranks in the handshake.
+        numbers: the global ranks of these.
 
     Example:
         >>> print(cross_purposes([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])

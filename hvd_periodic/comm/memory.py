@@ -1,4 +1,4 @@
-"""Memory that all ranks see, with locks."""
+"""Memory that all ranks share, with locks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 
 class NoSharedMemoryError(RuntimeError):
-    """Ranks of one host cannot share so much memory; raised on all of them."""
+    """The ranks of one host cannot share that much memory; raised on all of them."""
 
 
 class SharedMemory(ABC):
-    """The same bytes on all ranks, zeros at first.
+    """Bytes that all ranks share, initially zero.
 
     Attributes:
         buffer: the bytes, as a ``uint8`` array.
-        description: what it is, for the log.
+        description: human-readable description for the log.
     """
 
     buffer: np.ndarray
@@ -25,13 +25,13 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
-        """Hold locks ``start`` to ``start + count`` inside the block; waiting for them takes no processor time.
+        """Hold locks ``start`` to ``start + count`` inside the ``with`` block; waiting for them takes no CPU time.
 
-        Locks are numbers, not places in the buffer. A rank holds one block at a time.
+        Locks are numbers, not positions in the buffer. A rank holds one range of locks at a time.
         """
 
     def close(self) -> None:
-        """Release what the system has lent; the buffer must not be used afterwards. Collective."""
+        """Release the system's resources; the buffer must not be used afterwards. Collective."""
 
 
 class LocalMemory(SharedMemory):
@@ -43,5 +43,5 @@ class LocalMemory(SharedMemory):
         self.buffer = np.zeros(nbytes, np.uint8)
 
     def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
-        """Nobody else is there."""
+        """Return a context that locks nothing: there is no other rank."""
         return nullcontext()

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SHORT, LONG = 5e-5, 2e-3
-"""Seconds between two looks: at what is under way, and when nothing has come for a while.
+"""Polling intervals in seconds: of a message in flight, and after nothing has arrived for a while.
 
-Whoever waits sleeps: waiting inside of MPI would take a core from whoever computes.
+A rank that waits sleeps: waiting inside MPI would take a core from ranks that compute.
 """
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message that has come and is not received yet.
+    """A message that has arrived but has not been received yet.
 
     Attributes:
         source: the rank that sent it.
@@ -35,13 +35,13 @@ class Arrival:
 
 
 class Messages:
-    """Sends and receives arrays; the messages of one rank arrive in their order.
+    """Sends and receives arrays; messages from one rank arrive in the order in which they were sent.
 
     Args:
-        comm: a communicator of which nobody else knows.
+        comm: a communicator that nothing else uses.
 
     Attributes:
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -49,11 +49,11 @@ class Messages:
         self.rank: int = comm.Get_rank()
 
     def send(self, data: np.ndarray, rank: int, tag: int) -> Any:
-        """Start to send; return what :meth:`wait` and :meth:`done` take. The data must not change until then."""
+        """Start to send; return a request for :meth:`wait` or :meth:`done`. The data must stay unchanged until then."""
         return self._comm.Isend(data, rank, tag)
 
     def receive(self, out: np.ndarray, rank: int, tag: int) -> Any:
-        """Start to receive into ``out``; return what :meth:`wait` takes."""
+        """Start to receive into ``out``; return the request for :meth:`wait`."""
         return self._comm.Irecv(out, rank, tag)
 
     def done(self, request: Any) -> bool:
@@ -61,14 +61,14 @@ class Messages:
         return bool(request.Test())
 
     def wait(self, request: Any) -> None:
-        """Wait for a request, asleep."""
+        """Wait for a request, sleeping."""
         pause = SHORT
         while not request.Test():
             time.sleep(pause)
             pause = min(LONG, pause * 1.1)
 
     def next(self) -> Arrival | None:
-        """Return the next message that has come from anybody, or None."""
+        """Return the next message that has arrived from any rank, or None."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -90,7 +90,7 @@ class Messages:
         return data.tobytes()
 
     def barrier(self) -> None:
-        """Wait for all ranks, asleep."""
+        """Wait for all ranks, sleeping."""
         self.wait(self._comm.Ibarrier())
 
     def alive(self) -> bool:

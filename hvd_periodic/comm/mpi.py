@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ABOVE_ALL = 2**31
-"""Above every number of an optimizer."""
+"""Greater than the number of any optimizer."""
 
 _of_ranks: dict[tuple[int, ...], MPICommunicator] = {}
-"""Communicators of this process by ranks of the job: MPI has a limited number, and optimizers share them."""
+"""Communicators of this process by ranks of the job: MPI supports a limited number, so optimizers share them."""
 
 _watched: Counter[tuple[int, ...]] = Counter()
-"""How many communicators of the same ranks are watched: as many on all of these."""
+"""Number of watched communicators, by ranks of the job; the same on all of these ranks."""
 
 
 class MPICommunicator(Communicator):
-    """The ranks of an mpi4py communicator, duplicated so that no message of the user's is in the way.
+    """The ranks of an mpi4py communicator, which is duplicated to keep the user's messages separate.
 
     Args:
         comm: the ranks that exchange. Default: all of the job.
-        watched: whether ranks that do not come are named; where others do not see to that.
+        watched: whether to name missing ranks; not needed if another communicator does.
     """
 
     description = "MPI"
@@ -66,7 +66,7 @@ class MPICommunicator(Communicator):
             self.attendance = attendance_of(name, ranks[self.rank], ranks)
 
     def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
-        """Return where the watcher of this process is reached."""
+        """Return the address of this process's stall monitor."""
         if not self._watched:
             return None, None
         on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
@@ -111,7 +111,7 @@ class MPICommunicator(Communicator):
         return self._begun(self._comm.Ialltoall(self._in_place, buffer), buffer)
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
-        """Gather pickled objects; mpi4py's own function of this name stops at 2³¹ bytes."""
+        """Gather pickled objects; mpi4py's own function of this name is limited to 2³¹ bytes."""
         return gather_objects(value, self.allgather, name)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
@@ -119,11 +119,11 @@ class MPICommunicator(Communicator):
         return np.asarray(self.allgather(values, name))
 
     def shares_memory(self) -> bool:
-        """Whether all ranks are on one host."""
+        """Return whether all ranks are on one host."""
         return self._during(lambda: on_one_host(self._comm))
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Return a window of shared memory; from then on, ranks that die are not waited for."""
+        """Return a window of shared memory; from then on, idle barriers do not wait for dead ranks."""
 
         def opened() -> SharedMemory:
             memory = open_window(self._comm, nbytes)
@@ -135,11 +135,11 @@ class MPICommunicator(Communicator):
         return self._during(opened)
 
     def messages(self) -> Messages:
-        """Return those of a duplicate."""
+        """Return messages over a duplicate of the communicator."""
         return Messages(self._during(self._comm.Dup))
 
     def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start a nonblocking reduction: MPI's own waiting takes a core. On one host, see :class:`Hall`."""
+        """Start a nonblocking reduction: waiting inside MPI occupies a core. On one host, see :class:`Hall`."""
         if self._hall is not None:
             return self.attendance.assembly(self._hall.assembly(number))
         extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
@@ -151,16 +151,16 @@ class MPICommunicator(Communicator):
         return self.attendance.assembly(look)
 
     def leave(self) -> None:
-        """Say that this process ends as it should, before it does."""
+        """Mark the end of this process as regular, before it ends."""
         if self._hall is not None:
             self._hall.leave()
 
     def lost(self) -> list[int]:
-        """Return the ranks that have died, where that can be known."""
+        """Return the dead ranks, if they can be detected."""
         return [] if self._hall is None else self._hall.lost()
 
     def alive(self) -> bool:
-        """Whether MPI has not ended."""
+        """Return whether MPI has not ended."""
         from mpi4py import MPI
 
         return not MPI.Is_finalized()
@@ -170,23 +170,23 @@ class MPICommunicator(Communicator):
         self._comm.Abort(1)
 
     def _begun(self, request: MPI.Request, result: T) -> Callable[[], T]:
-        """Return what waits for a collective that has begun, and returns its result."""
+        """Return a function that waits for a started collective and returns its result."""
         number = self.attendance.come()
 
         def wait() -> T:
-            self.attendance.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is looked at.
+            self.attendance.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
             return result
 
         return wait
 
     def _during(self, call: Callable[[], T]) -> T:
-        """Return what a collective returns that makes a way to an asynchronous center."""
+        """Return the result of a collective that sets up access to an asynchronous center."""
         with self.attendance.at("the start of asynchronous exchange"):
             return self.attendance.during(call)
 
 
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of a communicator as the job counts them; as it does, where some are of another job."""
+    """Return the global ranks of a communicator; its own ranks, if some belong to another job."""
     from mpi4py import MPI
 
     own = list(range(comm.Get_size()))
@@ -196,7 +196,7 @@ def _in_the_job(comm: MPI.Intracomm) -> list[int]:
 
 @cache
 def _end_together() -> None:
-    """Let an error that ends this process end the job: MPI's own end would wait for all ranks, for ever."""
+    """Make an error that ends this process end the job: MPI's own shutdown would wait for all ranks forever."""
     atexit.register(_abort_after_error)
 
 
@@ -210,10 +210,10 @@ def _abort_after_error() -> None:
 
 
 def world_rank() -> int:
-    """Return this process's rank in all of the job.
+    """Return this process's rank in the whole job.
 
     Raises:
-        RuntimeError: there is no mpi4py.
+        RuntimeError: mpi4py cannot be imported.
     """
     try:
         from mpi4py import MPI
@@ -225,10 +225,10 @@ def world_rank() -> int:
 
 
 def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
-    """Return the communicator of these ranks of the job, in this order; collective among them at first.
+    """Return the communicator of these ranks of the job, in this order; the first call is collective among them.
 
     Raises:
-        RuntimeError: mpi4py counts fewer ranks than there are.
+        RuntimeError: mpi4py sees fewer ranks than there are.
     """
     from mpi4py import MPI
 
@@ -239,5 +239,5 @@ def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
     key = tuple(ranks)
     if key not in _of_ranks:
         group = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
-        _of_ranks[key] = MPICommunicator(group, watched=False)  # Horovod's watches what it does.
+        _of_ranks[key] = MPICommunicator(group, watched=False)  # The caller's communicator is watched.
     return _of_ranks[key]

@@ -1,4 +1,4 @@
-"""Objects of any size, over collectives that stop at 2³¹ elements."""
+"""Objects of any size, over collectives that are limited to 2³¹ elements."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 AT_ONCE = 2**30
-"""Bytes of all ranks that one collective gathers, at most."""
+"""Maximum number of bytes, over all ranks, that one collective gathers."""
 
 
 def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndarray], name: str) -> list[Any]:
-    """Return the picklable values of all ranks, in rank order; they travel in as many pieces as it takes.
+    """Return the picklable values of all ranks, in rank order, sent in as many pieces as necessary.
 
     Args:
-        value: of this rank.
-        allgather: returns the arrays of all ranks, one after another, whose sizes may differ.
+        value: this rank's value.
+        allgather: returns the concatenated arrays of all ranks, whose sizes may differ.
         name: prefix of the names of collectives.
     """
     data = _pickled(value)
@@ -34,7 +34,7 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
         for mine, part in zip(held, np.split(gathered, np.cumsum([len(one) for one in held])[:-1]), strict=True):
             mine[:] = part
     del data
-    return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Of large objects, no more copies than it takes.
+    return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Keep few copies of large objects.
 
 
 def pass_object(
@@ -42,12 +42,12 @@ def pass_object(
     sizes: Callable[[int], np.ndarray],
     send: Callable[[np.ndarray], tuple[np.ndarray, Sequence[int]]],
 ) -> dict[int, Any]:
-    """Give a picklable value to one rank, in as many pieces as it takes; return those that came here, by sender.
+    """Send a picklable value to one rank, in as many pieces as necessary; return the values received, by sender.
 
     Args:
-        value: of this rank.
-        sizes: returns what every rank has given it, in rank order.
-        send: gives bytes to that rank; returns those that came, one sender after the other, and how many from each.
+        value: this rank's value.
+        sizes: returns the sizes that all ranks have passed to it, in rank order.
+        send: sends bytes to that rank; returns the bytes received, in order of senders, and how many from each.
     """
     data = _pickled(value)
     parts: dict[int, list[np.ndarray]] = {}

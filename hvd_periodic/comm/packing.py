@@ -1,4 +1,4 @@
-"""Small records as integers of 64 bits, packed and unpacked by the names of their fields."""
+"""Small records as 64-bit integers, packed and unpacked by the names of their fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def bits(value: float | None) -> int:
-    """Return a float as the integer of the same 64 bits; None as NaN.
+    """Return a float as the integer with the same 64 bits; None as NaN.
 
     Example:
         >>> bits(1.0), number(bits(0.1)), number(bits(None))
@@ -23,7 +23,7 @@ def bits(value: float | None) -> int:
 
 
 def number(integer: int) -> float | None:
-    """Return the float of these 64 bits; None of NaN."""
+    """Return the float with these 64 bits; None for NaN."""
     value = float(struct.unpack("<d", struct.pack("<q", integer))[0])
     return None if math.isnan(value) else value
 
@@ -36,7 +36,7 @@ def pack(record: Any) -> list[int]:
 
 
 def unpack(cls: type[T], integers: Sequence[int]) -> T:
-    """Return what :func:`pack` was given."""
+    """Return the dataclass that :func:`pack` was given."""
     form_of: Any = cls
     names, kinds, form = _forms(form_of)
     return cls(**dict(zip(names, map(_known, struct.unpack(kinds, struct.pack(form, *integers))), strict=True)))
@@ -44,14 +44,14 @@ def unpack(cls: type[T], integers: Sequence[int]) -> T:
 
 @cache
 def _forms(cls: Any) -> tuple[list[str], str, str]:
-    """Return the names of the fields of a dataclass, their kinds in memory, and as many integers."""
+    """Return a dataclass's field names, the ``struct`` codes of the fields, and the format of as many integers."""
     of_class = fields(cls)
     kinds = "".join("d" if is_real(field.type) else "q" for field in of_class)
     return [field.name for field in of_class], f"<{kinds}", f"<{len(kinds)}q"
 
 
 def _as(kind: str, value: Any) -> int | float:
-    """Return a value as it is packed; None as NaN."""
+    """Return a value in the type to pack; None as NaN."""
     if kind == "q":
         return int(value)
     return math.nan if value is None else float(value)

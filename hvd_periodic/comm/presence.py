@@ -1,6 +1,6 @@
-"""Datagrams by which processes ask each other where they are, apart from all collectives; and where they reach them.
+"""Datagrams with which processes ask each other where they are, separate from all collectives; and their addresses.
 
-All are of one size, and hold numbers and a short text, which is only ever shown.
+All datagrams have one size, and hold numbers and a short text, which is only ever displayed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ TEXT_BYTES = 400
 _FORM = struct.Struct(f"<4sB16sqqqqqd{TEXT_BYTES}s")
 _MAGIC = b"hvdp"
 _ADDRESSES = 4
-"""IPv4 addresses of a host that others try, at most."""
+"""Maximum number of IPv4 addresses of a host that others try."""
 
 _INTERFACES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "NCCL_SOCKET_IFNAME")
-"""Where launchers are told which network to take: names of interfaces, or subnets."""
+"""Environment variables that tell launchers which network to use: names of interfaces, or subnets."""
 
 SIZE = _FORM.size
 """Bytes of a datagram."""
 
 
 class Kind(IntEnum):
-    """What a datagram is for.
+    """Type of a datagram.
 
     Attributes:
-        ASK: where are you?
-        ANSWER: to that.
+        ASK: asks where the receiver is.
+        ANSWER: answers ASK.
         END: the sender ends.
-        LEAVE: it only takes part in assemblies from now on.
+        LEAVE: the sender only takes part in idle barriers from now on.
         GIVE_UP: the receiver is to end, so that the others can go on without it.
-        GIVEN_UP: another was told so.
+        GIVEN_UP: another rank was told to end.
         FAIL: the sender has an error, and will end.
     """
 
@@ -56,18 +56,18 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Note:
-    """What a datagram says.
+    """Content of a datagram.
 
     Attributes:
-        kind: what it is for.
-        token: that of the receiver, which it has told the ranks it has met, and nobody else.
-        ranks: a number for the ranks among whom the sender waits.
-        rank: the sender.
-        wait: number of the inquiry, which an answer repeats.
-        begun: collectives of these ranks that the sender has come to.
-        local_steps: how far the sender has come; -1: not known.
-        seconds: for how long it has been waiting; 0: it is not.
-        text: where it is, or why it ends.
+        kind: its type.
+        token: the receiver's token, which it has only told the ranks of its handshakes.
+        ranks: a number that identifies the set of ranks among which the sender waits.
+        rank: rank of the sender.
+        wait: number of the query, which an answer repeats.
+        begun: number of collectives of these ranks that the sender has started.
+        local_steps: local steps of the sender; -1: unknown.
+        seconds: how long the sender has been waiting; 0: it is not waiting.
+        text: where the sender is, or why it ends.
     """
 
     kind: int
@@ -82,14 +82,14 @@ class Note:
 
 
 def packed(note: Note) -> bytes:
-    """Return a note as it travels."""
+    """Return a note as the bytes of a datagram."""
     text = note.text.encode()[:TEXT_BYTES]
     numbers = note.ranks, note.rank, note.wait, note.begun, note.local_steps, note.seconds
     return _FORM.pack(_MAGIC, note.kind, note.token, *numbers, text)
 
 
 def unpacked(data: bytes) -> Note | None:
-    r"""Return the note in a datagram; None where it is something else.
+    r"""Return the note in a datagram; None if it is something else.
 
     Example:
         >>> unpacked(packed(Note(Kind.END, bytes(16), ranks=7, rank=2, text="Ende\x1b[2J"))).text
@@ -106,18 +106,18 @@ def unpacked(data: bytes) -> Note | None:
 
 
 def number_of(name: str) -> int:
-    """Return the number by which datagrams name some ranks."""
+    """Return the number that identifies a set of ranks in datagrams."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where another process is reached.
+    """Address of a process.
 
     Attributes:
-        token: by which it knows those that it has met.
+        token: the token with which it recognizes the ranks of its handshakes.
         addresses: pairs of host and port, of which one or several may work.
-        begun: collectives of the ranks that met which it had come to before.
+        begun: number of collectives of these ranks that it had started before the handshake.
     """
 
     token: bytes
@@ -126,14 +126,14 @@ class Peer:
 
 
 def as_integers(peer: Peer) -> np.ndarray:
-    """Return what the others have to know, for a meeting."""
+    """Return the address of a process as integers, for a handshake."""
     found = [int(ipaddress.IPv4Address(host)) << 16 | port for host, port in peer.addresses[:_ADDRESSES]]
     found += [0] * (_ADDRESSES - len(found))
     return np.array([*struct.unpack("<2q", peer.token), peer.begun, *found], np.int64)
 
 
 def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
-    """Return what another has told; None where it has no way to be reached.
+    """Return the address of another process, from its integers; None if it cannot be reached.
 
     Example:
         >>> from_integers(as_integers(Peer(b"0123456789abcdef", (("127.0.0.1", 80),), 3)))
@@ -147,10 +147,10 @@ def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
 
 
 def own_hosts(one_host: bool) -> list[str]:
-    """Return the addresses of this host that other ranks may reach; the first ones are those the user has asked for.
+    """Return the addresses of this host that other ranks may reach: those of the user's interfaces, or of its name.
 
     Args:
-        one_host: all ranks are on this one.
+        one_host: whether all ranks are on this host.
     """
     if one_host:
         return ["127.0.0.1"]
@@ -161,7 +161,7 @@ def own_hosts(one_host: bool) -> list[str]:
 
 
 def _of_setting(setting: str) -> Iterator[str]:
-    """Yield the addresses of this host on the networks that a launcher was told to take."""
+    """Yield the addresses of this host on the networks that a launcher was told to use."""
     for part in filter(None, re.split(r"[,\s]+", setting)):
         try:
             network = ipaddress.IPv4Network(part, strict=False)
@@ -188,19 +188,19 @@ def _of_interface(name: str) -> str | None:
 
 
 def _of_name() -> Iterator[str]:
-    """Yield the addresses that the name of this host has, and that of its way to other networks."""
+    """Yield the addresses of this host's name, and the address of its route to other networks."""
     try:
         resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM)
         yield from (str(address[0]) for *_, address in resolved if not str(address[0]).startswith("127."))
     except OSError:
         pass
-    outward = _towards("192.0.2.1")  # Reserved for documentation: nothing is sent, the host only says which way it is.
+    outward = _towards("192.0.2.1")  # Reserved for documentation: nothing is sent, the host only looks up its route.
     if outward is not None:
         yield outward
 
 
 def _towards(host: str) -> str | None:
-    """Return the address of this host from which it would send to another."""
+    """Return the address from which this host would send to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

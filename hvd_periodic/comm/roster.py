@@ -1,7 +1,7 @@
-"""Who has come to the first meeting of all: before it no rank knows where the others are reached.
+"""Records arrivals at the first handshake, before ranks know each other's addresses.
 
-A rank signs where its job keeps things: in the store of a library that has one, at horovodrun's own server under Gloo,
-in the folder of Open MPI's session on this host otherwise. Nothing is read there but whether a signature exists.
+A rank signs in the storage of its job: in the store of a library that has one, on horovodrun's own server under Gloo,
+otherwise in the folder of Open MPI's session on this host. All that is read there is whether a signature exists.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _stores: dict[str, Any] = {}
 
 
 def sign(name: str, rank: int, store: Any = None) -> None:
-    """Note that a rank has come to the first meeting of some ranks; where there is no place to, do nothing.
+    """Record that a rank has arrived at the first handshake of some ranks; without storage for it, do nothing.
 
     Args:
-        name: of the ranks.
-        rank: this one.
-        store: with ``set(key, value)`` and ``check(keys)``, if the library of the job has one that a thread may ask.
+        name: name of the ranks.
+        rank: this rank.
+        store: has ``set(key, value)`` and ``check(keys)``; given if the job's library has one that a thread may query.
     """
     try:
         if store is not None:
@@ -43,13 +43,13 @@ def sign(name: str, rank: int, store: Any = None) -> None:
 
 
 def absent(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[int] | None:
-    """Return the ranks that have not signed; None where nothing can be said.
+    """Return the ranks that have not signed; None if that is unknown.
 
     Args:
-        name: of the ranks.
+        name: name of the ranks.
         ranks: all of them.
-        own: this one, which has signed.
-        one_host: all are on this one.
+        own: this rank, which has signed.
+        one_host: whether all ranks are on this host.
     """
     deadline = time.monotonic() + _SECONDS
     try:

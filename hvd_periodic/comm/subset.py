@@ -1,4 +1,4 @@
-"""Some of the ranks of a communicator, which reach each other through collectives of all."""
+"""Some of the ranks of a communicator, which communicate through collectives of all its ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ T = TypeVar("T")
 class Subset(Communicator):
     """One of the groups that all ranks are divided into; every group does the same at the same time.
 
-    It stands in for a process set where there can be none: Horovod ends the process of every rank that is left, when
-    one is lost in a job with process sets. All ranks meet, so that groups agree when to exchange, and data travels
-    inside of groups only, by ``alltoall``: a sum costs each rank what a ring costs, 2 P (m − 1)/m among m ranks.
+    It replaces a process set if the job can have none: when a rank is lost in a job with process sets, Horovod ends the
+    processes of all remaining ranks. Handshakes span all ranks, so that groups agree on when to exchange; data travels
+    within groups only, with ``alltoall``: a sum costs each rank as much as a ring, 2 P (m − 1)/m among m ranks.
 
     Args:
         everyone: all ranks.
-        choose: returns the ranks of this one's group, as there are now.
+        choose: returns the current ranks of this rank's group.
 
     Raises:
-        ValueError: this rank is not in its group, or another is not there.
+        ValueError: this rank is not in its group, or the group has a rank that does not exist.
     """
 
     def __init__(self, everyone: Communicator, choose: Callable[[], Iterable[int]]) -> None:
@@ -49,15 +49,15 @@ class Subset(Communicator):
         return self._everyone
 
     def among(self, of_all: Sequence[T]) -> list[T]:
-        """Return what there is of the ranks of this group."""
+        """Return the items of this group's ranks, given the items of all ranks."""
         return [of_all[place] for place in self.places]
 
     def anew(self, everyone: Communicator) -> Communicator:
-        """Return this rank's group among the ranks that there are now."""
+        """Return this rank's group among the current ranks."""
         return Subset(everyone, self._choose)
 
     def check(self) -> None:
-        """Raise a ValueError on all ranks where some do not agree on who is in their group."""
+        """Raise a ValueError on all ranks if some disagree about the members of their group."""
         told = self.meets_with.allgather_object(self.places, "hvd_periodic.groups")
         for rank, places in enumerate(told):
             other = next((place for place in places if told[place] != places), None)
@@ -74,7 +74,7 @@ class Subset(Communicator):
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the group as the job numbers them."""
+        """The global ranks of the group."""
         return self.among(self.meets_with.global_ranks)
 
     def changed(self) -> str | None:
@@ -82,16 +82,16 @@ class Subset(Communicator):
         return self.meets_with.changed()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-        """Start to reduce parts, a part on each rank; these are gathered where the result is waited for."""
+        """Start to reduce one part on each rank; the returned function also gathers the parts."""
         part = self._reduced(buffer, name, {"sum": add, "max": self.meets_with.larger}[op])
         return lambda: self.allgather(part(), f"{name}.parts")
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start to give every rank its part of all."""
+        """Start to give each rank its part of the sum."""
         return self._reduced(buffer, name, add)
 
     def _reduced(self, buffer: Any, name: str, operation: Callable[[Any, Any], Any]) -> Callable[[], Any]:
-        """Start to reduce a part of all on every rank, in the order of ranks."""
+        """Start to reduce one part of the buffers on each rank, in rank order."""
         bounds = [chunk(len(buffer), place, self.size) for place in range(self.size)]
         finish = self._scatter(buffer, [stop - start for start, stop in bounds], name)
         start, stop = bounds[self.rank]
@@ -103,17 +103,17 @@ class Subset(Communicator):
         return total
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
-        """Give what one rank has to all."""
+        """Send the root's buffer to all ranks of the group."""
         if self.rank != root:
             return self._scatter(buffer[:0], [0] * self.size, name)()
         return self._scatter(self.meets_with.repeated(buffer, self.size), [len(buffer)] * self.size, name)()
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
-        """Give what every rank has to all."""
+        """Send every rank's buffer to all ranks of the group."""
         return self.begin_allgather(buffer, name, out)()
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
-        """Start to give what every rank has to all."""
+        """Start to send every rank's buffer to all ranks of the group."""
         return self._scatter(self.meets_with.repeated(buffer, self.size), [len(buffer)] * self.size, name)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
@@ -132,7 +132,7 @@ class Subset(Communicator):
         """Return the first rank: each group starts from its own.
 
         Raises:
-            ValueError: another one was asked for.
+            ValueError: a root was requested.
         """
         if global_rank is not None:
             raise ValueError(
@@ -142,7 +142,7 @@ class Subset(Communicator):
         return 0
 
     def _scatter(self, buffer: Any, counts: Sequence[int], name: str) -> Callable[[], Any]:
-        """Start to give the ranks of the group so many elements each, and no others any."""
+        """Start to send as many elements as ``counts`` says to each rank of the group, and none to other ranks."""
         of_all = np.zeros(self.meets_with.size, np.int32)
         of_all[self.places] = counts
         finish = self.meets_with.scatter(buffer, of_all, name)
@@ -155,13 +155,13 @@ class Subset(Communicator):
 def require_possible(
     communicator: Communicator, center: str, nonfinite: str, overlap: object, asynchronous: bool
 ) -> None:
-    """Raise a ValueError for what groups do not do that are none of Horovod's: they stay in step with each other.
+    """Raise a ValueError for options that groups without process sets do not support: they run in lockstep.
 
     Args:
         communicator: the ranks that exchange.
-        center: where the center is to live.
-        nonfinite: what is to become of a rank that is not finite.
-        overlap: local steps that an exchange is under way: where it is waited for, all groups have to be.
+        center: placement of the center.
+        nonfinite: how to treat a rank whose replica is not finite.
+        overlap: local steps that an exchange is in flight: all groups would have to wait for it at the same step.
         asynchronous: whether ranks exchange without waiting for each other.
     """
     refused = {

@@ -21,7 +21,7 @@ _OPS = {"sum": np.add, "max": np.maximum}
 class ThreadCommunicator(Communicator):
     """One rank of a group made by :func:`run`; buffers are numpy arrays, or anything that numpy views without a copy.
 
-    Sums run in rank order, so that results are reproducible to the bit.
+    Sums run in rank order, so that results are bitwise reproducible.
     """
 
     description = "threads of one process"
@@ -50,7 +50,7 @@ class ThreadCommunicator(Communicator):
         return lambda: buffer[start:stop]
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
-        """Return ``out``, or a new array."""
+        """Gather into ``out``, or into a new array."""
         gathered = np.concatenate(self._group.exchange(self.rank, (name,), np.asarray(buffer).copy()))
         if out is None:
             return gathered
@@ -68,7 +68,7 @@ class ThreadCommunicator(Communicator):
         return self._group.exchange(self.rank, (name,), value)
 
     def shares_memory(self) -> bool:
-        """Return that ranks, which are threads, share all memory."""
+        """Return True: the ranks are threads, which share all memory."""
         return True
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
@@ -98,7 +98,7 @@ class _ThreadMemory(LocalMemory):
 
 
 class _Group:
-    """The meeting point of ``size`` threads."""
+    """The barrier at which ``size`` threads exchange values."""
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
@@ -107,7 +107,7 @@ class _Group:
         self._values: list[Any] = [None] * size
 
     def exchange(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
-        """Return what all ranks brought to the same call."""
+        """Return the values that all ranks passed to the same call."""
         self._calls[rank], self._values[rank] = call, value
         self.barrier.wait()
         calls, values = list(self._calls), list(self._values)
@@ -124,7 +124,7 @@ def run(size: int, function: Callable[[ThreadCommunicator], T], timeout_seconds:
 
     Args:
         size: number of ranks.
-        function: what each rank does.
+        function: the work of each rank.
         timeout_seconds: how long a rank waits in one collective before all fail.
 
     Raises:

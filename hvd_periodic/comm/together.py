@@ -1,4 +1,4 @@
-"""All ranks that train together: those that exchange, and those that average gradients with one of them."""
+"""All ranks that train together: the ranks that exchange, and the ranks that average gradients with one of these."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hvd_periodic.comm.base import Communicator
 
 
 class Together:
-    """What all of these ranks know of each other, in two hops: inside of a group, then between groups.
+    """Gathers values from all of these ranks in two hops: within a group, then between groups.
 
-    Every group has one member in each set of ranks that exchange, so that two hops reach everybody.
+    Every group has one member in each set of ranks that exchange, so that two hops reach every rank.
 
     Args:
         exchanging: the ranks that exchange with this one.
 
     Attributes:
-        group: the ranks whose gradients are averaged with those of this one, where others than ``exchanging`` are among
-            them; None otherwise.
-        group_name: prefix of the names of its collectives.
-        group_root: the member of the group that exchanges with the root of all.
+        group: the ranks that average their gradients with this one, if some of them are not in ``exchanging``; None
+            otherwise.
+        group_name: prefix of the names of the group's collectives.
+        group_root: the member of the group that exchanges with the root of all ranks.
     """
 
     def __init__(self, exchanging: Communicator) -> None:
@@ -30,16 +30,16 @@ class Together:
 
     @property
     def size(self) -> int:
-        """Number of all ranks that train together, as far as sets that overlap in one rank can tell."""
+        """Number of all ranks that train together, assuming that the two sets overlap in one rank."""
         return self.exchanging.size * (1 if self.group is None else self.group.size)
 
     @property
     def global_rank(self) -> int:
-        """This rank, as the job numbers it."""
+        """Global rank of this process."""
         return self.exchanging.global_rank
 
     def average_within(self, group: Communicator) -> None:
-        """Take notice of a group; all of its ranks together."""
+        """Set the group that averages gradients; collective among its ranks."""
         self.group, self.group_name = group, group.unique_name()
         lowest = group.allgather_object(min(self.exchanging.global_ranks), f"{self.group_name}.lowest")
         self.group_root = lowest.index(min(lowest))
@@ -53,7 +53,7 @@ class Together:
         return dict(sorted(merged.items()))
 
     def any(self, value: bool) -> bool:
-        """Return whether something is true on any of the ranks."""
+        """Return whether ``value`` is true on any of the ranks."""
         return any(self.gather(value, "any").values())
 
     def allgather_object(self, value: Any, name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""torch.distributed: tensors of PyTorch over a process group, on whatever backend carries them."""
+"""torch.distributed: PyTorch tensors over a process group, with any backend that carries them."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from hvd_periodic.comm.objects import pass_object
 from hvd_periodic.comm.presence import number_of
 from hvd_periodic.vectors.layout import chunk
 
-# Some builds of PyTorch have no torch.distributed; there this file is imported and nothing of it is used.
+# Some builds of PyTorch have no torch.distributed; with them, this file is imported but not used.
 _c10d: Any = importlib.import_module("torch.distributed.distributed_c10d") if dist.is_available() else None
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-"""By its name of torch 2.13, or by that of before."""
+"""Under its name in torch 2.13, or under its earlier name."""
 
 _FOR_EVER = timedelta(days=365)
-"""Who waits too long is found by what watches ranks; the library's own limit would end waits that are right."""
+"""The stall monitor detects waits that are too long; the library's own timeout would end legitimate waits."""
 
 _HEAD = 1024
-"""Bytes that every rank contributes to a gathering whose sizes are not known: what is small needs no second one."""
+"""Bytes that every rank contributes to a gather of unknown sizes: small data needs no second gather."""
 
 _PADDED = 2**16
-"""Bytes of the largest contribution up to which all are made as long as that."""
+"""Elements, after padding, up to which all contributions are padded to the longest, even if most of that is padding."""
 
 _ON_THIS_HOST = (
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("MPI_LOCALNRANKS", "PMI_SIZE"),
 )
-"""Where launchers tell how many processes there are on this host, and in all."""
+"""Environment variables of launchers with the number of processes on this host, and in total."""
 
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
-"""What the launchers of MPI set, one of them at least."""
+"""Environment variables of MPI launchers, each of which sets at least one."""
 
 
 class TorchDistributedCommunicator(JobCommunicator):
     """The ranks of a ``torch.distributed`` process group.
 
-    Collectives travel in a group of their own, of the same ranks, which is made at the first of them, by these ranks
-    alone: those of the user's program, and of its threads, would otherwise come between them in another order on each
-    rank. What ranks tell each other travels over Gloo; tensors over the backends of the given group.
+    Collectives run in a separate group of the same ranks, which these ranks alone create at the first collective.
+    Otherwise, collectives of the user's program and its threads would be interleaved with them in a different order on
+    each rank. Handshakes and objects travel over Gloo; tensors over the backends of the given group.
 
     Args:
         group: the process group. Default: all ranks.
@@ -87,21 +87,21 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks of the job are on one host, as far as the launcher has told."""
+        """Whether all ranks of the job are on one host, as far as the launcher reports."""
         if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
             return True
         return any(os.environ.get(here) == os.environ.get(of_all, "") for here, of_all in _ON_THIS_HOST)
 
     def store(self) -> Any:
-        """Return a connection of its own to the store of the job, which a thread may ask while another waits there."""
-        return None if "mpi" in self._backends.values() else _store_of_the_job()  # MPI's has no store.
+        """Return a separate connection to the store of the job, which a thread may query while another waits there."""
+        return None if "mpi" in self._backends.values() else _store_of_the_job()  # The MPI backend has no store.
 
     def everyone(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""
         return TorchDistributedCommunicator()
 
     def changed(self) -> str | None:
-        """Return whether torch.distributed was shut down since construction."""
+        """Return how torch.distributed was shut down or reinitialized since construction; None if it was not."""
         if not dist.is_initialized():
             return "torch.distributed has been shut down"
         if dist.group.WORLD is not self._world:
@@ -109,11 +109,11 @@ class TorchDistributedCommunicator(JobCommunicator):
         return None
 
     def alive(self) -> bool:
-        """Whether torch.distributed is what it was."""
+        """Return whether torch.distributed is unchanged since construction."""
         return self.changed() is None and super().alive()
 
     def check_devices(self, kinds: Iterable[str]) -> None:
-        """Raise a ValueError where the backends of the group carry no tensors of a kind of device."""
+        """Raise a ValueError if the backends of the group carry no tensors of a kind of device."""
         for kind in sorted(set(kinds) - self._backends.keys()):
             backends = ", ".join(f"{backend} for {device}" for device, backend in self._backends.items())
             raise ValueError(
@@ -133,7 +133,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return self._begin(lambda: dist.broadcast(buffer, source, self._group, async_op=True), buffer)()
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start to give every rank its chunk of all; the sum is taken here, in the order of ranks."""
+        """Start to send each rank its chunk of every buffer; the receiver sums them, in rank order."""
         bounds = [chunk(len(buffer), rank, self.size) for rank in range(self.size)]
         counts = [stop - start for start, stop in bounds]
         mine = counts[self.rank]
@@ -160,12 +160,12 @@ class TorchDistributedCommunicator(JobCommunicator):
         return self._begin(lambda: _all_gather(out, buffer, self._group, async_op=True), out)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
-        """Start to exchange parts, in a new tensor."""
+        """Start to exchange parts, into a new tensor."""
         out = torch.empty_like(buffer)
         return self._begin(lambda: dist.all_to_all_single(out, buffer, group=self._group, async_op=True), out)
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
-        """Gather an array, whatever its size is on the others."""
+        """Gather an array, whose size may differ between ranks."""
         data = np.frombuffer(np.ascontiguousarray(array), np.uint8)
         head = np.zeros(_HEAD, np.uint8)
         head[:8] = np.array([data.size], np.int64).view(np.uint8)
@@ -182,7 +182,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return np.concatenate(parts).view(array.dtype)
 
     def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
-        """Give a pickled object to one rank, and to no other."""
+        """Send a pickled object to one rank, and to no other."""
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
             counts = (data.size * (np.arange(self.size) == to)).astype(np.int64)
@@ -193,7 +193,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
     def refuse_without_mpi(self) -> None:
-        """Raise a RuntimeError, on all ranks, where a launcher of MPI has not started them."""
+        """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""
         if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
             raise RuntimeError(
                 "Asynchronous exchange needs MPI beside torch.distributed, and this job was started without: start it "
@@ -202,7 +202,7 @@ class TorchDistributedCommunicator(JobCommunicator):
             )
 
     def _gather(self, buffer: torch.Tensor, sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the tensors of all ranks, whose sizes are known to all."""
+        """Return the concatenated tensors of all ranks, whose sizes all ranks know."""
         longest = max(sizes)
         if out is None:
             out = buffer.new_empty(sum(sizes))
@@ -222,13 +222,13 @@ class TorchDistributedCommunicator(JobCommunicator):
         return torch.cat(rows, out=out)
 
     def _scatter(self, buffer: Any, going: list[int], coming: list[int]) -> Callable[[], Any]:
-        """Start to give every rank as many elements as ``going`` says; what is returned waits for those that come."""
+        """Start to send each rank as many elements as ``going`` says; the returned function waits for ``coming``."""
         out = buffer.new_empty(sum(coming))
         return self._begin(lambda: dist.all_to_all_single(out, buffer, coming, going, self._group, True), out)
 
     def _begin(self, call: Callable[[], Any], result: Any) -> Callable[[], Any]:
-        """Begin a collective; return what waits for it, asleep, and returns the result."""
-        _ = self._group  # Made before this rank says that it has come to the collective.
+        """Start a collective; return a function that waits for it, sleeping, and returns the result."""
+        _ = self._group  # Create the group before this rank records the start of the collective.
         number, work = self.attendance.come(), self._checked(call)
 
         def finish() -> Any:
@@ -239,7 +239,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return finish
 
     def _checked(self, call: Callable[[], Any]) -> Any:
-        """Return what a call to the library returns."""
+        """Return the result of a call to the library; explain its errors."""
         try:
             return call()
         except RuntimeError as error:
@@ -250,8 +250,8 @@ class TorchDistributedCommunicator(JobCommunicator):
 
     @property
     def _group(self) -> Any:
-        """The group of this package's own; collective among its ranks at first."""
-        if "mpi" in self._backends.values():  # It makes no group that not all ranks of the job make.
+        """This package's own group; the first use is collective among its ranks."""
+        if "mpi" in self._backends.values():  # MPI creates no group without all ranks of the job.
             return self.process_set
         name = f"{self.meeting_name}.own"
         known = self._own.get(name)
@@ -266,11 +266,11 @@ class TorchDistributedCommunicator(JobCommunicator):
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
-"""Groups of ranks, by these, each with the group of all in which it was made."""
+"""Groups by their ranks, each with the group of all ranks that existed when it was created."""
 
 
 def register_group(ranks: list[int]) -> Any:
-    """Return the process group of some ranks, or what stands for it on the others; collective among all of the job."""
+    """Return the process group of some ranks, or its placeholder on others; collective among all ranks of the job."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     world, known = _registered.get(tuple(ranks), (None, None))
@@ -281,7 +281,7 @@ def register_group(ranks: list[int]) -> Any:
 
 
 def _restored(meeting_name: str | None) -> TorchDistributedCommunicator:
-    """Return the communicator of all ranks; or of a group, which no other process knows."""
+    """Return the communicator of all ranks, or of a group, which only the process that made it knows."""
     if meeting_name is None:
         return TorchDistributedCommunicator()
     known = TorchDistributedCommunicator._own.get(f"{meeting_name}.own")
@@ -298,9 +298,9 @@ class _Own:
     """A group of this package.
 
     Attributes:
-        given: that of the user, of the same ranks.
-        made: this one.
-        number: how many there were of its name, this one included: torch.distributed may be initialized anew.
+        given: the user's group, of the same ranks.
+        made: this group.
+        number: how many groups have had its name, including this one: torch.distributed may be reinitialized.
     """
 
     given: Any
@@ -311,21 +311,21 @@ class _Own:
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backends of a group by the kind of device whose tensors they carry."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    # Gloo has some of its collectives for tensors in host memory alone.
+    # Gloo supports some of its collectives only for tensors in host memory.
     return {device: name for device, name in pairs if device == "cpu" or name != "gloo"}
 
 
 def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
-    """Return a group of some ranks, which these make; its name must be new to them.
+    """Return a group of some ranks, created by these ranks alone; its name must be new to them.
 
-    ``dist.new_group()`` asks for all ranks of the job, or makes up a name from how many groups a rank is in, which
-    differs between ranks that are in different numbers of them.
+    ``dist.new_group()`` needs all ranks of the job, or derives a name from the number of groups that a rank is in,
+    which may differ between ranks.
     """
     rank = ranks.index(dist.get_rank())
     config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())
     store = _store_of_the_job() or _c10d._get_default_store()
     world: Any = dist.group.WORLD
-    # A group that is bound to a device would be split off from all ranks, by all of them.
+    # If bound to a device, the group would be split off from the group of all ranks, by all of them.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         group, _ = _c10d._new_process_group_helper(len(ranks), rank, ranks, config, store, name, timeout=_FOR_EVER)
@@ -336,6 +336,6 @@ def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
 
 
 def _store_of_the_job() -> Any:
-    """Return a connection of its own to the store of the job; None before torch 2.6, whose stores cannot be cloned."""
+    """Return a separate connection to the store of the job; None before torch 2.6, whose stores cannot be cloned."""
     store = _c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else None

@@ -1,4 +1,4 @@
-"""Names ranks that do not come: one thread per process answers where this one is, and asks where the others are."""
+"""Stall monitor that names missing ranks: one thread per process says where it is, and asks where the others are."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from hvd_periodic.ranks import named
 logger = logging.getLogger("hvd_periodic")
 
 VARIABLE = "HVD_PERIODIC_WARN_SECONDS"
-"""Environment variable: seconds of waiting after which ranks that do not come are named; 0: never."""
+"""Environment variable: seconds of waiting after which missing ranks are named; 0: never."""
 
 _DEFAULT_SECONDS = 60.0
 _GRACE = 5.0
-"""Seconds in which Horovod ends a collective of which a rank has ended."""
+"""Seconds within which Horovod ends a collective after one of its ranks has ended."""
 
 _SOON = 1.0
-"""Seconds in which the reason of its end comes from a rank, after Horovod has noticed that."""
+"""Seconds within which a rank reports why it ends, after Horovod has noticed its end."""
 
 _SENDING = 1.0
-"""Seconds for which sending a datagram may take."""
+"""Maximum seconds for sending a datagram."""
 
 _ADVICE = (
     "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
@@ -48,7 +48,7 @@ _ADVICE = (
 
 
 def warn_seconds() -> float:
-    """Return the seconds that the environment asks for; 0: never.
+    """Return the seconds that the environment sets; 0: never.
 
     Raises:
         ValueError: they are not a number of at least 0.
@@ -66,15 +66,15 @@ def warn_seconds() -> float:
 
 
 class Watcher:
-    """Of one process.
+    """Stall monitor of one process.
 
     Args:
-        warns_after: seconds; 0: never.
-        one_host: all ranks are on this one.
-        of_process: returns the attendances that are watched.
+        warns_after: seconds of waiting before a warning; 0: never.
+        one_host: whether all ranks are on this host.
+        of_process: returns the trackers to watch.
 
     Raises:
-        OSError: this host lets no datagrams be received.
+        OSError: this host cannot receive datagrams.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Watcher:
         self._ending: dict[int, float] = {}
         self._given_up: dict[str, Wait] = {}
         self.told = threading.Event()
-        """Another process has said that it ends."""
+        """Set when another process has reported its end."""
         self.failures = Failures()
         self._asked = 0
         self._closed = False
@@ -99,7 +99,7 @@ class Watcher:
         self._thread.start()
 
     def introduction(self, attendance: Attendance) -> np.ndarray:
-        """Return what other ranks have to know to reach this process and to count with it, in integers."""
+        """Return this process's address and its count of collectives as integers, for other ranks."""
         return as_integers(replace(self.own, begun=attendance.begun))
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Watcher:
                 looks_at = now + TICK if self._inquiries else now
 
     def _pause(self) -> float:
-        """Return for how long nothing can be due."""
+        """Return for how many seconds nothing can be due."""
         if self._inquiries:
             return TICK
         limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._attendances())) if limit]
@@ -159,7 +159,7 @@ class Watcher:
             self._be_given_up(note, attendance)
 
     def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
-        """Return where this process is."""
+        """Return a note that says where this process is."""
         waiting = [(a, wait) for a in self._attendances() if (wait := a.wait) is not None and not _is_over(wait)]
         steps, seconds, text = attendance.local_steps(), 0.0, position()
         if waiting:
@@ -178,7 +178,7 @@ class Watcher:
         )
 
     def _look(self, now: float) -> None:
-        """Ask where a wait has been long, and report what was answered."""
+        """Ask about waits that have been long, and report the answers."""
         for attendance in self._attendances():
             wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
             gone = None if wait is None else attendance.gone_before(wait)
@@ -219,7 +219,7 @@ class Watcher:
                 self._ask(inquiry, rank)
 
     def _give_up(self, inquiry: Inquiry, text: str) -> None:
-        """Let waiting end with an error; or, where others can go on without them, the processes that hold them up."""
+        """End the wait with an error; or, in elastic jobs, end the processes that hold up the others."""
         attendance, wait = inquiry.attendance, inquiry.wait
         sick = inquiry.holding_up() if attendance.elastic else []
         if sick:
@@ -227,11 +227,11 @@ class Watcher:
             self._given_up[attendance.name] = wait
             for rank in inquiry.others():
                 self._send(Kind.GIVE_UP if rank in sick else Kind.GIVEN_UP, attendance, rank, begun=wait.number)
-        elif self._given_up.get(attendance.name) is not wait:  # Of those that ended, Horovod tells, in its time.
+        elif self._given_up.get(attendance.name) is not wait:  # Otherwise, Horovod will report the ranks told to end.
             self._raise(wait, TimeoutError(f"{text}. {_ADVICE}"))
 
     def _be_given_up(self, note: Note, attendance: Attendance) -> None:
-        """End this process, unless it has come meanwhile."""
+        """End this process, unless it has reached the collective meanwhile."""
         if attendance.elastic and attendance.has_come(note.rank, note.begun, attendance.begun + 1):
             line = f"Rank {attendance.rank} is in {position()}, and is given up by rank {note.rank}, which has waited"
             print(f"{line} longer than timeout_seconds={attendance.timeout:g}", file=sys.stderr, flush=True)
@@ -241,7 +241,7 @@ class Watcher:
         self._send(Kind.ASK, inquiry.attendance, rank, wait=inquiry.number)
 
     def _end_with(self, attendance: Attendance, wait: Wait, gone: Note, now: float) -> None:
-        """Let this rank end, too: the one that has will never come."""
+        """End this rank, too: the one that has ended will never arrive."""
         since = self._ending.setdefault(id(wait), now)
         if wait.raises or now - since >= _GRACE:
             error = RuntimeError(
@@ -251,7 +251,7 @@ class Watcher:
             self._raise(wait, error, prints=wants_all() or gone.text == OVER)
 
     def _raise(self, wait: Wait, error: Exception, prints: bool = True) -> None:
-        """Raise an error where this rank waits; if that is inside of a library, print it and end the process."""
+        """Raise an error in the waiting code; if that is inside a library, print the error and end the process."""
         if wait.raises:
             wait.error = error
             return
@@ -262,14 +262,14 @@ class Watcher:
         os._exit(1)
 
     def first_error(self, error: BaseException) -> str | None:
-        """Return why another rank has ended before an error of this one, if one has."""
+        """Return why another rank ended before an error of this one, if one did."""
         if "Horovod" in f"{type(error).__name__}: {error}":
             self.told.wait(_SOON)
         notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
         return f"rank {notes[0].rank}{at_step(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
 
     def is_first(self, text: str) -> bool:
-        """Tell all processes that were met of an error; return whether this one prints it."""
+        """Report an error to all known processes; return whether this one prints it."""
         met = [attendance for attendance in self._attendances() if attendance.peers and not attendance.elastic]
         if not met:
             return True
@@ -279,7 +279,7 @@ class Watcher:
         return self.failures.is_first(rank, text, others, _SOON)
 
     def summary(self, text: str) -> str | None:
-        """Return which ranks have ended with this error, and which with others; None if the job may go on."""
+        """Return which ranks ended with this error, and which with other errors; None if the job may go on."""
         met = [attendance for attendance in self._attendances() if attendance.peers and not attendance.elastic]
         if not met:
             return None
@@ -288,7 +288,7 @@ class Watcher:
         return self.failures.summary(met[0].rank, text, size, at_step(-1 if steps is None else steps))
 
     def tell_end(self, text: str, kind: Kind = Kind.END) -> None:
-        """Tell all processes that were met that this one ends, and why; or that only assemblies will see it."""
+        """Tell all known processes that this one ends, and why; or that it will only take part in idle barriers."""
         for attendance in self._attendances():
             steps = attendance.local_steps()
             for rank in set(attendance.peers) - {attendance.rank}:
@@ -302,11 +302,11 @@ class Watcher:
             self.send(Note(kind, peer.token, number_of(attendance.name), attendance.rank, **more), peer)
 
     def send(self, note: Note, peer: Peer) -> None:
-        """Send a note to another process, in every way that it may be reached."""
+        """Send a note to another process, on every route that may reach it."""
         for each, address in product(self._sockets, peer.addresses):
             try:
                 each.sendto(packed(note), address)
-            except OSError:  # No way there: the rank will not have answered, and is named for that.
+            except OSError:  # No route: the rank will be reported as not answering.
                 continue
 
 
@@ -314,14 +314,14 @@ def _opened(hosts: Sequence[str]) -> list[socket.socket]:
     """Return a socket on each of these addresses of this host.
 
     Raises:
-        OSError: there is none, or a datagram can be received on none.
+        OSError: there are none, or none can receive datagrams.
     """
     found, refusal = [], OSError("this host has no IPv4 address")
     for host in hosts:
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             opened.bind((host, 0))
-        except OSError as error:  # The name of a host may have addresses that none of its interfaces has.
+        except OSError as error:  # A host's name may have addresses that none of its interfaces has.
             opened.close()
             refusal = error
             continue
@@ -341,13 +341,13 @@ _lock = threading.Lock()
 
 
 def watcher(one_host: bool) -> Watcher | None:
-    """Return the watcher of this process, started when it is needed first; None where this host allows none.
+    """Return the stall monitor of this process, started on first use; None if this host allows none.
 
     Args:
-        one_host: all ranks of the job are on this one.
+        one_host: whether all ranks of the job are on this host.
 
     Raises:
-        ValueError: the environment asks for something that is not a number of seconds.
+        ValueError: the environment sets something other than a number of seconds.
     """
     global _watcher
     seconds = warn_seconds()
@@ -362,6 +362,6 @@ def watcher(one_host: bool) -> Watcher | None:
 
 
 def tell_leaving() -> None:
-    """Tell all processes that were met that this one, at the end of its program, only waits for theirs."""
+    """Tell all known processes that this one has reached the end of its program, and only waits for the others."""
     if _watcher is not None:
         _watcher.tell_end(OVER, Kind.LEAVE)

@@ -1,4 +1,4 @@
-"""Memory of one host that all its ranks address."""
+"""Memory that all ranks of one host share."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-"""Where files are memory."""
+"""Folder whose files are in memory."""
 
 SPARE_BYTES_PER_RANK = 4 * 2**20
-"""What is left free for every rank. Open MPI keeps a file of 4 MiB per rank in the same folder for its own messages; it
-is sparse, and where the folder is full, the first touch of a new page of it ends the process."""
+"""Bytes left free for every rank. Open MPI keeps a file of 4 MiB per rank in the same folder for its own messages; the
+file is sparse, and if the folder is full, the first access to one of its new pages ends the process."""
 
 
 _SEATS = 2**40
-"""Locks from here on are held by a process for as long as it lives."""
+"""First of the locks that a process holds for as long as it lives."""
 
 
 class WindowMemory(SharedMemory):
     """A file in memory, which all ranks of a host map.
 
-    Locks are those of the operating system on byte ranges of the same file. MPI's windows are not used: their
-    ``MPI_Win_lock`` is a loop that takes a core from whoever computes, a rank that dies would hold it forever, and
-    where there is no room their memory ends the process that touches it.
+    Locks are the operating system's locks on byte ranges of the same file. MPI windows are not used: ``MPI_Win_lock``
+    is a loop that takes a core from ranks that compute, a dead rank would hold the lock forever, and without room for
+    a window, access to its memory ends the process.
 
     Args:
         file: descriptor of the file, which has its full size; closed at the end.
@@ -49,7 +49,7 @@ class WindowMemory(SharedMemory):
 
     @contextmanager
     def lock(self, start: int, count: int = 1) -> Iterator[None]:
-        """Lock bytes of the file; all at once, so that ranks never wait for each other in a circle."""
+        """Lock bytes of the file, all at once, so that ranks cannot deadlock."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, count, start)
         try:
             yield
@@ -57,11 +57,11 @@ class WindowMemory(SharedMemory):
             fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
 
     def take_seat(self, number: int) -> None:
-        """Hold a lock until this process ends, or closes the memory."""
+        """Hold the lock of a seat until this process ends or closes the memory."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _SEATS + number)
 
     def is_taken(self, number: int) -> bool:
-        """Return whether another process has such a lock; the moment in which two of them ask counts as yes."""
+        """Return whether another process holds such a lock; True also at the moment when another process asks."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _SEATS + number)
         except OSError:
@@ -70,7 +70,7 @@ class WindowMemory(SharedMemory):
         return False
 
     def close(self) -> None:
-        """Unmap the file, which goes with the last rank."""
+        """Unmap the file, which disappears with the last rank."""
         self.buffer = np.zeros(0, np.uint8)
         os.close(self._file)
 
@@ -86,9 +86,9 @@ def on_one_host(comm: MPI.Intracomm) -> bool:
 
 
 def open_window(comm: MPI.Intracomm, nbytes: int) -> WindowMemory:
-    """Return memory that all ranks of one host share, zeros at first. Collective.
+    """Return memory that all ranks of one host share, initially zero. Collective.
 
-    The file has no name any more when it gets its size: whatever ends the ranks, nothing is left of it.
+    The file is unlinked before it gets its size: however the ranks end, nothing of it remains.
 
     Raises:
         NoSharedMemoryError: there is no room for it, or some rank cannot open the file; on all ranks.
@@ -123,7 +123,7 @@ def open_window(comm: MPI.Intracomm, nbytes: int) -> WindowMemory:
 
 
 def _reserve(file: int, nbytes: int, spare: int) -> None:
-    """Give a file all of its memory now, and zeros in it: what is missing is an error here, and ends nobody later.
+    """Allocate all memory of a file now, filled with zeros: a shortage raises here, and ends no process later.
 
     Raises:
         OSError: there is not enough for it and ``spare`` more bytes.

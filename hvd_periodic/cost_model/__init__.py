@@ -1,6 +1,6 @@
-"""What training will cost: seconds per step by algorithm, period, workers, compression, fragments and overlap.
+"""Cost model of training: seconds per step by algorithm, period, workers, compression, fragments and overlap.
 
-:mod:`hvd_periodic.cost_model.model` has the equations, :mod:`hvd_periodic.cost_model.fits` finds their constants.
+:mod:`hvd_periodic.cost_model.model` has the equations, :mod:`hvd_periodic.cost_model.fits` fits their constants.
 """
 
 from hvd_periodic.cost_model.fits import Costs, Measurement, fit, fit_method, fit_network

@@ -1,4 +1,4 @@
-"""The costs of a machine, from measurements on it."""
+"""Fits the costs of a machine to measurements on it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.wires import Compression, Wire
 
 _ROUNDS = 20
-"""In which a fit finds what takes longer; it takes three or four."""
+"""Maximum iterations of a fit, which determines whether own work or wire takes longer; three or four suffice."""
 
 _GAIN = 0.02
-"""By which the sum of squared relative errors has to fall for a cache to be believed in: an error of 14 % in one
-measurement, or of 5 % in eight."""
+"""Minimum decrease of the sum of squared relative errors that justifies a cache: an error of 14 % in one measurement,
+or of 5 % in eight."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An exchange that was measured, without overlap and fragments.
+    """A measured exchange, without overlap and fragments.
 
     Args:
-        method: its name.
+        method: name of the method.
         workers: n.
         nbytes: P.
-        seconds: it took.
-        wire: how it travelled.
-        sharing: k, workers on each core, at least 1: they take turns, and what they do takes as many times as long.
-        bucket: bytes that the worker is at while others travel.
+        seconds: duration of the exchange.
+        wire: compression of the messages.
+        sharing: k, workers on each core, at least 1: they take turns, so that their work takes k times as long.
+        bucket: bytes of a bucket, which the worker processes while other buckets travel.
         tensors: m.
-        asleep: u, seconds of it in which workers sleep, so that those that share a core do at the same time.
+        asleep: u, seconds of the exchange in which workers sleep; workers that share a core sleep at the same time.
 
     Raises:
-        TypeError, ValueError: a number that cannot be.
+        TypeError, ValueError: a number is of the wrong type or out of range.
     """
 
     method: str
@@ -62,24 +62,24 @@ class Measurement:
 
     @property
     def decoded(self) -> float:
-        """Bytes that each worker decodes the messages of others to, where more come from more."""
+        """Bytes to which each worker decodes the messages of the others, if they grow with the number of workers."""
         return self.wire.decoded(self.workers, self.nbytes)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was found from measurements.
+    """Costs fitted to measurements.
 
     Attributes:
-        network: of the machine they were taken on.
-        methods: by name.
+        network: costs of the network of the measured machine.
+        methods: costs of the methods, by name.
     """
 
     network: Network
     methods: Mapping[str, Method]
 
     def predicted(self, measurement: Measurement) -> float:
-        """Return the seconds that the model has for what was measured."""
+        """Return the seconds that the model predicts for a measurement."""
         method = self.methods[measurement.method]
         wire = self.network.seconds(measurement.workers, measurement.nbytes, measurement.wire)
         alone = method.seconds(measurement.nbytes, wire, measurement.decoded, measurement.tensors)
@@ -87,19 +87,19 @@ class Costs:
 
 
 def fit(measurements: Sequence[Measurement]) -> Costs:
-    """Return the costs for which the sum of squared relative errors is least; none is negative.
+    """Return the costs that minimize the sum of squared relative errors; none is negative.
 
-    Which of own work and wire takes longer has to be known for that: it is what the costs say that were found before,
-    until they say the same again. Of the sizes that were measured, a method's cache holds all up to the one with which
-    the fit is best.
+    The fit must know whether own work or wire takes longer in each measurement. It takes this from the costs of the
+    previous iteration, and repeats until nothing changes. The cache of a method holds the measured sizes up to the one
+    with which the fit is best.
 
     Args:
-        measurements: of two sizes and of two numbers of workers at least, or some costs cannot be told from each other;
-            of three sizes for a cache.
+        measurements: of at least two sizes and two numbers of workers, or some costs cannot be told apart; of three
+            sizes for a cache.
 
     Raises:
-        ImportError: there is no SciPy, which solves this.
-        ValueError: no measurements.
+        ImportError: SciPy, which solves this, is not installed.
+        ValueError: there are no measurements.
 
     Example:
         >>> network, method = Network(1e-5, 1e-9), Method(1e-3, 1e-10)
@@ -129,17 +129,17 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
 
 
 def fit_network(workers: int, allreduces: Sequence[tuple[float, float]]) -> Network:
-    """Return the network for which the sum of squared relative errors is least; no cost is negative.
+    """Return the network that minimizes the sum of squared relative errors; no cost is negative.
 
-    What Horovod and Python add to every allreduce is in the cost of messages: one number of workers cannot tell them
-    from each other.
+    The overhead of Horovod and Python in every allreduce is part of the cost of messages: with a single number of
+    workers they cannot be told apart.
 
     Args:
         workers: n, at least 2.
-        allreduces: bytes and seconds of each; of two sizes at least.
+        allreduces: bytes and seconds of each; of at least two sizes.
 
     Raises:
-        TypeError, ValueError: nothing can be told from these.
+        TypeError, ValueError: these do not determine the costs.
 
     Example:
         >>> network = Network(message=1e-4, byte=8e-9)
@@ -155,18 +155,18 @@ def fit_network(workers: int, allreduces: Sequence[tuple[float, float]]) -> Netw
 def fit_method(
     network: Network, workers: int, exchanges: Sequence[tuple[float, float]], wire: Wire = Compression.none
 ) -> Method:
-    """Return what workers do themselves in exchanges, of at most one bucket each, by what the network leaves of them.
+    """Return the costs of workers' own work, from exchanges of at most one bucket minus their time on the network.
 
-    The sum of squared relative errors is least, and no cost is negative.
+    These costs minimize the sum of squared relative errors, and none is negative.
 
     Args:
-        network: on which they were measured.
+        network: the network on which the exchanges were measured.
         workers: n.
-        exchanges: bytes and seconds of each; of two sizes at least.
-        wire: how they travelled.
+        exchanges: bytes and seconds of each; of at least two sizes.
+        wire: compression of the messages.
 
     Raises:
-        TypeError, ValueError: nothing can be told from these.
+        TypeError, ValueError: these do not determine the costs.
 
     Example:
         >>> network, method = Network(1e-4, 8e-9), Method(begin=1e-3, work=4e-10)
@@ -189,19 +189,19 @@ def _seconds(measured: Sequence[tuple[float, float]], argument: str) -> Any:
 
 
 def _pair(rows: Any, right: Any) -> tuple[float, float]:
-    """Return the two numbers of at least 0 that solve this best: both positive, or one of them, or none."""
+    """Return the two nonnegative numbers that solve this best: both positive, or one of them, or neither."""
     scale = np.linalg.norm(rows, axis=0)
     scaled = rows / scale
     both = np.linalg.lstsq(scaled, right, rcond=None)[0]
     alone = [np.eye(2)[i] * max(0.0, scaled[:, i] @ right) for i in range(2)]
     found = min([both] if (both >= 0).all() else alone, key=lambda each: float(((scaled @ each - right) ** 2).sum()))
-    # Rounded, so that what was exact is exact again.
+    # Rounded, so that exact values are exact again.
     first, second = (float(f"{value:.12g}") for value in found / scale)
     return first, second
 
 
 def _other_caches(measurements: Sequence[Measurement], caches: Mapping[str, float]) -> list[dict[str, float]]:
-    """Return caches of which one has another size: one that was measured, or infinity."""
+    """Return the caches with one size changed, in every possible way: to another measured size, or to infinity."""
     sizes = {
         name: {inf, *(each.nbytes for each in measurements if each.method == name and each.nbytes)} for name in caches
     }
@@ -224,7 +224,7 @@ def _fitted(nnls: Any, measurements: Sequence[Measurement], caches: Mapping[str,
 def _solved(
     nnls: Any, measurements: Sequence[Measurement], parts: Sequence[tuple[float, float]], caches: Mapping[str, float]
 ) -> Costs:
-    """Return the costs that fit best where these parts of own work and wire count."""
+    """Return the costs that fit best if own work and wire count with these weights."""
     names, unknown = list(caches), 5
     rows, right = np.zeros((len(measurements), 2 + unknown * len(names))), np.ones(len(measurements))
     for i, (measured, (own_part, wire_part)) in enumerate(zip(measurements, parts, strict=True)):
@@ -247,7 +247,7 @@ def _solved(
 
 
 def _parts(costs: Costs, measured: Measurement) -> tuple[float, float]:
-    """Return which parts of own work and wire count: all of the one that takes longer, a B-th of the other one."""
+    """Return the weights of own work and wire: 1 for the one that takes longer, 1/B for the other."""
     own = costs.methods[measured.method].own(measured.nbytes, measured.decoded)
     part = 1.0 / buckets(measured.nbytes, measured.bucket)
     wire = costs.network.seconds(measured.workers, measured.nbytes, measured.wire)

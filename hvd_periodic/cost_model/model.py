@@ -1,46 +1,48 @@
-r"""What training will cost: seconds per step by algorithm, period, workers, compression, fragments and overlap.
+r"""Cost model of training: seconds per step by algorithm, period, workers, compression, fragments and overlap.
 
-A job of n workers takes local steps of t seconds, whose standard deviation is s, and exchanges P bytes of float32 every
+A job of n workers takes local steps of t seconds with standard deviation s, and exchanges P bytes of float32 every
 τ steps.
 
-**Collectives**, with α seconds for a message and β for a byte, of b bytes on each worker:
+**Collectives** of b bytes on each worker, with α seconds per message and β per byte:
 
-- all-reduce: 2 (n − 1) α + 2 (n − 1) / n · b β, which no algorithm moves fewer bytes than (Patarasuk and Yuan,
-  Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009);
-- all-to-all, or all-gather of pieces of b / n bytes: (n − 1) α + (n − 1) / n · b β, half of it;
-- all-gather of b bytes from each: (n − 1) α + (n − 1) b β.
+- all-reduce: 2 (n − 1) α + 2 (n − 1) / n · b β; no algorithm moves fewer bytes (Patarasuk and Yuan, Bandwidth optimal
+  all-reduce algorithms for clusters of workstations, 2009);
+- all-to-all, or all-gather of pieces of b / n bytes: (n − 1) α + (n − 1) / n · b β, half of that;
+- all-gather of b bytes from each worker: (n − 1) α + (n − 1) b β.
 
-**An exchange** of P bytes in m tensors takes W(P) seconds on the way, by the collectives of its wire and the bytes b
-that it makes of them. What the worker does itself takes o + θ m + V(P) seconds: o for Python, Horovod's cycle and what
-ranks tell each other, θ for a tensor, which Horovod's own ways announce and copy one by one; and
+**An exchange** of P bytes in m tensors takes W(P) seconds on the network, given by the collectives of its wire and by
+the b bytes to which the wire encodes the message. The worker's own work takes o + θ m + V(P) seconds: o for Python,
+Horovod's cycle and the handshake of the ranks, θ per tensor, as Horovod's own methods announce and copy tensors one by
+one; and
 
     V(P) = γ P + φ P [P > C] + δ D(P),
 
-γ for passes over memory and for encoding, φ for what no longer finds its parameters in the cache of the processor (of
-one pass after another over more than that nothing is found there), δ for messages of others, where all have to be
-decoded whole: into D = n P bytes, if they are gathered in one hop, as those of top-k are. All depend on the method; so
-does C, by what a method keeps beside the parameters. While a bucket travels the
-worker is at another one: in B buckets an exchange takes
+γ for passes over memory and for encoding; φ for parameters that no longer fit into the processor's cache (repeated
+passes over more than the cache find nothing there); δ for the messages of other workers, if all must be decoded whole:
+to D = n P bytes if they are gathered in one hop, as the messages of top-k are. All depend on the method; so does C,
+because of the state that a method keeps in addition to the parameters. While one bucket travels, the worker processes
+another: in B buckets an exchange takes
 
     T(P) = o + θ m + max(V(P), W(P)) + min(V(P), W(P)) / B.
 
-Where k workers share a core all takes k times as long, but for the u seconds of o in which they sleep: Horovod looks
-for what to do once in a cycle, of a millisecond since version 0.21, and sleeps until then.
+If k workers share a core, everything takes k times as long, except for the u seconds of o in which they sleep: Horovod
+looks for work once per cycle, of a millisecond since version 0.21, and sleeps until then.
 
 **A period** has F exchanges of P / F bytes. Every worker waits for the slowest one, which is behind by
 
     w = s √(τ / F) · E_n,
 
-E_n the expected largest of n normal numbers (by Blom, Statistical estimates and transformed beta variables, 1958). With
-overlap an exchange is under way while the worker takes d steps, and only its own work is left of it where that is long:
+where E_n is the expected largest of n normal numbers (Blom, Statistical estimates and transformed beta variables,
+1958). With overlap an exchange is in flight while the worker takes d steps; if these last long enough, only the
+worker's own work remains:
 
     seconds per step = t + F / τ · (T(P / F) + w),                                  without overlap,
     seconds per step = t + F / τ · (o + θ m / F + V(P / F) + max(0, W(P / F) + w − d t)),      with it.
 
-Costs of a machine are found from measurements, see the module of fits; those of a network that is not there can be
-stated, and of a processor there are :func:`typical` ones.
+The costs of a machine are fitted to measurements, see :mod:`hvd_periodic.cost_model.fits`. The costs of a network that
+is not available can be stated, and :func:`typical` has those of a processor.
 
-**A period** that leaves the exchanges a share σ of the time is the shortest τ with 1 − t / (seconds per step) ≤ σ.
+**The period** that leaves exchanges a share σ of the time is the shortest τ with 1 − t / (seconds per step) ≤ σ.
 """
 
 from __future__ import annotations
@@ -56,19 +58,19 @@ from hvd_periodic.wires import Compression, Wire
 
 @dataclass(frozen=True)
 class Method:
-    """What a worker does itself in an exchange.
+    """Costs of a worker's own work in an exchange.
 
     Args:
-        begin: o, seconds, whatever the size.
-        work: γ, seconds for a byte of parameters.
-        bucket: bytes that the worker is at while others travel; infinite, if it waits for all of them.
-        tensor: θ, seconds for each tensor.
-        decode: δ, seconds for a byte of float32 that a message of another worker is decoded to.
-        uncached: φ, more seconds for a byte of parameters that are too large for the cache.
-        cache: C, the most bytes of parameters that are not.
+        begin: o, seconds, independent of the size.
+        work: γ, seconds per byte of parameters.
+        bucket: bytes of a bucket, which the worker processes while others travel; infinite, if it waits for all.
+        tensor: θ, seconds per tensor.
+        decode: δ, seconds per byte of float32 to which a message of another worker is decoded.
+        uncached: φ, additional seconds per byte of parameters that are too large for the cache.
+        cache: C, the most bytes of parameters that fit into the cache.
 
     Raises:
-        TypeError, ValueError: not a number of at least 0.
+        TypeError, ValueError: a cost is not a number of at least 0, or a size is not positive.
     """
 
     begin: float
@@ -87,27 +89,27 @@ class Method:
     def seconds(
         self, nbytes: float, wire: float, decoded: float = 0.0, tensors: float = 1, fragments: int = 1
     ) -> float:
-        """Return T, of an exchange of so many bytes that takes W seconds on the way; D of them are decoded."""
+        """Return T of an exchange of ``nbytes`` that takes ``wire`` (W) seconds on the network; ``decoded`` is D."""
         own = self.own(nbytes, decoded, fragments)
         pipelined = max(own, wire) + min(own, wire) / buckets(nbytes, self.bucket)
         return self.begin + self.tensor * tensors + pipelined
 
     def own(self, nbytes: float, decoded: float = 0.0, fragments: int = 1) -> float:
-        """Return V, what a worker does itself while other buckets travel, of one of so many fragments."""
+        """Return V, the seconds of own work while other buckets travel, for one of ``fragments`` fragments."""
         uncached = self.uncached if nbytes > self.cache / fragments else 0.0
         return (self.work + uncached) * nbytes + self.decode * decoded
 
 
 @dataclass(frozen=True)
 class Network:
-    """What a collective costs.
+    """Costs of collectives.
 
     Args:
-        message: α, seconds for a message.
-        byte: β, seconds for a byte; 8e-9 is 1 Gbit/s.
+        message: α, seconds per message.
+        byte: β, seconds per byte; 8e-9 is 1 Gbit/s.
 
     Raises:
-        TypeError, ValueError: not a number of at least 0.
+        TypeError, ValueError: a cost is not a number of at least 0.
 
     Example:
         >>> round(Network(message=1e-4, byte=8e-9).seconds(2, 25e6), 3)
@@ -121,28 +123,28 @@ class Network:
         require_costs(message=self.message, byte=self.byte)
 
     def seconds(self, workers: int, nbytes: float, wire: Wire = Compression.none, lasting: bool = False) -> float:
-        """Return W: what it takes until the sums of so many bytes of float32 are on all workers."""
+        """Return W: the seconds until all workers have the sums of ``nbytes`` bytes of float32."""
         messages, sent = wire.traffic(workers, nbytes, lasting)
         return messages * self.message + sent * self.byte
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training.
+    """A training job.
 
     Args:
         workers: n.
-        nbytes: P, of its parameters in float32.
+        nbytes: P, bytes of the parameters in float32.
         step: t, seconds of a local step.
         period: τ, local steps between exchanges of the same parameters.
-        overlap: d, local steps that an exchange has.
+        overlap: d, local steps during which an exchange is in flight.
         fragments: F.
-        wire: how parameters travel.
+        wire: compression of the messages.
         spread: s, the standard deviation of a local step in seconds.
-        tensors: m, in which its parameters are.
+        tensors: m, the number of parameter tensors.
 
     Raises:
-        TypeError, ValueError: a number that cannot be.
+        TypeError, ValueError: a number is of the wrong type or out of range.
     """
 
     workers: int
@@ -168,7 +170,7 @@ class Job:
 
 
 def seconds_per_step(job: Job, method: Method, network: Network) -> float:
-    """Return the mean duration of a step, with its share of the exchanges; the module gives the equation.
+    """Return the mean duration of a step, including its share of the exchanges; the module has the equation.
 
     Example:
         25 MB over 1 Gbit/s, every 10 steps of 48 ms; overlap hides the wire, but not the worker's own 10 ms:
@@ -193,7 +195,7 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
 
 
 def share_of_exchanges(job: Job, method: Method, network: Network) -> float:
-    """Return the part of the time that exchanges take, waiting for the slowest included: 1 − t / seconds per step.
+    """Return the share of time spent in exchanges, including waiting for the slowest: 1 − t / seconds per step.
 
     Example:
         >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
@@ -205,7 +207,7 @@ def share_of_exchanges(job: Job, method: Method, network: Network) -> float:
 
 
 def sent_per_step(job: Job) -> float:
-    """Return the bytes that a worker sends for each of its steps, as :meth:`Wire.traffic` counts them.
+    """Return the bytes that a worker sends per step, as :meth:`Wire.traffic` counts them.
 
     Example:
         >>> sent_per_step(Job(workers=4, nbytes=100e6, step=0.1, period=10))
@@ -216,21 +218,21 @@ def sent_per_step(job: Job) -> float:
 
 
 def with_period(job: Job, period: int) -> Job:
-    """Return the job with another period; where exchanges are overlapped, they are until just before the next one."""
+    """Return the job with another period; overlapped exchanges are in flight until just before the next one."""
     return replace(job, period=period, overlap=period - 1 if job.overlap else 0)
 
 
 def shortest_period(job: Job, method: Method, network: Network, share: float, longest: int = 10**6) -> int | None:
     """Return the shortest period at which exchanges take at most this share of the time; None: longer than ``longest``.
 
-    The share falls as the period grows, so that the period is found by bisection.
+    The share falls as the period grows, so bisection finds the period.
 
     Args:
-        job: whose period counts for nothing; with an overlap above 0, exchanges travel during the whole period.
-        method: what workers do in an exchange.
-        network: what collectives cost.
+        job: the job; its period is ignored. With an overlap above 0, exchanges are in flight during the whole period.
+        method: costs of workers' own work in an exchange.
+        network: costs of collectives.
         share: σ, in (0, 1).
-        longest: beyond which nobody looks.
+        longest: upper bound of the search.
 
     Example:
         >>> job = Job(workers=2, nbytes=25e6, step=0.048, period=10)
@@ -252,9 +254,9 @@ def shortest_period(job: Job, method: Method, network: Network, share: float, lo
 
 
 def typical(wire: Wire = Compression.none) -> Method:
-    """Return what a worker does itself in an exchange where nobody has measured: on one core that copies 7 GB/s.
+    """Return typical costs of a worker's own work, without measurements: on one core that copies 7 GB/s.
 
-    docs/performance has the measurements that these are from; fits find those of a machine.
+    They are from the measurements in docs/performance; fits determine the costs of a given machine.
 
     Example:
         >>> typical()
@@ -264,15 +266,15 @@ def typical(wire: Wire = Compression.none) -> Method:
 
 
 def typical_allreduce() -> Method:
-    """Return what an allreduce of gradients takes besides the network: Horovod's cycle.
+    """Return the costs of an allreduce of gradients in addition to the network: Horovod's cycle.
 
-    That it may begin during the backward pass, and that tensors are fused by copying, is not in it.
+    Overlap with the backward pass, and copies that fuse tensors, are not included.
     """
     return Method(begin=1e-3, work=0.0, bucket=inf)
 
 
 def buckets(nbytes: float, bucket: float) -> int:
-    """Return B: into how many buckets so many bytes are cut.
+    """Return B, the number of buckets into which ``nbytes`` bytes are divided.
 
     Example:
         >>> buckets(100e6, 16e6), buckets(100e6, float("inf"))
@@ -282,7 +284,7 @@ def buckets(nbytes: float, bucket: float) -> int:
 
 
 def expected_largest(count: int) -> float:
-    """Return E_n: about what the largest of so many standard normal numbers is expected to be.
+    """Return E_n, the approximate expected value of the largest of ``count`` standard normal numbers.
 
     Example:
         >>> [round(expected_largest(n), 2) for n in (1, 2, 8, 1024)]
@@ -292,13 +294,13 @@ def expected_largest(count: int) -> float:
 
 
 def require_costs(**values: float) -> None:
-    """Refuse what is no number of at least 0."""
+    """Refuse values that are not numbers of at least 0."""
     for name, value in values.items():
         require_real(value, f"`{name}`", positive=False)
 
 
 def require_positive(**sizes: float) -> None:
-    """Refuse what is no positive number of bytes; infinity is one."""
+    """Refuse sizes that are not positive; infinity is allowed."""
     for name, size in sizes.items():
         if not size > 0:
             raise ValueError(f"`{name}` must be positive. Received: {size!r}")
