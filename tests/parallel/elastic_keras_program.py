@@ -48,8 +48,6 @@ def main(scenario: scenarios.Scenario) -> None:
     hvd.init()
     if scenario.collectives:
         HorovodCommunicator.encloses = 0
-        # With several threads, Python starts what moves data, of which a compiled function has all collectives.
-        tf.config.threading.set_inter_op_parallelism_threads(1)
     inputs = keras.Input((scenarios.SIZE,))
     mean = keras.layers.BatchNormalization(momentum=0.5, center=False, scale=False)
     model = keras.Model(inputs, Point()(inputs) + 0 * mean(inputs))
