@@ -14,7 +14,6 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
-from hvd_periodic.tensorflow.host import several_threads
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
 """Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""
@@ -28,9 +27,8 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     Args:
         process_set: the ranks that exchange. Default: all.
-        hosted: Python runs exchanges, also those of compiled steps. Where TensorFlow has one thread for operations,
-            nothing is compiled then: while a graph waits for Python, a function would find no thread to run on. So it
-            always is under elastic Horovod.
+        hosted: Python runs exchanges, also those of compiled steps: what it runs meanwhile is not compiled, as where a
+            graph waits for Python a function may find no thread to run on. So it always is under elastic Horovod.
 
     Raises:
         RuntimeError, ValueError: as :class:`HorovodCommunicator`.
@@ -107,7 +105,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         def run(value: Any) -> Any:
             return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
 
-        if self._hosted and tf.executing_eagerly() and not several_threads():  # Nobody compiles it, on any rank.
+        if self._hosted and tf.executing_eagerly():  # Nobody has compiled it.
             return run(buffer)
         if not tf.executing_eagerly():
             # Constants would be moved into the function, and the collective be computed when the graph is optimized.

@@ -95,16 +95,16 @@ def may_compile() -> bool:
 
     The step keeps the thread on which it waits: where TensorFlow has one alone, such a function would wait for ever.
     """
-    return _exchanging.get() and tf.executing_eagerly() and several_threads()
-
-
-def several_threads() -> bool:
-    """Return whether TensorFlow has more than one thread that runs operations."""
-    chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0))
-    return (chosen or len(os.sched_getaffinity(0))) > 1
+    return _exchanging.get() and tf.executing_eagerly() and _threads() > 1
 
 
 def compiled_where_possible(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of tensors that is compiled where :func:`may_compile` says so."""
     compiled = tf.function(function, autograph=False)
     return lambda *tensors: (compiled if may_compile() else function)(*tensors)
+
+
+def _threads() -> int:
+    """Return how many threads run the operations of TensorFlow."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0))
+    return chosen or len(os.sched_getaffinity(0))

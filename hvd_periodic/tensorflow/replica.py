@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import SOME, Replica
-from hvd_periodic.tensorflow.host import in_session, may_compile, several_threads
+from hvd_periodic.tensorflow.host import may_compile
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import CenterStore, VariableStore, array_of, layout_of
@@ -123,8 +123,6 @@ class VariableReplica(Replica[Any]):
     def facts(self) -> dict[str, object]:
         """Return shapes and dtypes by role; not paths, which Keras numbers by what else a process has built."""
         facts: dict[str, object] = {"bucket_bytes": self.bucket_bytes}
-        if not in_session():  # Collectives of compiled functions have names that those of others have not.
-            facts["threads that run operations of TensorFlow"] = "several" if several_threads() else "one"
         roles = {
             "parameter": self.named.parameters,
             "buffer": self.named.averaged,

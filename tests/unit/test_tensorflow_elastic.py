@@ -146,7 +146,7 @@ def test_exchanges_that_python_runs_are_those_of_the_graph(
     in_graph, made = trained(algorithm, LocalCommunicator(), rate)
     counters = made.synchronizer.counters
     for threads in (2, 1):
-        monkeypatch.setattr("hvd_periodic.tensorflow.host.several_threads", lambda threads=threads: threads > 1)
+        monkeypatch.setattr("hvd_periodic.tensorflow.host._threads", lambda threads=threads: threads)
         by_python, made = trained(algorithm, Changing(), rate)
         assert bool(made.synchronizer.replica._compiled) == (threads > 1)
         for steps in zip(in_graph, by_python, strict=True):
