@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import Store
@@ -93,16 +92,6 @@ class Replica(Protocol, Generic[V]):
         Each part fits into the processor's cache.
         """
         return (bucket,)
-
-    def compiled(self, run: Callable[..., int], key: Hashable, communicator: Communicator) -> Callable[..., int]:
-        """Return a function of numbers, or a faster equivalent if this front end compiles.
-
-        Args:
-            run: takes numbers that change from call to call, or None; returns a number that does not change.
-            key: equal for functions that do the same with the same numbers.
-            communicator: the ranks that run it together.
-        """
-        return run
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[V]]) -> int:
         """Run ``algorithm.local`` on the parameters that have a gradient; return 1 if there were gradients, else 0."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
@@ -99,22 +98,13 @@ class TensorGroups(Generic[V]):
 
     def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> Any:
         """Exchange the parameters, or a fragment of them; return the bytes handed to collectives."""
-        return self._exchange(self.parameters, exchange, fragment)
+        membership = self._membership
+        return self.parameters.exchange(membership.communicator, exchange, membership.name, fragment)
 
     def exchange_statistics(self, exchange: Exchange) -> Any:
         """Exchange all others; return the bytes handed to collectives."""
-        return sum(self._exchange(group, exchange) for group in self.statistics)
-
-    def _exchange(self, group: TensorGroup[V], exchange: Exchange, fragment: Fragment | None = None) -> Any:
         communicator, name = self._membership.communicator, self._membership.name
-
-        def run(period: Any, gradients: Any, weight: Any) -> Any:
-            numbers = replace(exchange, period=period, gradients=gradients, weight=weight)
-            return group.exchange(communicator, numbers, name, fragment)
-
-        key = name, group.name, None if fragment is None else fragment.index
-        compiled = self._replica.compiled(run, key, communicator)
-        return compiled(exchange.period, exchange.gradients, exchange.weight)
+        return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
 
     def audit(self) -> None:
         """Check on all ranks that they hold the same centers, to the bit; each what it holds of them for all.

@@ -28,27 +28,6 @@ _MARK = 0.73918246
 """A value that no state of an optimizer starts from by itself."""
 
 
-class AgreedRate:
-    """A learning rate on which ranks have agreed, in a variable: what exchanges run may have been compiled before.
-
-    Attributes:
-        value: NaN where they have not agreed on any; None where they never have.
-    """
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-    def agree(self, rate: Any) -> None:
-        """Take a rate, or None; in a graph, a tensor of it."""
-        if not tf.executing_eagerly():
-            self.value = rate if rate is None else tf.convert_to_tensor(rate)
-            return
-        number = np.nan if rate is None else rate
-        if not isinstance(self.value, tf.Variable):
-            self.value = tf.Variable(number, dtype=tf.float64, trainable=False)
-        self.value.assign(number)
-
-
 class CenterOptimizer:
     """A Keras optimizer over the center variables.
 
@@ -61,7 +40,7 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the one that moves the center.
-        rate: that of the next step, where ranks have agreed on one.
+        rate: the learning rate for the next step, where it is that of another rank.
         cut: the centers are parts of tensors.
         others: like this, each for a fragment of the parameters; this one has no center where there are some.
 
@@ -72,7 +51,7 @@ class CenterOptimizer:
 
     def __init__(self, local: Any, optimizer: Any = None) -> None:
         self._local, self._followed = local, None
-        self.rate = AgreedRate()
+        self.rate: Any = None
         self.others: list[CenterOptimizer] = []
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
@@ -189,7 +168,7 @@ class CenterOptimizer:
                 updates or have fewer steps are behind in it, and all take the rate of those that are not.
         """
         if self._followed is not None:
-            self.optimizer.learning_rate = rate_of_now(self._followed, self.rate.value, maximum)
+            self.optimizer.learning_rate = rate_of_now(self._followed, self.rate, maximum)
         elif self._given_rate is not None:
             self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # else taken for its own
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
@@ -297,7 +276,7 @@ def rate_of_now(optimizer: Any, given: Any, maximum: Callable[[Any], Any]) -> tf
 
     Args:
         optimizer: the local optimizer.
-        given: the rate that ranks have agreed on; None or NaN if there is none.
+        given: the rate that ranks have agreed on, if there is one.
         maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped updates or
             have fewer steps are behind in it, and all take the rate of those that are not.
     """
@@ -305,7 +284,7 @@ def rate_of_now(optimizer: Any, given: Any, maximum: Callable[[Any], Any]) -> tf
     if is_scheduled(optimizer):
         iterations = tf.convert_to_tensor(optimizer.iterations)
         return maximum(tf.where(iterations == maximum(iterations), rate, 0.0))
-    return rate if given is None else tf.where(tf.math.is_nan(given), rate, tf.cast(given, rate.dtype))
+    return rate if given is None else tf.cast(given, rate.dtype)
 
 
 def _named(path: str, variable: tf.Variable) -> keras.Variable:

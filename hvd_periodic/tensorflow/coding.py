@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.host import compiled_where_possible
 from hvd_periodic.vectors.coding import Coding
 
 _TYPES = {
@@ -22,9 +21,6 @@ _TYPES = {
 
 class GraphCoding(Coding[Any]):
     """Of tensors of known shapes, in a graph or not."""
-
-    def __init__(self) -> None:
-        self._all_finite = compiled_where_possible(_all_finite)
 
     def at_once(self, x: Any) -> int | None:
         """Return None: graphs would grow."""
@@ -48,8 +44,8 @@ class GraphCoding(Coding[Any]):
 
     def are_finite(self, tensors: Sequence[Any]) -> bool:
         """Return whether no element is NaN or infinite, of those types that may be; not in a graph."""
-        real = [tensor for tensor in tensors if tensor.dtype.is_floating]
-        return bool(self._all_finite(real) if len(real) > 1 else _all_finite(real))
+        real = (tensor for tensor in tensors if tensor.dtype.is_floating)
+        return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in real)
 
     def is_finite_or(self, x: Any, other: Any) -> Any:
         """Return whether every element is finite, or equal to that of another tensor; in a graph, a boolean scalar."""
@@ -104,8 +100,3 @@ class GraphCoding(Coding[Any]):
     def scattered(self, values: Any, places: Any, size: int) -> Any:
         """Return zeros with these values in them."""
         return tf.scatter_nd(places[:, None], values, [size])
-
-
-def _all_finite(tensors: Sequence[Any]) -> Any:
-    """Return whether no element is NaN or infinite, as a boolean scalar."""
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])

@@ -17,7 +17,7 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.telling import count_of
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
-from hvd_periodic.tensorflow.host import exchanging, in_session, outside
+from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
 from hvd_periodic.tensorflow.meeting import audit_in_graph
@@ -261,7 +261,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def _hosted(self) -> Callable[[], Any]:
         """Return what lets a graph wait for an exchange that Python runs; others of the graph come before or after."""
-        self.replica.forget_compiled()
         run = hosted(self._exchange_eagerly, self.seen())
 
         def in_turn() -> Any:
@@ -279,8 +278,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Exchange with the ranks that there are now."""
         self.membership.refuse_others()
         self.view.refuse_inside("step")
-        with exchanging(), self.ledger.held():
-            self.course.exchange()
+        self.course.exchange()
         self._has_exchanged(True)
 
     def _has_exchanged(self, exchanged: bool) -> None:

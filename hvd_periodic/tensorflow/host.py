@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
@@ -75,36 +73,3 @@ def in_session() -> bool:
     """Return whether a graph of TensorFlow 1 is being built, which sessions run; as opposed to a compiled function."""
     with tf.init_scope():
         return not tf.executing_eagerly()
-
-
-_exchanging: ContextVar[bool] = ContextVar("_exchanging", default=False)
-
-
-@contextmanager
-def exchanging() -> Iterator[None]:
-    """Run inside the block an exchange for which a compiled step waits."""
-    token = _exchanging.set(True)
-    try:
-        yield
-    finally:
-        _exchanging.reset(token)
-
-
-def may_compile() -> bool:
-    """Return whether Python runs an exchange of a compiled step, and may run compiled functions meanwhile.
-
-    The step keeps the thread on which it waits: where TensorFlow has one alone, such a function would wait for ever.
-    """
-    return _exchanging.get() and tf.executing_eagerly() and _threads() > 1
-
-
-def compiled_where_possible(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of tensors that is compiled where :func:`may_compile` says so."""
-    compiled = tf.function(function, autograph=False)
-    return lambda *tensors: (compiled if may_compile() else function)(*tensors)
-
-
-def _threads() -> int:
-    """Return how many threads run the operations of TensorFlow."""
-    chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0))
-    return chosen or len(os.sched_getaffinity(0))

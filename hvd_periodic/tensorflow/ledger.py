@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, astuple, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, fields
 from itertools import chain
 from typing import Any
 
@@ -20,15 +18,7 @@ from hvd_periodic.sync.ledger import Ledger, rate_of
 from hvd_periodic.sync.planning import ask
 from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.sync.turns import Since
-from hvd_periodic.tensorflow.host import (
-    Numbers,
-    compiled_where_possible,
-    from_integers,
-    in_session,
-    packed,
-    to_integers,
-    unpacked,
-)
+from hvd_periodic.tensorflow.host import Numbers, from_integers, in_session, packed
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
@@ -62,8 +52,6 @@ class VariableLedger(Ledger):
         note_variables: of what is kept from one exchange to the next, by name.
     """
 
-    _held: tuple[Counters, Notes] | None = None
-
     def __init__(
         self, new_variable: NewVariable, schedule: Schedule, learning_rate: Callable[[], Any] | None = None
     ) -> None:
@@ -87,62 +75,14 @@ class VariableLedger(Ledger):
         if self._fragments > 1:
             self.note_variables[SINCE] = self._new_variable(SINCE, (self._fragments, _PER_FRAGMENT), tf.int64, 0)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold counters and notes in Python inside the block; read all variables before it, and assign them after it.
-
-        One operation each, in place of one for every number.
-        """
-        kinds = self._kinds
-        numbers = from_integers(self._packed().numpy().tolist(), kinds)
-        self._held = Counters(**{name: numbers[name] for name in self.variables}), _notes_of(numbers)
-        try:
-            yield
-        finally:
-            (counters, notes), self._held = self._held, None
-            after = asdict(counters) | self.noted(notes)
-            self._unpack(tf.constant(to_integers(after, kinds), tf.int64))
-
-    @property
-    def _kinds(self) -> dict[str, tf.DType]:
-        """The names of all numbers, and what they are in a graph."""
-        return {name: variable.dtype for name, variable in self.variables.items()} | self.kinds_noted
-
-    def _pack(self) -> tf.Tensor:
-        """Return all numbers as one vector of integers."""
-        counted = {name: variable.read_value() for name, variable in self.variables.items()}
-        return packed(counted | self._noted_numbers())
-
-    def _assign(self, vector: tf.Tensor) -> None:
-        """Give the variables what :meth:`_pack` returns."""
-        numbers = unpacked(vector, self._kinds)
-        for name, variable in self.variables.items():
-            variable.assign(numbers[name])
-        for owner, variable in self.note_variables.items():
-            kept = tf.stack([numbers[name] for name in self._names(owner)])
-            variable.assign(tf.reshape(kept, variable.shape))
-
-    @cached_property
-    def _packed(self) -> Callable[[], tf.Tensor]:
-        return compiled_where_possible(self._pack)
-
-    @cached_property
-    def _unpack(self) -> Callable[[tf.Tensor], None]:
-        return compiled_where_possible(self._assign)
-
     @property
     def counters(self) -> Counters:
         """Steps, rounds, bytes and seconds so far; outside of graphs."""
-        if self._held is not None:
-            return self._held[0]
         with tf.init_scope():
             return Counters(**{name: variable.numpy().item() for name, variable in self.variables.items()})
 
     @counters.setter
     def counters(self, counters: Counters) -> None:
-        if self._held is not None:
-            self._held = counters, self._held[1]
-            return
         for field, value in zip(fields(Counters), astuple(counters), strict=True):
             if field.name in self.variables:
                 self.variables[field.name].assign(value)
@@ -153,16 +93,11 @@ class VariableLedger(Ledger):
     @property
     def notes(self) -> Notes:
         """What this rank keeps for its schedule; outside of graphs."""
-        if self._held is not None:
-            return self._held[1]
         with tf.init_scope():
             return _notes_of({name: scalar.numpy().item() for name, scalar in self._noted_numbers().items()})
 
     @notes.setter
     def notes(self, notes: Notes) -> None:
-        if self._held is not None:
-            self._held = self._held[0], notes
-            return
         numbers = self.noted(notes)
         for name, variable in self.note_variables.items():
             kept = np.reshape([numbers[each] for each in self._names(name)], variable.shape).astype(variable.dtype.name)
@@ -176,15 +111,11 @@ class VariableLedger(Ledger):
     @property
     def local_steps(self) -> int:
         """Iterations so far; outside of graphs."""
-        if self._held is not None:
-            return self._held[0].local_steps
         return int(self.variables["local_steps"].numpy())
 
     @property
     def rounds(self) -> int:
         """Exchanges so far; outside of graphs."""
-        if self._held is not None:
-            return self._held[0].rounds
         return int(self.variables["rounds"].numpy())
 
     def _first_exchange(self, schedule: Schedule) -> int:
@@ -195,10 +126,6 @@ class VariableLedger(Ledger):
 
     def add(self, **increments: Any) -> None:
         """Add to counters, by name; also in a graph."""
-        if self._held is not None:
-            now = self._held[0]
-            self.counters = replace(now, **{name: getattr(now, name) + more for name, more in increments.items()})
-            return
         for name, more in increments.items():
             variable = self.variables[name]
             variable.assign_add(tf.cast(more, variable.dtype))

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
-from hvd_periodic.tensorflow.center_optimizer import AgreedRate, CenterOptimizer, is_scheduled, rate_of_now
+from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
@@ -114,7 +114,7 @@ class VariableOuterOptimizer(FollowsRate):
 
     def follow(self, settings: Any) -> None:
         """Take another learning rate."""
-        self._moved.rate.agree(None if settings is None else settings["learning_rate"])
+        self._moved.rate = None if settings is None else settings["learning_rate"]
 
     def state(self) -> Any:
         """Return copies of the variables."""
@@ -197,7 +197,7 @@ class KerasLearningRate(FollowsRate, LearningRates):
         super().__init__(lambda: [optimizer.learning_rate])
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self._optimizer: Any = optimizer.inner_optimizer if scales else optimizer
-        self._now = AgreedRate()
+        self._now: Any = None
         self.maximum: Maximum = lambda value: value
 
     @property
@@ -230,11 +230,11 @@ class KerasLearningRate(FollowsRate, LearningRates):
     def follow(self, settings: Any) -> None:
         """Take that of another rank, or this rank's own of now; in a graph, a tensor of it."""
         given = None if settings is None else settings["learning_rate"]
-        self._now.agree(tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64))
+        self._now = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
 
     def stretches(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
         """Yield the whole bucket."""
-        yield 0, bucket.size, tf.convert_to_tensor(self._now.value)
+        yield 0, bucket.size, self._now
 
     def _as_float(self) -> float:
         return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import SOME, Replica
-from hvd_periodic.tensorflow.host import may_compile
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.tensorflow.store import CenterStore, VariableStore, array_of, layout_of
@@ -113,7 +111,6 @@ class VariableReplica(Replica[Any]):
         self.space: VectorSpace[Any] = TensorSpace()
         self._new_variable, self._forget_variable = new_variable, forget_variable
         self._made: dict[str, int] = {}
-        self._compiled: dict[Hashable, Callable[..., int]] = {}
         self.parameters: Store[Any] = self.store_of(named.parameters)
         self.buffers: Store[Any] | None = self.store_of(named.averaged) if named.averaged else None
         self.integers: Store[Any] | None = self.store_of(named.counted) if named.counted else None
@@ -226,24 +223,6 @@ class VariableReplica(Replica[Any]):
         """Return parts that are whole variables, so that nothing but messages is joined; small ones share a part."""
         return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize, cut_tensors=False)
 
-    def compiled(self, run: Callable[..., int], key: Hashable, communicator: Communicator) -> Callable[..., int]:
-        """Return the function as a compiled one, if Python runs an exchange now.
-
-        Eagerly, every bucket would wait for its collective before the next is formed, and each operation takes as long
-        as thousands of elements. Where a group has not all ranks, the parts of a message have other lengths each time.
-        """
-        if not may_compile() or communicator.meets_with is not communicator:
-            return run
-        key = communicator, key
-        if key not in self._compiled:
-            self._compiled[key] = _compiled(run)
-        compiled = self._compiled[key]
-        return lambda *numbers: communicator.attendance.during(lambda: compiled(*numbers))
-
-    def forget_compiled(self) -> None:
-        """Compile anew what exchanges run, where settings or ranks may be others than before."""
-        self._compiled.clear()
-
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Run the local rule on one variable at a time; the state changes in place."""
         vectors = {key: store.tensors() for key, store in worker.items()}
@@ -290,18 +269,3 @@ class VariableReplica(Replica[Any]):
     def store_of(self, named: Named) -> Store[Any]:
         """Return named variables as a store."""
         return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])
-
-
-def _compiled(run: Callable[..., int]) -> Callable[..., int]:
-    """Return a function of numbers as a compiled one; what it returns is known when it has been compiled."""
-    returned: list[int] = []
-
-    @tf.function(autograph=False)
-    def compiled(numbers: list[tf.Tensor | None]) -> None:
-        returned[:] = [run(*numbers)]
-
-    def call(*numbers: Any) -> int:
-        compiled([None if number is None else tf.constant(number, tf.float64) for number in numbers])
-        return returned[0]
-
-    return call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,50 +107,6 @@ def test_every_exchange_is_a_commit(compiled: bool, monkeypatch: pytest.MonkeyPa
             assert all(map(np.array_equal, newest.states["model"], [np.array(v) for v in model.weights]))
     assert seen == [None, 1, 1, 3, 3]
     assert sorted(state.commits.held) == [0, 1]
-
-
-def trained(algorithm: Any, ranks: LocalCommunicator, rate: Any) -> tuple[list[Any], Any]:
-    """Return the weights after every step of a compiled loop, and the optimizer."""
-    keras.utils.set_random_seed(1)
-    model = network()
-    inner = keras.optimizers.SGD(rate, momentum=0.9)
-    made = hvdp.PeriodicOptimizer(inner, model, algorithm, 2, process_set=ranks, buffers="average")
-
-    @tf.function
-    def descend(gradient: tf.Tensor) -> None:
-        made.apply([tf.fill(variable.shape, gradient) for variable in model.trainable_variables])
-        model.layers[-1].moving_mean.assign_add([gradient])
-
-    weights = []
-    for step in range(6):
-        if step == 3 and isinstance(rate, float):
-            made.learning_rate = rate / 2
-        descend(tf.constant(1.0 + step))
-        weights.append([np.array(weight) for weight in model.weights])
-    return weights, made
-
-
-SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "rate"),
-    [(hvdp.EASGD(0.3), 0.1), (hvdp.AGN(), 0.1), (hvdp.AGN(), SCHEDULE), (hvdp.SlowMo(0.5), 0.1)],
-    ids=["elastic", "AGN", "AGN scheduled", "SlowMo"],
-)
-def test_exchanges_that_python_runs_are_those_of_the_graph(
-    algorithm: Any, rate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit, whether what moves data is compiled or not; a rate that changes is none that was compiled in."""
-    in_graph, made = trained(algorithm, LocalCommunicator(), rate)
-    counters = made.synchronizer.counters
-    for threads in (2, 1):
-        monkeypatch.setattr("hvd_periodic.tensorflow.host._threads", lambda threads=threads: threads)
-        by_python, made = trained(algorithm, Changing(), rate)
-        assert bool(made.synchronizer.replica._compiled) == (threads > 1)
-        for steps in zip(in_graph, by_python, strict=True):
-            assert all(map(np.array_equal, *steps))
-        assert replace(made.synchronizer.counters, exchange_seconds=counters.exchange_seconds) == counters
 
 
 def test_callbacks_of_horovod_commit_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.tensorflow.center_optimizer import AgreedRate
 from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
 from hvd_periodic.tensorflow.ledger import NewVariable
@@ -100,7 +99,7 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
-        rate: none: hyper-parameters are those of this rank.
+        rate: None: hyper-parameters are those of this rank.
     """
 
     follows_rate = False
@@ -111,7 +110,7 @@ class CenterOptimizer:
         self.optimizer._non_slot_dict = {}
         self.optimizer._deferred_slot_restorations = {}
         self.optimizer._name = f"center_{local.get_name()}"
-        self.rate = AgreedRate()
+        self.rate = None
 
     def variables(self) -> list[Any]:
         """Return the slots and other variables."""
@@ -176,7 +175,7 @@ class HostCenterOptimizer:
                     f"{type(local).__name__}, a tensor, has no value: pass a number"
                 )
         self.optimizer = local
-        self.rate = AgreedRate()
+        self.rate = None
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over such centers: make one and look."""
