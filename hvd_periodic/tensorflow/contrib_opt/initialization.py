@@ -79,25 +79,25 @@ class Initialization:
             *of_center_optimizer,
             *([] if self._global_step is None else [self._global_step]),
         ]
-        prefix, checks = f"{self._prefix}.initialize.{self.times}", self._counters.checks
+        times, checks = self.times, self._counters.checks
         with tf.compat.v1.name_scope(None), tf.device(None):
             with tf.control_dependencies(checks):
                 written = [center.write() for center in self.shared_centers]
             with tf.control_dependencies([*checks, *written]):
                 received = [
-                    variable.assign(self._from_root(variable.read_value(), f"{prefix}.{i}"))
+                    variable.assign(self._from_root(variable.read_value(), f"initialize.{times}.{i}"))
                     for i, variable in enumerate(shared)
                 ]
             with tf.control_dependencies(received):
                 assigned = self._start_from_centers()
-            return tf.group(*assigned, name=f"{self._name}.initialize.{self.times}")
+            return tf.group(*assigned, name=f"{self._name}.initialize.{times}")
 
     def _from_root(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Return the root's value: first those who exchange with it get it, then the others of their groups."""
-        value = self._communicator.broadcast(value, name, ROOT)
+        value = self._communicator.broadcast(value, f"{self._prefix}.{name}", ROOT)
         together = self._together
         if together is not None and together.group is not None:
-            value = together.group.broadcast(value, f"{name}.group", together.group_root)
+            value = together.group.broadcast(value, f"{together.group_name}.{name}", together.group_root)
         return value
 
     def _start_from_centers(self) -> Assigned:
