@@ -70,7 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="compression of messages: none, fp16, bf16, int8, topk(0.01) (default: none)",
     )
-    problem = parser.add_argument_group("what is trained")
+    _add_problem(parser.add_argument_group("what is trained"))
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw losses and distances into FILE: .png, .svg, .pdf"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, including the curves, instead of the table")
+
+
+def _add_problem(problem: argparse._ArgumentGroup) -> None:
+    """Add the options of the problem to train on."""
     problem.add_argument(
         "--problem", choices=PROBLEMS, default="network", help="problem to train on (default: network)"
     )
@@ -97,10 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     problem.add_argument("--batch", type=int, default=16, metavar="B", help="examples per step (default: 16)")
     problem.add_argument("--seed", type=int, default=0, help="seed of data and noise (default: 0)")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw losses and distances into FILE: .png, .svg, .pdf"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, including the curves, instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:

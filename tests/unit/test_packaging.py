@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import hvd_periodic
-from tests.unit.test_imports import SOURCES, external, imports
+from tests.unit.test_imports import SOURCES, external, imports, room
 
 ROOT = Path(__file__).parents[2]
 CONFIG = configparser.ConfigParser()
@@ -86,6 +86,18 @@ def test_what_is_tested_with_is_what_extras_allow(path: Path) -> None:
         (version,) = (specifier.version for specifier in pinned.specifier)
         for extra in EXTRAS.values():
             assert name not in extra or extra[name].specifier.contains(version), f"{path.name}: {pinned}"
+
+
+def test_front_ends_alone_are_in_no_layer() -> None:
+    """A file that `lint-imports` has no layer for is a front end: what has one does not import it."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    listed = {name for layer in layers for name in re.split(r" [|:] ", layer)} - {"__main__", "cli"}
+    unlisted = {room(path).removesuffix(".py") for path in SOURCES} - listed - {"__main__", "cli", "__init__"}
+    for path in SOURCES:
+        if room(path).removesuffix(".py") in listed:
+            used = {name.split(".")[1] for name in imports(path) if name.startswith("hvd_periodic.")}
+            assert not used & unlisted, f"{path}: give {used & unlisted} a layer in pyproject.toml"
 
 
 def pythons() -> list[tuple[int, int]]:
