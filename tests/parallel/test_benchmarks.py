@@ -132,7 +132,7 @@ def test_gpu_check_needs_a_gpu() -> None:
         start("python", 1, ["-m", "tests.parallel.gpu_program"], 120)
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("framework", ["torch", thorough("tensorflow")])
 def test_local_step(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(f"horovod.{framework}")
     options = ["--framework", framework, "--model", "tiny", "--repetitions", "1", "--json", str(tmp_path / "results")]

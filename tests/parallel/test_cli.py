@@ -15,6 +15,7 @@ from tests.parallel.launch import ROOT, environment, start
 from tests.parallel.tiers import thorough
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_the_doctor_finds_that_ranks_exchange() -> None:
     """With each launcher, and through each transport; this machine runs all of these tests."""

@@ -18,7 +18,7 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("mpirun", 2), thorough(("horovodrun --gloo", 3, "compressed_quadratics", "not_finite_on_the_last_rank"))]
+JOBS = [thorough(("mpirun", 2)), ("horovodrun --gloo", 3, "compressed_quadratics", "not_finite_on_the_last_rank")]
 """Launcher, ranks, and what the job runs; default: everything."""
 
 whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)

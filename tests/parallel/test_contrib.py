@@ -17,9 +17,14 @@ from tests.parallel.tiers import thorough
 pytest.importorskip("horovod.tensorflow")
 
 OF_SIZE = ("constant_gradients", "compressed", "not_finite_on_the_last_rank", "quadratics", "networks", "disagreements")
-"""What three ranks make a difference for."""
+"""What the number of ranks makes a difference for."""
 
-JOBS = [thorough(("python", 1, "v2")), ("horovodrun --gloo", 2, "v1"), thorough(("mpirun", 3, "v2", *OF_SIZE))]
+JOBS = [
+    thorough(("python", 1, "v2")),
+    thorough(("horovodrun --gloo", 2, "v1")),
+    ("horovodrun --gloo", 2, "v1", *OF_SIZE),
+    thorough(("mpirun", 3, "v2", *OF_SIZE)),
+]
 """Launcher, ranks, version, and what the job runs; default: everything."""
 
 whole = pytest.mark.parametrize("ranks", JOBS[:2], ids=lambda job: " ".join(map(str, job[:3])), indirect=True)

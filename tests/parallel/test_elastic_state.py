@@ -22,15 +22,9 @@ pytestmark = pytest.mark.timeout(180)
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Names of this machine: Horovod gives up a host of which a rank was lost."""
 
-IN_EVERY_RUN = (
-    *("one of three", "the root, in a collective", "one joins", "shares are dismissed"),
-    *("a host of two", "a host joins a host of two"),
-)
+IN_EVERY_RUN = ("one of three", "the root, in a collective", "shares are dismissed", "a host joins a host of two")
 
-OF_KERAS_IN_EVERY_RUN = (
-    *("one of two", "the root, before a collective", "one joins", "a share"),
-    *("a host of two", "a host joins a host of two"),
-)
+OF_KERAS_IN_EVERY_RUN = ("the root, before a collective", "one joins", "a share")
 
 
 @pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else thorough(name) for name in SCENARIOS])

@@ -14,7 +14,7 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [("mpirun", 2), thorough(("horovodrun --gloo", 3, "fragments_within_a_tensor", "fragments_refused"))]
+JOBS = [thorough(("mpirun", 2)), ("horovodrun --gloo", 3, "fragments_within_a_tensor", "fragments_refused")]
 """Launcher, ranks, and what the job runs; default: everything."""
 
 whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)

@@ -22,7 +22,12 @@ OF_SIZE = (
 )
 """What the number of ranks makes a difference for."""
 
-JOBS = [("horovodrun --gloo", 2), thorough(("python", 1, *OF_SIZE)), thorough(("mpirun", 3, *OF_SIZE))]
+JOBS = [
+    thorough(("mpirun", 2)),
+    ("horovodrun --gloo", 2, *OF_SIZE),
+    thorough(("python", 1, *OF_SIZE)),
+    thorough(("mpirun", 3, *OF_SIZE)),
+]
 """Launcher, ranks, and what the job runs; default: everything."""
 
 whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)

@@ -1,4 +1,4 @@
-"""Which tests run when: all by ``test.sh --all``, which CI runs; by ``test.sh`` those that are not marked as thorough.
+"""Which tests run when: ``test.sh``, which CI runs, leaves out those marked as thorough; ``test.sh --all`` runs all.
 
 What is not marked has every kind of test: front ends, launchers, one rank, two and three, groups, hosts. Marked is what
 repeats it with other numbers. A whole test or file is marked by ``@pytest.mark.thorough`` or ``pytestmark``.
