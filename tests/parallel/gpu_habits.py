@@ -9,6 +9,7 @@ import io
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -129,7 +130,14 @@ def the_communicator(device: torch.device) -> Rows:
 @habit
 def a_network(device: torch.device) -> Rows:
     """Its parameters are in another order in memory than they are numbered, and its statistics are averaged."""
-    for name, options in (("", {}), ("overlap", {"overlap": 1}), ("state averaged", {"optimizer_state": "average"})):
+    ways: dict[str, dict[str, Any]] = {
+        "": {},
+        "overlap": {"overlap": 1},
+        "state averaged": {"optimizer_state": "average"},
+        "weighted": {"weight": 1.0 + hvd.rank()},
+        "audited": {"audit_every": 1, "nonfinite": "skip"},
+    }
+    for name, options in ways.items():
         yield name, relative(Trainer(device, **options).trained(), Trainer(CPU, **options).trained()), CLOSE
 
 
@@ -183,7 +191,8 @@ def checkpoints(device: torch.device) -> Rows:
     """Saved while an exchange is in flight, and loaded on the same device, or on the other one."""
     expected = {where: Trainer(where, overlap=2).trained() for where in (device, CPU)}
     for before, after in ((device, device), (device, CPU), (CPU, device)):
-        for name, carried in (("torch.save", _by_torch), ("hvdp.save", _by_hvdp)):
+        ways = {"torch.save": _by_torch, "hvdp.save": _by_hvdp, "in the background": partial(_by_hvdp, background=True)}
+        for name, carried in ways.items():
             first, second = Trainer(before, overlap=2), Trainer(after, overlap=2)
             first.train(0, SAVED_AT)
             carried(first, second)
@@ -201,9 +210,9 @@ def _by_torch(first: Trainer, second: Trainer) -> None:
     second.optimizer.load_state_dict(saved["optimizer"])
 
 
-def _by_hvdp(first: Trainer, second: Trainer) -> None:
+def _by_hvdp(first: Trainer, second: Trainer, background: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        hvdp.save(folder, first.model, first.optimizer)
+        hvdp.save(folder, first.model, first.optimizer, background=background).wait()
         hvdp.load(folder, second.model, second.optimizer)
 
 
