@@ -98,14 +98,17 @@ with_build_tools() {
   fi
 }
 
+# The module without which no job starts; scripts that do without Horovod name another.
+NEEDED=horovod
+
 # Finds an environment in which jobs can run, without setting anything up.
 activate_for_jobs() {
   if [[ -n $USE_CURRENT_ENV || ! -x $VENV/bin/python3 ]]; then
     use_current_env
   fi
   activate
-  python3 -c 'import importlib.util as u; raise SystemExit(u.find_spec("horovod") is None)' 2>/dev/null ||
-    die "there is no environment with Horovod yet; run: bash ${SCRIPTS#"$PWD"/}/setup.sh"
+  python3 -c 'import importlib.util as u, sys; raise SystemExit(u.find_spec(sys.argv[1]) is None)' "$NEEDED" 2>/dev/null ||
+    die "there is no environment with $NEEDED yet; run: bash ${SCRIPTS#"$PWD"/}/setup.sh"
 }
 
 # What jobs need to start on this machine: Open MPI asks root to confirm (twice), and TensorFlow is told to be quiet.

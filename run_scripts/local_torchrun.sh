@@ -9,6 +9,7 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+NEEDED=torch
 prepare_local_job "${BASH_SOURCE[0]}" "$@"
 export HVD_PERIODIC_COMM=torch
 exec python3 -m torch.distributed.run --standalone --nproc-per-node "$RANKS" "${JOB[@]:1}"

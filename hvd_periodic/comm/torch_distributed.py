@@ -40,6 +40,9 @@ _ON_THIS_HOST = (
 )
 """Environment variables of launchers with the number of processes on this host, and in total."""
 
+_OF_GLOO = ("cpu", "cuda")
+"""Kinds of devices whose tensors Gloo carries, in every collective that is used here; others it only claims."""
+
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 """Environment variables of MPI launchers, each of which sets at least one."""
 
@@ -311,8 +314,7 @@ class _Own:
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backends of a group by the kind of device whose tensors they carry."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    # Gloo supports some of its collectives only for tensors in host memory.
-    return {device: name for device, name in pairs if device == "cpu" or name != "gloo"}
+    return {device: name for device, name in pairs if name != "gloo" or device in _OF_GLOO}
 
 
 def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:

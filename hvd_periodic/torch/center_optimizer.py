@@ -116,21 +116,22 @@ class CenterOptimizer:
         """Return the hyper-parameters of the next step, by readable name."""
         self._follow()
         return {
-            f"{key} of group {i} of the center optimizer": value
+            f"{key} of group {i} of the center optimizer": _in_words(value)
             for i, group in enumerate(self.optimizer.param_groups)
             for key, value in sorted(settings_in(group, self._own).items())
         }
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Return copies of the hyper-parameters of every group for the next step."""
+        """Return copies of the hyper-parameters of every group for the next step, for ranks with any device."""
         self._follow()
-        return copy.deepcopy([settings_in(group, self._own) for group in self.optimizer.param_groups])
+        groups = [settings_in(group, self._own) for group in self.optimizer.param_groups]
+        return copy.deepcopy([group | _in_host_memory(group) for group in groups])
 
     def step(self) -> None:
         """Take one step on the centers, with their gradients."""
         self._follow()
         for group, followed in zip(self.optimizer.param_groups, self.followed or (), strict=False):
-            group.update(followed)
+            group.update({key: _beside(value, group.get(key)) for key, value in followed.items()})
         in_train_mode(self.optimizer).step()
         self._modes.evaluate()
 
@@ -146,7 +147,7 @@ class CenterOptimizer:
         if self._template is not None and not self._follows_local:
             for index, group in zip(self._groups, self.optimizer.param_groups, strict=True):
                 original = self._template.param_groups[index]
-                kept = {key: original[key] for key in _on_host(original)}
+                kept = {key: original[key] for key in ("capturable", "foreach") if key in _on_host(original)}
                 original.update(settings_in(group, self._own) | kept)
 
     def reset(self) -> None:
@@ -353,6 +354,22 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
 def _on_host(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that differ for tensors in host memory, which no CUDA graph captures.
 
-    With ``foreach``, a learning rate that is a tensor would need a capturable step.
+    A learning rate that is a tensor has to be in host memory, too; with ``foreach`` it would need a capturable step.
     """
-    return {"capturable": False, "foreach": None} if group.get("capturable") else {}
+    return _in_host_memory(group) | ({"capturable": False, "foreach": None} if group.get("capturable") else {})
+
+
+def _in_host_memory(group: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of the settings that are tensors on another device, such as a learning rate."""
+    return {key: value.cpu() for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
+
+
+def _beside(value: Any, former: Any) -> Any:
+    """Return a setting that came from another rank, on the device of the one that it replaces."""
+    both = isinstance(value, torch.Tensor) and isinstance(former, torch.Tensor)
+    return value.to(former.device) if both else value
+
+
+def _in_words(value: Any) -> Any:
+    """Return a setting for comparison between ranks, without the device, which has another number on each."""
+    return value.cpu().tolist() if isinstance(value, torch.Tensor) else value

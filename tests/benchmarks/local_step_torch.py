@@ -1,4 +1,4 @@
-"""Local steps of PyTorch's optimizers."""
+"""Local steps of PyTorch's optimizers, on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.benchmarks.local_step import NEVER, Steps
 def steps(model: str) -> Steps:
     """Return what measures a step of each optimizer, all of the same parameters."""
     torch.set_num_threads(1)
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in MODELS[model]()]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in MODELS[model]()]
     for parameter in parameters:
         parameter.grad = 1e-3 * torch.randn_like(parameter)
     named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
@@ -41,4 +42,6 @@ def seconds(step: Callable[[], object]) -> float:
     """Return the seconds of a step."""
     started = time.perf_counter()
     step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - started

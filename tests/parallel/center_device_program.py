@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import hvd_periodic.torch as hvdp
+from hvd_periodic import LocalCommunicator
 from hvd_periodic.comm.base import Communicator
 from tests.helpers import run_ranks
 from tests.parallel import second_device
@@ -92,6 +93,20 @@ def work(communicator: Communicator, algorithm: str, options: dict[str, Any], wh
     return ends
 
 
+def with_a_rate_on_the_device(where: Any, overlap: int) -> list[float]:
+    """Return where training ends if the learning rate, which the optimizer of the center takes over, is a tensor."""
+    parameter = torch.nn.Parameter(OfSecond(torch.ones(3)))
+    inner = torch.optim.AdamW([parameter], lr=OfSecond(torch.tensor(0.1)))
+    optimizer = hvdp.AGNOptimizer(
+        inner, [("w", parameter)], 2, process_set=LocalCommunicator(), center_device=where, overlap=overlap
+    )
+    for step in range(4):
+        parameter.grad = OfSecond(torch.full((3,), 1.0 + step))
+        optimizer.step()
+    optimizer.finalize()
+    return parameter.detach().cpu().tolist()
+
+
 def mixed() -> str:
     """Return what torch says where tensors of both devices are added."""
     try:
@@ -104,14 +119,15 @@ def mixed() -> str:
 def main(folder: Path) -> None:
     """Train with every third option, others of them for the next algorithm."""
     second_device.register()
-    found: dict[str, Any] = {}
+    ways: dict[str, Any] = {}
     for i, algorithm in enumerate(ALGORITHMS):
         for name in list(OPTIONS)[i % 3 :: 3]:
-            found[f"{algorithm}, {name}"] = [
+            ways[f"{algorithm}, {name}"] = [
                 run_ranks(2, lambda rank, a=algorithm, n=name, w=where, t=then: work(rank, a, OPTIONS[n], w, t))
                 for where, then in ((None, None), ("cpu", "cpu"), ("cpu", None))
             ]
-    found["mixed"] = mixed()
+    rates = [[with_a_rate_on_the_device(where, overlap) for where in (None, "cpu")] for overlap in (0, 1)]
+    found = {"ways": ways, "rates": rates, "mixed": mixed()}
     (folder / "0.json").write_text(json.dumps(found))
 
 

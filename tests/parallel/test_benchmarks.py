@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.benchmarks import language, sockets
 from tests.benchmarks.methods import METHODS
 from tests.benchmarks.training import ALONE
 from tests.parallel import gpu_program
+from tests.parallel.gpu_habits import HABITS
 from tests.parallel.launch import ROOT, start
 from tests.parallel.tiers import thorough
 
@@ -110,17 +112,23 @@ def test_training_beside_other_packages(tmp_path: Path, monkeypatch: pytest.Monk
 CHECK_ON_CPU = ["--device", "cpu", "--algorithms", "average", "AGN"]
 
 
-def test_gpu_check() -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", thorough("mpirun")])
+def test_gpu_check(launcher: str) -> None:
     """Where there is no GPU, the check compares the CPU with itself."""
-    output = start("mpirun", 2, ["-m", "tests.parallel.gpu_program", *CHECK_ON_CPU], 120, "torch")
-    rows = [line.strip("│ ").split("│") for line in output.splitlines() if line.startswith("│")]
-    paths = [path.strip() for path, *_ in rows]
-    assert paths == [", ".join(filter(None, (name, way))) for name in ("average", "AGN") for way in gpu_program.WAYS]
-    assert all(float(difference) == 0 for _, difference, _ in rows)
+    command = ["-m", "tests.parallel.gpu_program", *CHECK_ON_CPU]
+    output = start(launcher, 2, command, 150, "torch" if launcher == "mpirun" else None)
+    rows = dict(re.findall(r"^(.+): (\S+), allowed \S+$", output, re.MULTILINE))
+    paths = [", ".join(filter(None, (name, way))) for name in ("average", "AGN") for way in gpu_program.WAYS]
+    assert list(rows)[: len(paths)] == paths
+    assert all(float(rows[path]) == 0 for path in paths)
+    habits = [name for name in HABITS if any(row.startswith(name) for row in rows)]
+    needed = {"asynchronous": False, "fully sharded": launcher == "torchrun"}
+    assert habits == [name for name in HABITS if needed.get(name, True)]
 
 
 def test_gpu_check_fails_where_a_path_differs() -> None:
-    program = "import sys; from tests.parallel import gpu_program as check; check.LOSSY = -1; sys.exit(check.main())"
+    program = "import sys; from tests.parallel import gpu_program as check; check.LOSSY = -1; check.HABITS.clear(); "
+    program += "sys.exit(check.main())"
     with pytest.raises(AssertionError, match=r"Exit 1: (?s:.*)failed: average, int8"):
         start("python", 1, ["-c", program, *CHECK_ON_CPU], 120)
 

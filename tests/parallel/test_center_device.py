@@ -26,20 +26,23 @@ def test_the_devices_are_two(found: Any) -> None:
 @pytest.mark.timeout(90)
 def test_a_center_in_host_memory_goes_the_same_way(found: Any) -> None:
     """Also on from a state that was saved while an exchange was under way, and with the center elsewhere then."""
-    combinations = {name: ways for name, ways in found.items() if name != "mixed"}
-    assert len(combinations) == 20
-    for name, (beside, host, moved) in combinations.items():
+    assert len(found["ways"]) == 20
+    for name, (beside, host, moved) in found["ways"].items():
         ends = [[end for rank in way for end, _ in rank] for way in (beside, host, moved)]
         assert ends[0] == ends[1] == ends[2], name
         assert ends[0][::2] == ends[0][1::2], name
 
 
+def test_a_learning_rate_on_the_device(found: Any) -> None:
+    for beside, host in found["rates"]:
+        assert beside == pytest.approx(host, rel=1e-6)
+        assert beside != [1.0] * 3
+
+
 @pytest.mark.timeout(90)
 def test_where_it_lies(found: Any) -> None:
     """With what moves it, and the snapshot of an exchange under way; where all lies on the root, there."""
-    for name, ways in found.items():
-        if name == "mixed":
-            continue
+    for name, ways in found["ways"].items():
         places = [[place for rank in way for _, place in rank if place] for way in ways]
         assert len(places[0]) == (2 if name.endswith("root") else 4)
         assert all(place == ["second"] for place in places[0]), name

@@ -118,6 +118,12 @@ def test_what_is_refused_is_an_error_on_every_rank(ranks: Reports) -> None:
             assert error.startswith("ValueError: " if rank in wrong else f"RuntimeError: Rank {min(wrong)} failed")
 
 
+def test_devices_of_gloo(ranks: Reports) -> None:
+    for on_cpu, on_cuda, on_xpu in column(ranks, "refused", "gloo"):
+        assert on_cpu == on_cuda == ""
+        assert on_xpu.startswith("ValueError: The process group carries no tensors of a xpu device (gloo for cpu, gloo")
+
+
 def test_copies(ranks: Reports) -> None:
     for same, error in column(ranks, "copies"):
         assert same == [True, True]

@@ -154,6 +154,9 @@ def refused() -> Any:
     found["process set"] = attempt(lambda: averaging(Scalar(), process_set=process_set))
     with patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"):
         found["device"] = attempt(lambda: averaging(Scalar()))
+    with patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo,xpu:gloo"):
+        of_gloo = communicator_of(None)
+    found["gloo"] = [attempt(lambda kind=kind: of_gloo.check_devices([kind])) for kind in ("cpu", "cuda", "xpu")]
     found["asynchronous"] = attempt(
         lambda: hvdp.ElasticAverageOptimizer(
             torch.optim.SGD((m := Scalar()).parameters(), lr=1.0), m, asynchronous=True

@@ -30,7 +30,7 @@ class OverTorchDistributed:
             where = f"file://{os.path.abspath(sys.argv[1])}/rendezvous"  # noqa: PTH100
             dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group(_backends())
         if isinstance(process_sets, list):
             process_sets[:] = [self.add_process_set(ranks) for ranks in process_sets]
 
@@ -41,6 +41,9 @@ class OverTorchDistributed:
     def global_process_set(self) -> Any:
         return dist.group.WORLD
 
+    def shutdown(self) -> None:
+        dist.destroy_process_group()
+
     def is_initialized(self) -> bool:
         return dist.is_initialized()
 
@@ -49,6 +52,9 @@ class OverTorchDistributed:
 
     def size(self) -> int:
         return dist.get_world_size()
+
+    def local_rank(self) -> int:
+        return int(os.environ["LOCAL_RANK"])
 
     def mpi_enabled(self) -> bool:
         return BESIDE_MPI
@@ -68,6 +74,11 @@ class OverTorchDistributed:
 
     def broadcast_object(self, value: object, root_rank: int = 0, name: str = "") -> Any:
         return self.allgather_object(value)[root_rank]
+
+
+def _backends() -> str:
+    """Return what carries tensors: NCCL those on GPUs, if every rank of this host has one to itself."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
 
 
 if UNDER_TORCHRUN or BESIDE_MPI:
