@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_periodic import Algorithm, Communicator, PeriodicOptimizer, ReplicaSynchronizer, Schedule
+from hvd_periodic import Algorithm, Communicator, ReplicaSynchronizer, Schedule
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.threads import run
-from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
+from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, ElasticAverageOptimizer
 from hvd_periodic.cli import ranks
 from hvd_periodic.cli.processes import MARK
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 
 
 def framework(name: str) -> dict[str, Any]:

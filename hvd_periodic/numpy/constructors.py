@@ -31,7 +31,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic import SGD
+        >>> from hvd_periodic.numpy import SGD
         >>> x = np.zeros(1)
         >>> optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, communication_period=2, moving_rate=0.25)
         >>> for _ in range(2):

@@ -123,6 +123,10 @@ class PeriodicOptimizer:
         """Count an iteration without an update; every rank that has nothing to step with must call this."""
         self.synchronizer.step(updated=False)
 
+    def finalize(self) -> None:
+        """Leave training, after a last exchange; see ``synchronizer.finalize()``."""
+        self.synchronizer.finalize()
+
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the arrays inside a ``with`` block, and the local values again after it."""
         return self.synchronizer.center()

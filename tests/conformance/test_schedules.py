@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Clock, Communicator, ModelAverageOptimizer, Schedule
+from hvd_periodic import Clock, Communicator, Schedule
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
 from hvd_periodic.sync.planning import ask, forecast
 from tests.conformance.discovery import schedules

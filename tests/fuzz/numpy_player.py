@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, PeriodicOptimizer
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.fuzz.player import ALGORITHMS, PERIODS, Player, Setup, Trained
 from tests.fuzz.ranks import InjectedError
 

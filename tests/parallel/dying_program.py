@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory
 from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
 
 SIZE, RATE, KILLED_AT = 1000, 0.25, 6
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 

@@ -13,9 +13,9 @@ import tempfile
 
 import numpy as np
 
-from hvd_periodic import SGD, ElasticAverageOptimizer
 from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.comm.window import FOLDER, SPARE_BYTES_PER_RANK
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 
 
 def main(mib: float, end: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
 from tests.helpers import errors, run_ranks
 
 load_file = pytest.importorskip("safetensors.numpy").load_file

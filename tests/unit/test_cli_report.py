@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import EASGD, SGD, Algorithm, Averaging, Communicator, PeriodicOptimizer, read_run_log
+from hvd_periodic import EASGD, Algorithm, Averaging, Communicator, read_run_log
 from hvd_periodic.cli.main import main
 from hvd_periodic.journal import base
 from hvd_periodic.journal.runs import read_run
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 from tests.html_page import Page
 from tests.trace_events import events_of

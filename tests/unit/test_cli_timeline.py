@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer
+from hvd_periodic import EASGD, Averaging, Communicator, Compression, DiLoCo
 from hvd_periodic.cli import timeline
 from hvd_periodic.cli.main import main
 from hvd_periodic.journal.runs import read_run
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 from tests.trace_events import events_of
 from tests.unit.test_cli_report import AT, refused, train, written

@@ -13,18 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    QSR,
-    SGD,
-    AdaComm,
-    Clock,
-    Communicator,
-    Doubling,
-    Every,
-    ModelAverageOptimizer,
-    Piecewise,
-    Seconds,
-)
+from hvd_periodic import QSR, AdaComm, Clock, Communicator, Doubling, Every, Piecewise, Seconds
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import errors, readable, run_ranks
 
 N = 3
@@ -365,7 +355,7 @@ def test_a_rank_that_has_left_has_no_say() -> None:
 
 def test_an_asynchronous_rank_goes_by_its_own_clock() -> None:
     def work(communicator: Communicator) -> list[int]:
-        from hvd_periodic import ElasticAverageOptimizer
+        from hvd_periodic.numpy import ElasticAverageOptimizer
 
         local = SGD(0.1 / (1 + communicator.rank))
         optimizer = ElasticAverageOptimizer(

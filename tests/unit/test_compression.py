@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer, SlowMo
+from hvd_periodic import AGN, BMUF, EASGD, Averaging, Communicator, Compression, DiLoCo, SlowMo
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.comm import LocalCommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires import Wire, as_wire
 from hvd_periodic.wires.encoded import Encoded

@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-    PostLocal,
-)
+from hvd_periodic import Communicator, LocalCommunicator, PostLocal
 from hvd_periodic.comm.agreement import agree, audit, build_on_all, raise_on_all
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import Array, errors, outcomes, read_center, run_ranks
 
 

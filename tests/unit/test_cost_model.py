@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Averaging, Compression, PeriodicOptimizer
+from hvd_periodic import Averaging, Compression
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.cost_model import (
     Costs,
@@ -31,6 +31,7 @@ from hvd_periodic.cost_model import (
     typical,
     with_period,
 )
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.wires import Half, Int8, Plain, TopK, Wire
 from hvd_periodic.wires.encoded import Encoded
 from tests.helpers import readable, run_ranks

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, EASGD, SGD, Algorithm, Communicator, DiLoCo, Every
+from hvd_periodic import AGN, EASGD, Algorithm, Communicator, DiLoCo, Every
 from hvd_periodic.centers import Placement, placement_of, saved_states, saved_vectors
 from hvd_periodic.checkpoints import Everyone, decode, encode, files, save_set
 from hvd_periodic.checkpoints.files import read_content
 from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.together import Together
+from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.lending import Deferred
 from tests.helpers import NumpyTrainer, errors, random_arrays, run_ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, AGNOptimizer
+from hvd_periodic.numpy import SGD, AGNOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests.conformance.test_front_ends import OnTensors

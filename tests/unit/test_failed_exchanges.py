@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, EASGD, SGD, Averaging, Communicator, DiLoCo, LocalCommunicator, PeriodicOptimizer
+from hvd_periodic import AGN, EASGD, Averaging, Communicator, DiLoCo, LocalCommunicator
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(90)

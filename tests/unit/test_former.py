@@ -8,7 +8,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, LocalCommunicator, ModelAverageOptimizer, PostLocal
+from hvd_periodic import Communicator, LocalCommunicator, PostLocal
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import run_ranks
 
 LOST = "has taken 2 local steps since its last exchange, at step 3: all ranks start from the root's parameters"

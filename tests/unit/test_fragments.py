@@ -12,21 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_periodic import (
-    AGN,
-    EASGD,
-    SGD,
-    Averaging,
-    Clock,
-    Compression,
-    Doubling,
-    Every,
-    PeriodicOptimizer,
-    Piecewise,
-    PostLocal,
-    Schedule,
-)
+from hvd_periodic import AGN, EASGD, Averaging, Clock, Compression, Doubling, Every, Piecewise, PostLocal, Schedule
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.schedules.given import as_schedule
 from hvd_periodic.sync.planning import forecast
 from hvd_periodic.sync.streamed import Streamed

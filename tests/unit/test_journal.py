@@ -19,20 +19,18 @@ import pytest
 from hvd_periodic import (
     BMUF,
     EASGD,
-    SGD,
     Algorithm,
     Communicator,
-    ElasticAverageOptimizer,
     Listener,
     LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
     Report,
     Total,
+    logs,
     read_run_log,
 )
 from hvd_periodic.algorithms.easgd import ContribEASGD
-from hvd_periodic.journal import base, lines
+from hvd_periodic.journal import base
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 STEPS, PERIOD = 10, 3
@@ -321,12 +319,12 @@ def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(("level", "lines_seen"), [("info", 2), ("DEBUG", 4), ("warning", 0), ("loud", 1)])
 def test_the_environment_asks_for_the_log(level: str, lines_seen: int) -> None:
     program = (
-        "import numpy as np; from hvd_periodic import SGD, ModelAverageOptimizer\n"
+        "import numpy as np; from hvd_periodic.numpy import SGD, ModelAverageOptimizer\n"
         "optimizer = ModelAverageOptimizer(SGD(1.0), {'x': np.zeros(3)}, 2)\n"
         "for _ in range(4): optimizer.step([np.ones(3)])\n"
         "optimizer.synchronizer.finalize()"
     )
-    environment = {**os.environ, lines.VARIABLE: level}
+    environment = {**os.environ, logs.VARIABLE: level}
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert len(done.stderr.splitlines()) == lines_seen, done.stderr

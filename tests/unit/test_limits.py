@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    Every,
-    ModelAverageOptimizer,
-)
+from hvd_periodic import EASGD, Communicator, Every
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from hvd_periodic.vectors.store import FlatStore

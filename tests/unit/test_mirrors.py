@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, AGNOptimizer, Communicator, DiLoCo, ElasticAverageOptimizer, PeriodicOptimizer
+from hvd_periodic import Communicator, DiLoCo
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
 from hvd_periodic.sync.mirrors import Mirror, keepers, mirrored, recovered
 from hvd_periodic.sync.shares import Whole, own_share, whole_of
 from tests.helpers import errors, read_center, run_ranks

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, PeriodicOptimizer
+from hvd_periodic import Communicator
 from hvd_periodic.algorithms import Averaging
 from hvd_periodic.local_state import Average, Local, Reset, as_local_state
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 PERIOD, STEPS = 2, 12

@@ -9,19 +9,9 @@ from typing import Annotated, Any, TypedDict, Unpack
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    AGN,
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Averaging,
-    Compression,
-    ElasticAverageOptimizer,
-    LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
+from hvd_periodic import AGN, EASGD, Averaging, Compression, LocalCommunicator
 from hvd_periodic.arguments import as_typed, spelled
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from hvd_periodic.options import Options, of_exchange, takes
 
 X = {"x": np.zeros(1)}
@@ -60,9 +50,9 @@ OWN = {
 def front_end(name: str) -> tuple[Any, list[str], list[str]]:
     """Return a module, the first arguments of its constructors, and the options that only it has."""
     if name == "numpy":
-        import hvd_periodic
+        import hvd_periodic.numpy
 
-        return hvd_periodic, ["optimizer", "named_parameters"], ["communicator"]
+        return hvd_periodic.numpy, ["optimizer", "named_parameters"], ["communicator"]
     if name == "torch":
         pytest.importorskip("torch")
         import hvd_periodic.torch

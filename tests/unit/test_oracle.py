@@ -7,17 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    Every,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-    PostLocal,
-)
+from hvd_periodic import Communicator, Every, PostLocal
 from hvd_periodic.algorithms.easgd import ContribEASGD
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import Array, read_center, run_ranks
 from tests.oracle import (
     MOMENTUM,

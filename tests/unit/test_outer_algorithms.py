@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, PeriodicOptimizer
+from hvd_periodic import Communicator
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.centers.placement import PLACEMENTS
 from hvd_periodic.comm import LocalCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0), (3.0, -1.0), 0.1, 3

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, DiLoCo, PeriodicOptimizer, PostLocal, SlowMo
+from hvd_periodic import AGN, BMUF, EASGD, Averaging, DiLoCo, PostLocal, SlowMo
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
 from tests.helpers import errors, random_arrays, readable, run_ranks
 from tests.overlap_oracle import PERIOD, expected

@@ -12,18 +12,17 @@ import pytest
 
 from hvd_periodic import (
     QSR,
-    SGD,
     AdaComm,
     Clock,
     Doubling,
     Every,
     LocalCommunicator,
-    ModelAverageOptimizer,
     Piecewise,
     PostLocal,
     Schedule,
     Seconds,
 )
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
 from hvd_periodic.sync.planning import ask, forecast
 from tests.helpers import readable

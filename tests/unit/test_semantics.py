@@ -7,17 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
+from hvd_periodic import EASGD, Communicator, LocalCommunicator
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import Array, read_center, run_ranks
 
 Make = Callable[[dict[str, Array], Communicator], PeriodicOptimizer]

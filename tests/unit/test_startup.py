@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, ElasticAverageOptimizer
+from hvd_periodic import Communicator
 from hvd_periodic.comm.meeting import Purpose, Record, cross_purposes, integers, records_of
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 from hvd_periodic.sync.startup import Moment, Standing, Start, decide
 from tests.helpers import errors, run_ranks
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, ElasticAverageOptimizer
+from hvd_periodic import Communicator
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 from tests.helpers import errors, run_ranks
 
 

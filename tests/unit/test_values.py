@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer
+from hvd_periodic import AGN, BMUF, EASGD, Averaging, Communicator, Compression, DiLoCo
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
 from tests.helpers import Array, errors, run_ranks
 
