@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -34,6 +34,16 @@ def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
 def as_typed(name: str) -> str:
     """Return the user's name of a class or an argument of the core, for a message; see :func:`spelled`."""
     return _spellings.get().get(name, name)
+
+
+def refuse_both(one: str, other: str, given: Collection[str]) -> None:
+    """Raise a TypeError if two names of one argument are given.
+
+    Example:
+        >>> refuse_both("period", "interval_steps", ["model", "period"])
+    """
+    if one in given and other in given:
+        raise TypeError(f"`{one}` and `{other}` are two names of one argument: pass one of them")
 
 
 def outer_name() -> str:

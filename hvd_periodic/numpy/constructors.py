@@ -11,6 +11,7 @@ from hvd_periodic.numpy.replica import NamedArrays
 from hvd_periodic.numpy.sgd import ArrayOptimizer
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 
 
 class ElasticAverageOptimizer(PeriodicOptimizer):
@@ -18,7 +19,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs.
+        model: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead.
@@ -42,11 +43,12 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
+    @renamed(named_parameters="model")
     @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         communication_period: int | Schedule = 10,
         moving_rate: float | None = None,
         beta: float | None = None,
@@ -56,7 +58,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: EASGD(moving_rate, beta, rho),
             communication_period,
             asynchronous=asynchronous,
@@ -69,7 +71,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs.
+        model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
         options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
@@ -79,17 +81,18 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
+    @renamed(named_parameters="model")
     @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         interval_steps: int | Schedule = 100,
         **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             Averaging,
             interval_steps,
             **options,
@@ -101,7 +104,7 @@ class AGNOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs.
+        model: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
@@ -118,11 +121,12 @@ class AGNOptimizer(PeriodicOptimizer):
         "outer_optimizer": "center_optimizer",
     }
 
+    @renamed(named_parameters="model")
     @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         communication_period: int | Schedule = 10,
         center_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
@@ -131,7 +135,7 @@ class AGNOptimizer(PeriodicOptimizer):
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: AGN(op),
             communication_period,
             outer_optimizer=center_optimizer,

@@ -20,6 +20,7 @@ from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.spellings import renamed
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
@@ -28,7 +29,7 @@ class PeriodicOptimizer:
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
+        model: a dict, or (name, array) pairs; the arrays are updated in place.
         algorithm: the computation of an exchange.
         period: local steps between exchanges, or a schedule.
         outer_optimizer: copied, including its state, for algorithms that optimize the center. Default: ``optimizer``.
@@ -47,11 +48,12 @@ class PeriodicOptimizer:
     _spelling: ClassVar[Mapping[str, str]] = {}
     """Names that a named constructor uses for classes and arguments of the core."""
 
+    @renamed(named_parameters="model")
     @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
@@ -63,7 +65,7 @@ class PeriodicOptimizer:
         name = comm.unique_name(options["timeout_seconds"])
 
         def build() -> ReplicaSynchronizer[Array]:
-            replica = NumpyReplica(named_parameters)
+            replica = NumpyReplica(model)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             return ReplicaSynchronizer(

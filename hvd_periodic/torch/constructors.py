@@ -9,6 +9,7 @@ import torch
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
@@ -20,7 +21,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer. With momentum this is EAMSGD; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
+        model: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
@@ -52,11 +53,12 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
+    @renamed(named_parameters="model")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         communication_period: int | Schedule = 10,
         moving_rate: float | None = None,
         beta: float | None = None,
@@ -66,7 +68,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: EASGD(moving_rate, beta, rho),
             communication_period,
             asynchronous=asynchronous,
@@ -79,7 +81,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
+        model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
@@ -92,17 +94,18 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
+    @renamed(named_parameters="model")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         interval_steps: int | Schedule = 100,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             Averaging,
             interval_steps,
             **options,
@@ -114,7 +117,7 @@ class AGNOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
+        model: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         center_optimizer: moves the center: an optimizer over the same parameters, to be copied, or a function from
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has its own state and the
@@ -137,11 +140,12 @@ class AGNOptimizer(PeriodicOptimizer):
         "outer_optimizer": "center_optimizer",
     }
 
+    @renamed(named_parameters="model")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         communication_period: int | Schedule = 10,
         center_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
@@ -150,7 +154,7 @@ class AGNOptimizer(PeriodicOptimizer):
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: AGN(op),
             communication_period,
             outer_optimizer=center_optimizer,

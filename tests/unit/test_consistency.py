@@ -103,7 +103,7 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "period": (lambda c: easgd(c, period=0), "`communication_period`"),
     "schedule": (lambda c: easgd(c, period=lambda step: 0), "step 0"),
     "schedule, later": (lambda c: easgd(c, period=lambda clock: 0 if clock.step else 2), "step 2"),
-    "no parameters": (lambda c: easgd(c, {}), "`named_parameters`"),
+    "no parameters": (lambda c: easgd(c, {}), "`model`"),
     "dtype": (lambda c: easgd(c, {"w": np.zeros(3, int)}), "'w'"),
     "root": (lambda c: easgd(c, root_rank=7), "`root_rank`"),
     "op": (lambda c: agn(c, "max"), "op='max'"),

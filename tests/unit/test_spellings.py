@@ -6,13 +6,16 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import hvd_periodic
 import hvd_periodic.numpy
-from hvd_periodic import logs
+from hvd_periodic import AGN, LocalCommunicator, logs
 from tests.conftest import PATIENCE
 
 
@@ -56,3 +59,54 @@ def test_importing_the_package_leaves_logging_alone() -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE * 60, check=True)
     assert done.stdout == "[] 0\n"
     assert not done.stderr
+
+
+CONSTRUCTORS = ["PeriodicOptimizer", "ElasticAverageOptimizer", "ModelAverageOptimizer", "AGNOptimizer"]
+
+
+def front_end(name: str) -> tuple[Any, Callable[[], Any], Any]:
+    """Return a module, a function that makes a local optimizer, and a model."""
+    if name == "numpy":
+        return hvd_periodic.numpy, lambda: hvd_periodic.numpy.SGD(0.1), {"x": np.zeros(2)}
+    framework = pytest.importorskip(name)
+    module = importlib.import_module(f"hvd_periodic.{name}")
+    if name == "torch":
+        model = framework.nn.Linear(2, 1)
+        return module, lambda: framework.optim.SGD(model.parameters(), lr=0.1), model
+    import keras
+
+    return module, lambda: keras.optimizers.SGD(0.1), keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def made(framework: str, name: str, *models: str, **given: Any) -> Any:
+    """Return an optimizer of one rank, whose model is passed under these names; ``model`` by default."""
+    module, local, model = front_end(framework)
+    given |= dict.fromkeys(models or ["model"], model)
+    if name == "PeriodicOptimizer":
+        given = {"algorithm": AGN(), "period": 2, **given}
+    return getattr(module, name)(local(), **given)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_the_model_was_named_parameters(framework: str, name: str) -> None:
+    alone = {"process_set": LocalCommunicator()}
+    with pytest.warns(DeprecationWarning, match=rf"^`{name}\(named_parameters=\.\.\.\)`.*: write `model=`$") as warned:
+        optimizer = made(framework, name, "named_parameters", **alone)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert optimizer.synchronizer.replica.names == (["x"] if framework == "numpy" else ["weight", "bias"])
+    with pytest.raises(TypeError, match=r"^`named_parameters` and `model` are two names of one argument"):
+        made(framework, name, "named_parameters", "model", **alone)
+
+
+def test_a_name_beside_the_positional_argument_is_refused() -> None:
+    local, arrays = hvd_periodic.numpy.SGD(0.1), {"x": np.zeros(2)}
+    with pytest.raises(TypeError, match=r"^`named_parameters` and `model` are two names"):
+        hvd_periodic.numpy.ModelAverageOptimizer(local, arrays, named_parameters=arrays)  # type: ignore[call-arg]
+
+
+def test_arrays_as_a_replica_were_named_parameters() -> None:
+    with pytest.warns(DeprecationWarning, match="write `model=`"):
+        replica = hvd_periodic.numpy.NumpyReplica(named_parameters={"x": np.zeros(2)})  # type: ignore[call-arg]
+    assert replica.names == ["x"]

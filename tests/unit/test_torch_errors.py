@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing trainable": (
         lambda: hvdp.ModelAverageOptimizer(sgd([torch.zeros(2)]), [], **LOCAL),
         ValueError,
-        "named_parameters",
+        "`model` must hold",
     ),
     "all frozen": (lambda: frozen(), ValueError, "at least one trainable parameter"),
     "duplicate names": (
