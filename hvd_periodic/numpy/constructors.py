@@ -106,7 +106,7 @@ class AGNOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         model: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
+        outer_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
         options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
@@ -115,20 +115,16 @@ class AGNOptimizer(PeriodicOptimizer):
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
     """
 
-    _spelling: ClassVar = {
-        "AGN": "AGNOptimizer",
-        "period": "communication_period",
-        "outer_optimizer": "center_optimizer",
-    }
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
-    @renamed(named_parameters="model")
+    @renamed(named_parameters="model", center_optimizer="outer_optimizer")
     @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
         model: NamedArrays,
         communication_period: int | Schedule = 10,
-        center_optimizer: ArrayOptimizer | None = None,
+        outer_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
         **options: Unpack[NumpyOptions],
@@ -138,7 +134,7 @@ class AGNOptimizer(PeriodicOptimizer):
             model,
             lambda: AGN(op),
             communication_period,
-            outer_optimizer=center_optimizer,
+            outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,
         )

@@ -9,6 +9,7 @@ import keras
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 from hvd_periodic.tensorflow.config import encode
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.options import KerasOptions
@@ -124,7 +125,7 @@ class AGNOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
+        outer_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
             its own, whose learning rate is that of ``optimizer`` at the time of the exchange.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
@@ -138,19 +139,17 @@ class AGNOptimizer(PeriodicOptimizer):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
-    _spelling: ClassVar = {
-        "AGN": "AGNOptimizer",
-        "period": "communication_period",
-        "outer_optimizer": "center_optimizer",
-    }
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
+    _outer_key = "center_optimizer"
 
+    @renamed(center_optimizer="outer_optimizer")
     @takes(KerasOptions)
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
         model: keras.Model | None = None,
         communication_period: int | Schedule = 10,
-        center_optimizer: keras.optimizers.Optimizer | None = None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
         **options: Unpack[KerasOptions],
@@ -160,7 +159,7 @@ class AGNOptimizer(PeriodicOptimizer):
             model,
             lambda: AGN(op),
             communication_period,
-            outer_optimizer=center_optimizer,
+            outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,
         )

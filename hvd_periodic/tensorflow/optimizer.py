@@ -71,6 +71,8 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """What a named constructor calls classes and arguments of the core."""
+    _outer_key: ClassVar[str] = "outer_optimizer"
+    """Key of the center's optimizer in configurations, and so in files."""
 
     @takes(KerasOptions)
     def __init__(
@@ -284,7 +286,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         """Return the optimizer of a loaded model; it communicates from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
-        if "outer_optimizer" not in cls._spelling and "center_optimizer" in own:  # as version 0.1 called it
+        if "center_optimizer" in own:
             own["outer_optimizer"] = own.pop("center_optimizer")
         made = cls(**own, model=None, process_set=NotYetConnected())
         made._exchanges.connection.remember(config)
@@ -300,8 +302,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
 
     def _common_config(self) -> dict[str, Any]:
         """Return what all named constructors have among their arguments."""
-        outer = self._spelling.get("outer_optimizer", "outer_optimizer")
-        return self._exchanges.plan.config(outer) | self._exchanges.connection.config() | {"name": self.name}
+        return self._exchanges.plan.config(self._outer_key) | self._exchanges.connection.config() | {"name": self.name}
 
     def _open(self, variables: Sequence[Any] = ()) -> bool:
         """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.

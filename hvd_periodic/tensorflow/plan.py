@@ -99,7 +99,7 @@ class Plan:
         """Return as plain values the arguments that all constructors share, except for the ranks.
 
         Args:
-            outer_optimizer: what the constructor calls that argument.
+            outer_optimizer: key of the optimizer that moves the center.
         """
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
         if isinstance(self.options["optimizer_state"], LocalState):

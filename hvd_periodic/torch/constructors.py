@@ -119,7 +119,7 @@ class AGNOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         model: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center: an optimizer over the same parameters, to be copied, or a function from
+        outer_optimizer: moves the center: an optimizer over the same parameters, to be copied, or a function from
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has its own state and the
             original's arguments and attributes, and follows the original's hyper-parameters.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
@@ -134,20 +134,16 @@ class AGNOptimizer(PeriodicOptimizer):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
-    _spelling: ClassVar = {
-        "AGN": "AGNOptimizer",
-        "period": "communication_period",
-        "outer_optimizer": "center_optimizer",
-    }
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
-    @renamed(named_parameters="model")
+    @renamed(named_parameters="model", center_optimizer="outer_optimizer")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         model: Model,
         communication_period: int | Schedule = 10,
-        center_optimizer: CenterOptimizerLike | None = None,
+        outer_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
         asynchronous: bool = False,
         **options: Unpack[TorchOptions],
@@ -157,7 +153,7 @@ class AGNOptimizer(PeriodicOptimizer):
             model,
             lambda: AGN(op),
             communication_period,
-            outer_optimizer=center_optimizer,
+            outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,
         )

@@ -27,7 +27,7 @@ def gradients(arrays: list[Array], rank: int, step: int) -> list[Array]:
 def trainer_of(communicator: Communicator, algorithm: Any, center: str, dtype: str = "float32") -> NumpyTrainer:
     moves = SGD(0.25, 0.5)
     return NumpyTrainer(
-        communicator, random_arrays(0, dtype), algorithm, Every(2), center_optimizer=moves, center=center
+        communicator, random_arrays(0, dtype), algorithm, Every(2), outer_optimizer=moves, center=center
     )
 
 

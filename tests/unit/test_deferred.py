@@ -67,7 +67,7 @@ def test_files_hold_what_states_hold(
         monkeypatch.setattr(module, "Deferred", Noted)
 
     def work(communicator: Communicator) -> tuple[Any, Any]:
-        trainer = trained(communicator, algorithm, center, center_optimizer=SGD(0.5, 0.9))
+        trainer = trained(communicator, algorithm, center, outer_optimizer=SGD(0.5, 0.9))
         state = {"w": trainer.arrays, **trainer.synchronizer.state_dict()}
         return plain(decode(read_content(save(trainer, communicator, tmp_path, background=background)))), plain(state)
 

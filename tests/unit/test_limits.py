@@ -240,7 +240,7 @@ def test_the_local_optimizer_as_center_optimizer_still_has_two_states() -> None:
     """One worker, g = −1, η = 1, μ = .5, τ = 2: refused, or the steps of two optimizers; never a shared velocity."""
     x, shared = np.zeros(1), SGD(1.0, momentum=0.5)
     try:
-        optimizer = AGNOptimizer(shared, {"x": x}, communication_period=2, center_optimizer=shared)
+        optimizer = AGNOptimizer(shared, {"x": x}, communication_period=2, outer_optimizer=shared)
     except ValueError:
         return
     for _ in range(4):

@@ -43,7 +43,7 @@ OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
     "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous"],
     "ModelAverageOptimizer": ["interval_steps"],
-    "AGNOptimizer": ["communication_period", "center_optimizer", "op", "asynchronous"],
+    "AGNOptimizer": ["communication_period", "outer_optimizer", "op", "asynchronous"],
 }
 
 
@@ -90,7 +90,7 @@ def test_synchronizers_take_the_same(framework: str) -> None:
     ("name", "keyword"),
     [
         ("ElasticAverageOptimizer", "centre"),
-        ("ElasticAverageOptimizer", "center_optimizer"),
+        ("ElasticAverageOptimizer", "outer_optimizer"),
         ("ModelAverageOptimizer", "asynchronous"),
         ("AGNOptimizer", "rho"),
         ("PeriodicOptimizer", "argument"),

@@ -119,7 +119,7 @@ def test_accumulated_gradient_normalization_with_another_center_optimizer(n: int
     found = library(
         n,
         lambda parameters, communicator: AGNOptimizer(
-            SGD(RATE, MOMENTUM), parameters, 3, center_optimizer=SGD(0.05, 0.25), communicator=communicator
+            SGD(RATE, MOMENTUM), parameters, 3, outer_optimizer=SGD(0.05, 0.25), communicator=communicator
         ),
     )
     assert_equal(found, agn(n, periodic(3), "sum", MOMENTUM, center=(0.05, 0.25)))

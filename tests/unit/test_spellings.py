@@ -110,3 +110,34 @@ def test_arrays_as_a_replica_were_named_parameters() -> None:
     with pytest.warns(DeprecationWarning, match="write `model=`"):
         replica = hvd_periodic.numpy.NumpyReplica(named_parameters={"x": np.zeros(2)})  # type: ignore[call-arg]
     assert replica.names == ["x"]
+
+
+AGN_OLD = r"^`AGNOptimizer\(center_optimizer=\.\.\.\)`.*: write `outer_optimizer=`$"
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_the_outer_optimizer_of_agn_was_the_center_optimizer(framework: str) -> None:
+    """Seen from the error about one that is none, which has the new name."""
+    alone = {"process_set": LocalCommunicator()}
+    with (
+        pytest.warns(DeprecationWarning, match=AGN_OLD),
+        pytest.raises(TypeError, match=r"^`outer_optimizer` must be .* Received: str"),
+    ):
+        made(framework, "AGNOptimizer", center_optimizer="adam", **alone)
+    with pytest.raises(TypeError, match=r"^`center_optimizer` and `outer_optimizer` are two names of one argument"):
+        made(framework, "AGNOptimizer", center_optimizer=None, outer_optimizer=None, **alone)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'center_optimizer'"):
+        made(framework, "ElasticAverageOptimizer", center_optimizer=None, **alone)
+
+
+def test_the_outer_optimizer_of_arrays_was_the_center_optimizer() -> None:
+    x, moving = np.zeros(1), hvd_periodic.numpy.SGD(0.5)
+    with pytest.warns(DeprecationWarning, match=AGN_OLD):
+        optimizer = hvd_periodic.numpy.AGNOptimizer(
+            hvd_periodic.numpy.SGD(0.125),
+            {"x": x},
+            1,
+            center_optimizer=moving,  # type: ignore[call-arg]
+        )
+    optimizer.step([np.ones(1)])
+    assert x == -0.5

@@ -31,7 +31,7 @@ def new_trainer(communicator: Communicator, algorithm: Algorithm, schedule: Sche
         algorithm,
         schedule,
         optimizer=SGD(0.5, 0.5),
-        center_optimizer=SGD(0.25, 0.5),
+        outer_optimizer=SGD(0.25, 0.5),
     )
 
 
