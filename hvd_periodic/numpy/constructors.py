@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Unpack
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.arguments import also_period
 from hvd_periodic.numpy.optimizer import PeriodicOptimizer
 from hvd_periodic.numpy.options import NumpyOptions
 from hvd_periodic.numpy.replica import NamedArrays
@@ -25,6 +26,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.
+        period: another name of ``communication_period``.
         options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -44,6 +46,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
     @renamed(named_parameters="model")
+    @also_period("communication_period")
     @takes(NumpyOptions)
     def __init__(
         self,
@@ -54,13 +57,15 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
+            communication_period if period is None else period,
             asynchronous=asynchronous,
             **options,
         )
@@ -73,6 +78,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        period: another name of ``interval_steps``.
         options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -82,19 +88,22 @@ class ModelAverageOptimizer(PeriodicOptimizer):
     _spelling: ClassVar = {"period": "interval_steps"}
 
     @renamed(named_parameters="model")
+    @also_period("interval_steps")
     @takes(NumpyOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
         model: NamedArrays,
         interval_steps: int | Schedule = 100,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             Averaging,
-            interval_steps,
+            interval_steps if period is None else period,
             **options,
         )
 
@@ -109,6 +118,7 @@ class AGNOptimizer(PeriodicOptimizer):
         outer_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
+        period: another name of ``communication_period``.
         options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -118,6 +128,7 @@ class AGNOptimizer(PeriodicOptimizer):
     _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
     @renamed(named_parameters="model", center_optimizer="outer_optimizer")
+    @also_period("communication_period")
     @takes(NumpyOptions)
     def __init__(
         self,
@@ -127,13 +138,15 @@ class AGNOptimizer(PeriodicOptimizer):
         outer_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[NumpyOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: AGN(op),
-            communication_period,
+            communication_period if period is None else period,
             outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Unpack
 import keras
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.arguments import also_period
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
@@ -28,6 +29,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
             is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
+        period: another name of ``communication_period``.
         options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -50,6 +52,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
+    @also_period("communication_period")
     @takes(KerasOptions)
     def __init__(
         self,
@@ -60,13 +63,15 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
+            communication_period if period is None else period,
             asynchronous=asynchronous,
             **options,
         )
@@ -85,6 +90,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        period: another name of ``interval_steps``.
         options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -96,19 +102,22 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
+    @also_period("interval_steps")
     @takes(KerasOptions)
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
         model: keras.Model | None = None,
         interval_steps: int | Schedule = 100,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             Averaging,
-            interval_steps,
+            interval_steps if period is None else period,
             **options,
         )
 
@@ -130,6 +139,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.
+        period: another name of ``communication_period``.
         options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -143,6 +153,7 @@ class AGNOptimizer(PeriodicOptimizer):
     _outer_key = "center_optimizer"
 
     @renamed(center_optimizer="outer_optimizer")
+    @also_period("communication_period")
     @takes(KerasOptions)
     def __init__(
         self,
@@ -152,13 +163,15 @@ class AGNOptimizer(PeriodicOptimizer):
         outer_optimizer: keras.optimizers.Optimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: AGN(op),
-            communication_period,
+            communication_period if period is None else period,
             outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,

@@ -7,6 +7,7 @@ from typing import ClassVar, Unpack
 import torch
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.arguments import also_period
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
@@ -29,6 +30,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the moving rate is in
             (0, 1].
+        period: another name of ``communication_period``.
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -54,6 +56,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
     @renamed(named_parameters="model")
+    @also_period("communication_period")
     @takes(TorchOptions)
     def __init__(
         self,
@@ -64,13 +67,15 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
+            communication_period if period is None else period,
             asynchronous=asynchronous,
             **options,
         )
@@ -83,6 +88,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
+        period: another name of ``interval_steps``.
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -95,19 +101,22 @@ class ModelAverageOptimizer(PeriodicOptimizer):
     _spelling: ClassVar = {"period": "interval_steps"}
 
     @renamed(named_parameters="model")
+    @also_period("interval_steps")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         model: Model,
         interval_steps: int | Schedule = 100,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             Averaging,
-            interval_steps,
+            interval_steps if period is None else period,
             **options,
         )
 
@@ -125,6 +134,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center's optimizer applies the gradients of one worker after another.
+        period: another name of ``communication_period``.
         options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
@@ -137,6 +147,7 @@ class AGNOptimizer(PeriodicOptimizer):
     _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
     @renamed(named_parameters="model", center_optimizer="outer_optimizer")
+    @also_period("communication_period")
     @takes(TorchOptions)
     def __init__(
         self,
@@ -146,13 +157,15 @@ class AGNOptimizer(PeriodicOptimizer):
         outer_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: AGN(op),
-            communication_period,
+            communication_period if period is None else period,
             outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,

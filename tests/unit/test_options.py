@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, EASGD, Averaging, Compression, LocalCommunicator
+from hvd_periodic import AGN, EASGD, Averaging, Compression, Every, LocalCommunicator
 from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from hvd_periodic.options import Options, of_exchange, takes
+from tests.one_rank import one_rank
 
 X = {"x": np.zeros(1)}
 SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
@@ -41,9 +43,9 @@ DEFAULTS = {
 }
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
-    "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous"],
-    "ModelAverageOptimizer": ["interval_steps"],
-    "AGNOptimizer": ["communication_period", "outer_optimizer", "op", "asynchronous"],
+    "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous", "period"],
+    "ModelAverageOptimizer": ["interval_steps", "period"],
+    "AGNOptimizer": ["communication_period", "outer_optimizer", "op", "asynchronous", "period"],
 }
 
 
@@ -176,6 +178,28 @@ def test_a_spelling_ends_with_the_constructor_that_has_it() -> None:
         with spelled({"period": "interval_steps"}), warnings.catch_warnings():
             assert (as_typed("AGN"), as_typed("period")) == ("Outer", "interval_steps")
         assert as_typed("period") == "period"
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("ElasticAverageOptimizer", "communication_period"),
+        ("ModelAverageOptimizer", "interval_steps"),
+        ("AGNOptimizer", "communication_period"),
+    ],
+)
+def test_a_period_has_two_names(framework: str, name: str, other: str) -> None:
+    module, local, model = one_rank(framework)
+    construct = partial(getattr(module, name), process_set=LocalCommunicator())
+    for given in ({"period": 7}, {other: 7}, {other: 7, "period": None}):
+        assert construct(local(), model, **given).synchronizer.planner.schedule == Every(7)
+    for typed in ("period", other):
+        with pytest.raises(ValueError, match=rf"^`{typed}`, unless it is a schedule, must be"):
+            construct(local(), model, **{typed: 0})
+    for positional, named in (([], {other: 7, "period": 7}), ([7], {"period": 7})):
+        with pytest.raises(TypeError, match=rf"^`{other}` and `period` are two names of one argument: pass one of"):
+            construct(local(), model, *positional, **named)
 
 
 def test_a_period_is_called_what_the_constructor_calls_it() -> None:

@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import hvd_periodic
 import hvd_periodic.numpy
 from hvd_periodic import AGN, LocalCommunicator, logs
 from tests.conftest import PATIENCE
+from tests.one_rank import one_rank
 
 
 @pytest.mark.parametrize("name", sorted(hvd_periodic._WAS_HERE))
@@ -64,23 +64,9 @@ def test_importing_the_package_leaves_logging_alone() -> None:
 CONSTRUCTORS = ["PeriodicOptimizer", "ElasticAverageOptimizer", "ModelAverageOptimizer", "AGNOptimizer"]
 
 
-def front_end(name: str) -> tuple[Any, Callable[[], Any], Any]:
-    """Return a module, a function that makes a local optimizer, and a model."""
-    if name == "numpy":
-        return hvd_periodic.numpy, lambda: hvd_periodic.numpy.SGD(0.1), {"x": np.zeros(2)}
-    framework = pytest.importorskip(name)
-    module = importlib.import_module(f"hvd_periodic.{name}")
-    if name == "torch":
-        model = framework.nn.Linear(2, 1)
-        return module, lambda: framework.optim.SGD(model.parameters(), lr=0.1), model
-    import keras
-
-    return module, lambda: keras.optimizers.SGD(0.1), keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-
-
 def made(framework: str, name: str, *models: str, **given: Any) -> Any:
     """Return an optimizer of one rank, whose model is passed under these names; ``model`` by default."""
-    module, local, model = front_end(framework)
+    module, local, model = one_rank(framework)
     given |= dict.fromkeys(models or ["model"], model)
     if name == "PeriodicOptimizer":
         given = {"algorithm": AGN(), "period": 2, **given}
