@@ -20,7 +20,7 @@ from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.spellings import renamed
+from hvd_periodic.spellings import RenamedAttribute, renamed
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
@@ -38,7 +38,7 @@ class PeriodicOptimizer:
             :class:`~hvd_periodic.numpy.options.NumpyOptions`.
 
     Attributes:
-        optimizer: the local optimizer.
+        inner: the local optimizer.
         synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
 
     Raises:
@@ -47,6 +47,7 @@ class PeriodicOptimizer:
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """Names that a named constructor uses for classes and arguments of the core."""
+    optimizer = RenamedAttribute("inner")
 
     @renamed(named_parameters="model")
     @takes(NumpyOptions)
@@ -82,7 +83,7 @@ class PeriodicOptimizer:
                 **of_exchange(options),
             )
 
-        self.optimizer = optimizer
+        self.inner = optimizer
         with spelled(self._spelling):
             self.synchronizer = build_on_all(comm, name, build)
         self.synchronizer.learning_rate = lambda: getattr(optimizer, "learning_rate", None)
@@ -118,7 +119,7 @@ class PeriodicOptimizer:
                 raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {gradient.shape}")
         replica.gradients = list(gradients)
         self.synchronizer.prepare_gradients()
-        self.optimizer.step(replica.arrays, replica.gradients)
+        self.inner.step(replica.arrays, replica.gradients)
         self.synchronizer.step()
 
     def skip(self) -> None:

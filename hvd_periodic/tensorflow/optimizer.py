@@ -62,7 +62,8 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             :class:`~hvd_periodic.tensorflow.options.KerasOptions`.
 
     Attributes:
-        inner_optimizer: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of.
+        inner: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of. In Keras itself
+            and in its files, its name is ``inner_optimizer``.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
@@ -107,6 +108,15 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         refuse_as_subclass(cls)
+
+    @property
+    def inner(self) -> keras.optimizers.Optimizer:
+        """The wrapped optimizer."""
+        return self.inner_optimizer
+
+    def __dir__(self) -> list[str]:
+        """Leave out ``inner``: Keras saves the objects that it finds here, under the first of their names."""
+        return [name for name in super().__dir__() if name != "inner"]
 
     @property
     def synchronizer(self) -> VariableSynchronizer:

@@ -156,7 +156,7 @@ class KerasPlayer(Player):
 
     def local(self, trained: Trained) -> list[Any]:
         """Return what the local optimizer keeps, but for the learning rate."""
-        inner = list(levels_of(trained.optimizer))[-1].inner_optimizer
+        inner = list(levels_of(trained.optimizer))[-1].inner
         return [variable for variable in inner.variables if variable is not inner._learning_rate]
 
     def state(self, trained: Trained) -> Any:
@@ -218,4 +218,4 @@ def levels_of(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer, and those of this package inside of it."""
     while isinstance(optimizer, hvdp.PeriodicOptimizer):
         yield optimizer
-        optimizer = optimizer.inner_optimizer
+        optimizer = optimizer.inner

@@ -69,14 +69,14 @@ class NumpyTrainer:
 
     def save(self, path: Path) -> None:
         state = self.optimizer.synchronizer.state_dict()
-        saved = {"arrays": self.arrays, "velocities": self.optimizer.optimizer.velocities, "exchange": state}
+        saved = {"arrays": self.arrays, "velocities": self.optimizer.inner.velocities, "exchange": state}
         path.with_suffix(".pickle").write_bytes(pickle.dumps(saved))
 
     def load(self, path: Path) -> None:
         saved = pickle.loads(path.with_suffix(".pickle").read_bytes())
         for array, value in zip(self.arrays, saved["arrays"], strict=True):
             array[...] = value
-        self.optimizer.optimizer.velocities = saved["velocities"]
+        self.optimizer.inner.velocities = saved["velocities"]
         self.optimizer.synchronizer.load_state_dict(saved["exchange"])
 
 

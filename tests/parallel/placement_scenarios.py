@@ -518,13 +518,13 @@ def tensorflow_program() -> Program:
             return sum(np.size(value) for value in state[2:])
 
         def save(self) -> bytes:
-            local = [np.array(variable.numpy()) for variable in self.optimizer.inner_optimizer.variables]
+            local = [np.array(variable.numpy()) for variable in self.optimizer.inner.variables]
             return pickle.dumps((self.values(), local, self.synchronizer.state_dict()))
 
         def load(self, saved: bytes, exchange: bool) -> None:
             values, local, state = pickle.loads(saved)
             self.assign(values)
-            for variable, value in zip(self.optimizer.inner_optimizer.variables, local, strict=True):
+            for variable, value in zip(self.optimizer.inner.variables, local, strict=True):
                 variable.assign(value)
             if exchange:
                 self.synchronizer.load_state_dict(state)

@@ -309,7 +309,7 @@ def test_a_schedule_that_fails_on_one_rank_is_an_error_on_every_rank(
 def test_what_a_schedule_lacks_is_an_error_on_every_rank(schedule: Any, rate: Any, message: str) -> None:
     def work(communicator: Communicator) -> None:
         optimizer = optimizer_of(communicator, schedule, 1.0)
-        optimizer.optimizer.learning_rate = rate  # type: ignore[attr-defined]
+        optimizer.inner.learning_rate = rate  # type: ignore[attr-defined]
         optimizer.step([None])
         optimizer.step([None])
 

@@ -232,7 +232,7 @@ def test_configuration_round_trip(optimizer: Any) -> None:
     assert again.get_config() == made.get_config()
     for attribute in ("_algorithm", "_schedule", "name"):
         assert getattr(again, attribute) == getattr(made, attribute)
-    assert type(again.inner_optimizer) is type(made.inner_optimizer)
+    assert type(again.inner) is type(made.inner)
 
 
 def test_a_loaded_model_needs_no_horovod(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_in_keras(way: str, asked: dict[str, Any], tmp_path: Path) -> None:
     copied = COPIES[way](optimizer)
     if way == "pickle":
         copied.attach(process_set=_Alone())
-        copied.inner_optimizer.attach(process_set=_Alone())
+        copied.inner.attach(process_set=_Alone())
     train(copied)
     copied.finalize()
     assert copied.synchronizer.rounds == 1

@@ -127,3 +127,29 @@ def test_the_outer_optimizer_of_arrays_was_the_center_optimizer() -> None:
         )
     optimizer.step([np.ones(1)])
     assert x == -0.5
+
+
+def test_the_wrapped_optimizer_of_arrays_was_the_optimizer() -> None:
+    local, other = hvd_periodic.numpy.SGD(0.1), hvd_periodic.numpy.SGD(0.5)
+    optimizer = hvd_periodic.numpy.ModelAverageOptimizer(local, {"x": np.zeros(2)})
+    message = r"^`ModelAverageOptimizer\.optimizer` is .*: write `\.inner`$"
+    with pytest.warns(DeprecationWarning, match=message) as warned:
+        assert optimizer.optimizer is local
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=message):
+        optimizer.optimizer = other
+    assert optimizer.inner is other
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
+def test_the_wrapped_optimizer_has_one_name(framework: str) -> None:
+    module, local, model = one_rank(framework)
+    inside = local()
+    assert module.ModelAverageOptimizer(inside, model, process_set=LocalCommunicator()).inner is inside
+
+
+def test_files_of_keras_name_the_wrapped_optimizer_as_before() -> None:
+    module, local, model = one_rank("tensorflow")
+    optimizer = module.ModelAverageOptimizer(local(), model, process_set=LocalCommunicator())
+    assert optimizer.inner_optimizer is optimizer.inner
+    assert {"inner", "inner_optimizer"} & {*dir(optimizer)} == {"inner_optimizer"}
