@@ -90,7 +90,8 @@ class Options(ExchangeOptions, total=False):
             :class:`~hvd_periodic.Communicator`; in PyTorch and Keras also a function that returns the ranks of this
             rank's group, such as :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`:
             it is called again when elastic Horovod changes ranks. In PyTorch also a
-            ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension.
+            ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension. In numpy only a communicator,
+            default: this process alone.
     """
 
     root_rank: Annotated[int | None, None]

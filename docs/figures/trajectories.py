@@ -45,7 +45,7 @@ def walk(communicator: Communicator, algorithm: Algorithm, outer: Any) -> Walk:
     aside = np.array([0.5, -1.3]) * (2 * communicator.rank - 1)
     x = START.copy()
     optimizer = hvdp.PeriodicOptimizer(
-        hvdp.SGD(0.15), {"x": x}, algorithm, PERIOD, outer_optimizer=outer, communicator=communicator
+        hvdp.SGD(0.15), {"x": x}, algorithm, PERIOD, outer_optimizer=outer, process_set=communicator
     )
     replica, center = [x.tolist()], [x.tolist()]
     for _ in range(STEPS):

@@ -104,7 +104,7 @@ def asynchronous() -> dict[str, Any] | None:
     from hvd_periodic.comm.mpi import MPICommunicator
 
     communicator, x = MPICommunicator(), np.zeros(1000)
-    options: dict[str, Any] = {"communicator": communicator, "asynchronous": True}
+    options: dict[str, Any] = {"process_set": communicator, "asynchronous": True}
     optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, 1, **options)
     started = time.perf_counter()
     for _ in range(10):

@@ -169,7 +169,7 @@ def _train(
         {f"x{i}": tensor for i, tensor in enumerate(tensors)},
         setting.made,
         setting.schedule,
-        communicator=communicator,
+        process_set=communicator,
         overlap=training.overlap,
         fragments=training.fragments,
         compression=training.compression,

@@ -7,10 +7,9 @@ from typing import ClassVar, Unpack
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
 from hvd_periodic.arguments import also_period
 from hvd_periodic.numpy.optimizer import PeriodicOptimizer
-from hvd_periodic.numpy.options import NumpyOptions
 from hvd_periodic.numpy.replica import NamedArrays
 from hvd_periodic.numpy.sgd import ArrayOptimizer
-from hvd_periodic.options import takes
+from hvd_periodic.options import Options, takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
 
@@ -27,7 +26,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.
         period: another name of ``communication_period``.
-        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
+        options: center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -45,9 +44,9 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
-    @renamed(named_parameters="model")
+    @renamed(named_parameters="model", communicator="process_set")
     @also_period("communication_period")
-    @takes(NumpyOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -59,7 +58,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[NumpyOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,
@@ -79,7 +78,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
         period: another name of ``interval_steps``.
-        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
+        options: center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -87,9 +86,9 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
-    @renamed(named_parameters="model")
+    @renamed(named_parameters="model", communicator="process_set")
     @also_period("interval_steps")
-    @takes(NumpyOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -97,7 +96,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         interval_steps: int | Schedule = 100,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[NumpyOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,
@@ -119,7 +118,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
         period: another name of ``communication_period``.
-        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
+        options: center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -127,9 +126,9 @@ class AGNOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
-    @renamed(named_parameters="model", center_optimizer="outer_optimizer")
+    @renamed(named_parameters="model", communicator="process_set", center_optimizer="outer_optimizer")
     @also_period("communication_period")
-    @takes(NumpyOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -140,7 +139,7 @@ class AGNOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[NumpyOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,

@@ -13,12 +13,12 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.numpy.communicator import communicator_of
 from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
-from hvd_periodic.numpy.options import NumpyOptions, communicator_of
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
-from hvd_periodic.options import of_exchange, takes
+from hvd_periodic.options import Options, of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.spellings import RenamedAttribute, renamed
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -34,8 +34,7 @@ class PeriodicOptimizer:
         period: local steps between exchanges, or a schedule.
         outer_optimizer: copied, including its state, for algorithms that optimize the center. Default: ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
-        options: center, root_rank, communicator and the others of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.numpy.options.NumpyOptions`.
+        options: center, root_rank, process_set and the others of :class:`~hvd_periodic.options.Options`.
 
     Attributes:
         inner: the local optimizer.
@@ -49,8 +48,8 @@ class PeriodicOptimizer:
     """Names that a named constructor uses for classes and arguments of the core."""
     optimizer = RenamedAttribute("inner")
 
-    @renamed(named_parameters="model")
-    @takes(NumpyOptions)
+    @renamed(named_parameters="model", communicator="process_set")
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -60,9 +59,9 @@ class PeriodicOptimizer:
         *,
         outer_optimizer: ArrayOptimizer | None = None,
         asynchronous: bool = False,
-        **options: Unpack[NumpyOptions],
+        **options: Unpack[Options],
     ) -> None:
-        comm = communicator_of(options)
+        comm = communicator_of(options["process_set"])
         name = comm.unique_name(options["timeout_seconds"])
 
         def build() -> ReplicaSynchronizer[Array]:

@@ -25,7 +25,7 @@ def gradient(x: Array, rank: int, step: int) -> Array:
 def on_numpy(algorithm: Any, schedule: Any, communicator: Communicator) -> Trajectory:
     arrays = random_arrays(communicator.rank)
     named = {f"p{i}": array for i, array in enumerate(arrays)}
-    optimizer = PeriodicOptimizer(SGD(RATE, MOMENTUM), named, algorithm, schedule, communicator=communicator)
+    optimizer = PeriodicOptimizer(SGD(RATE, MOMENTUM), named, algorithm, schedule, process_set=communicator)
     seen = []
     for step in range(STEPS):
         optimizer.step([gradient(array, communicator.rank, step) for array in arrays])

@@ -31,7 +31,7 @@ class NumpyTrainer:
         inner = hvdp.SGD(cases.RATE, cases.MOMENTUM if case.local == "momentum" else 0.0)
         named = [(f"p{i}", array) for i, array in enumerate(self.arrays)]
         period = PostLocal(*cases.POST_LOCAL) if case.kind == "post_local" else cases.PERIOD
-        options: dict[str, Any] = {"center": case.center, "communicator": communicator}
+        options: dict[str, Any] = {"center": case.center, "process_set": communicator}
         if case.kind == "asynchronous":
             options["asynchronous"] = True
         self.optimizer: Any
@@ -95,7 +95,7 @@ def main(folder: Path, size: int, saving: bool) -> None:
     warnings.simplefilter("ignore")
 
     def work(communicator: Communicator) -> None:
-        make = partial(NumpyTrainer, communicator=communicator)
+        make = partial(NumpyTrainer, process_set=communicator)
         course.run("numpy", make, planned(size), communicator.rank, size, folder, saving)
 
     run_threads(size, work, TIMEOUT_SECONDS)

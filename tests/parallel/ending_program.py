@@ -143,7 +143,7 @@ def of_numpy() -> tuple[Any, Callable[[], None]]:
 
     communicator = MPICommunicator()
     ranks.append(communicator.rank)
-    OPTIONS["communicator"] = communicator
+    OPTIONS["process_set"] = communicator
     optimizer = optimizer_of(hvdp, hvdp.SGD(0.1), {"x": np.zeros(3)})
 
     def train() -> None:

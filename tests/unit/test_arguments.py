@@ -56,7 +56,7 @@ def test_arguments_of_schedules(schedule: Callable[[], object], message: str) ->
 
 
 def elastic(communicator: Communicator | None = None, **arguments: Any) -> ElasticAverageOptimizer:
-    return ElasticAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, 2, communicator=communicator, **arguments)
+    return ElasticAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, 2, process_set=communicator, **arguments)
 
 
 @pytest.mark.parametrize("argument", ["moving_rate", "beta", "rho"])

@@ -60,7 +60,7 @@ def test_it_is_the_package_that_trains(capsys: pytest.CaptureFixture[str]) -> No
     def program(communicator: Communicator) -> tuple[float, int, int]:
         x, generator = problem.start.copy(), np.random.default_rng([7, communicator.rank])
         local = SGD(0.05, momentum=0.5)
-        optimizer = PeriodicOptimizer(local, {"x": x}, EASGD(0.2), 7, communicator=communicator)
+        optimizer = PeriodicOptimizer(local, {"x": x}, EASGD(0.2), 7, process_set=communicator)
         for _ in range(40):
             optimizer.step([problem.sample(communicator.rank, x, generator)[1]])
         optimizer.synchronizer.finalize()

@@ -65,7 +65,7 @@ def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
 
     def program(communicator: Communicator) -> int:
         x = {"x": np.linspace(-1, 1, elements, dtype="f4")}
-        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, communicator=communicator, compression=wire)
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, process_set=communicator, compression=wire)
         optimizer.step([np.ones(elements, "f4")])
         return optimizer.synchronizer.counters.bytes_sent
 
@@ -91,7 +91,7 @@ def test_decoded_bytes_are_those_that_grow_with_the_number_of_workers(wire: Enco
         threading.current_thread().name = str(communicator.rank)
         x = {"x": np.linspace(-1, 1, elements, dtype="f4")}
         counting = Counting(**vars(wire))
-        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, communicator=communicator, compression=counting)
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, process_set=communicator, compression=counting)
         counted[communicator.rank] = 0
         optimizer.step([np.ones(elements, "f4")])
 

@@ -53,7 +53,7 @@ class NormalizedSGD(SGD):
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
 def test_numpy(center: str) -> None:
     def work(communicator: Any) -> None:
-        AGNOptimizer(NormalizedSGD(0.1), {"w": np.zeros((7, 5))}, 2, center=center, communicator=communicator)
+        AGNOptimizer(NormalizedSGD(0.1), {"w": np.zeros((7, 5))}, 2, center=center, process_set=communicator)
 
     if center == "sharded":
         assert all(CUT.format("NormalizedSGD") in message for _, message in errors(2, work))

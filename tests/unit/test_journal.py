@@ -61,7 +61,7 @@ class Heard(Listener):
 def of_numpy(communicator: Communicator, asynchronous: bool, **options: Any) -> Any:
     x = np.zeros(100)
     optimizer = ElasticAverageOptimizer(
-        SGD(0.125), {"x": x}, PERIOD, communicator=communicator, asynchronous=asynchronous, moving_rate=0.1, **options
+        SGD(0.125), {"x": x}, PERIOD, process_set=communicator, asynchronous=asynchronous, moving_rate=0.1, **options
     )
     return optimizer.synchronizer, lambda: optimizer.step([np.ones(100)])
 
@@ -271,7 +271,7 @@ def test_the_log_shows_the_rates_in_force(
 ) -> None:
     def train(communicator: Communicator) -> None:
         parameters = {"x": np.zeros(3)}
-        optimizer = PeriodicOptimizer(SGD(0.1), parameters, algorithm, 3, communicator=communicator, run_log=tmp_path)
+        optimizer = PeriodicOptimizer(SGD(0.1), parameters, algorithm, 3, process_set=communicator, run_log=tmp_path)
         for _ in range(3):
             optimizer.step([np.ones(3)])
 
@@ -295,7 +295,7 @@ def test_lines_of_one_rank_name_it_too(said: pytest.LogCaptureFixture) -> None:
     def train(communicator: Communicator) -> None:
         of_numpy(communicator, False)
         x = np.full(2, float(communicator.rank))
-        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 1, communicator=communicator, nonfinite="skip")
+        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 1, process_set=communicator, nonfinite="skip")
         x[:] = communicator.rank
         optimizer.step([np.ones(2)])
         optimizer.step([np.full(2, math.nan if communicator.rank else 1.0)])
@@ -414,7 +414,7 @@ def test_what_fragments_close_counts_once(fragments: int, periods: int) -> None:
     def train(communicator: Communicator) -> float | None:
         x = {f"x{i}": np.zeros(10) for i in range(3)}
         optimizer = ElasticAverageOptimizer(
-            SGD(0.1), x, 3, moving_rate=0.1, communicator=communicator, fragments=fragments
+            SGD(0.1), x, 3, moving_rate=0.1, process_set=communicator, fragments=fragments
         )
         heard = Heard()
         optimizer.synchronizer.journal.listeners.append(heard)

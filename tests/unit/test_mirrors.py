@@ -27,7 +27,7 @@ MAKE: dict[str, Any] = {
 def make(name: str, communicator: Communicator, center: str) -> tuple[Any, list[np.ndarray]]:
     values = [np.arange(float(np.prod(shape))).reshape(shape) for shape in SHAPES]
     named = {str(i): value for i, value in enumerate(values)}
-    return MAKE[name](named, communicator=communicator, center=center), values
+    return MAKE[name](named, process_set=communicator, center=center), values
 
 
 def train(name: str, size: int, center: str) -> list[tuple[Mirror, dict[str, Any], list[np.ndarray]]]:

@@ -54,7 +54,7 @@ def front_end(name: str) -> tuple[Any, list[str], list[str]]:
     if name == "numpy":
         import hvd_periodic.numpy
 
-        return hvd_periodic.numpy, ["optimizer", "model"], ["communicator"]
+        return hvd_periodic.numpy, ["optimizer", "model"], []
     if name == "torch":
         pytest.importorskip("torch")
         import hvd_periodic.torch
@@ -137,14 +137,11 @@ def test_options_have_defaults() -> None:
         takes(Undefined)
 
 
-def test_numpy_takes_ranks_under_both_names() -> None:
+def test_numpy_exchanges_through_a_communicator() -> None:
     communicator = LocalCommunicator()
-    for name in ("communicator", "process_set"):
-        optimizer = ModelAverageOptimizer(SGD(1.0), X, **{name: communicator})  # type: ignore[arg-type]
-        assert optimizer.synchronizer.membership.communicator is communicator
-    with pytest.raises(TypeError, match="two names of the ranks"):
-        ModelAverageOptimizer(SGD(1.0), X, communicator=communicator, process_set=communicator)
-    with pytest.raises(TypeError, match=r"`communicator` must be a Communicator\. Received: int"):
+    optimizer = ModelAverageOptimizer(SGD(1.0), X, process_set=communicator)
+    assert optimizer.synchronizer.membership.communicator is communicator
+    with pytest.raises(TypeError, match=r"`process_set` must be a Communicator\. Received: int"):
         ModelAverageOptimizer(SGD(1.0), X, process_set=3)
 
 

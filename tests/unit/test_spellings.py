@@ -153,3 +153,13 @@ def test_files_of_keras_name_the_wrapped_optimizer_as_before() -> None:
     optimizer = module.ModelAverageOptimizer(local(), model, process_set=LocalCommunicator())
     assert optimizer.inner_optimizer is optimizer.inner
     assert {"inner", "inner_optimizer"} & {*dir(optimizer)} == {"inner_optimizer"}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_the_ranks_of_arrays_were_the_communicator(name: str) -> None:
+    communicator = LocalCommunicator()
+    with pytest.warns(DeprecationWarning, match=rf"^`{name}\(communicator=\.\.\.\)`.*: write `process_set=`$"):
+        optimizer = made("numpy", name, communicator=communicator)
+    assert optimizer.synchronizer.membership.communicator is communicator
+    with pytest.raises(TypeError, match=r"^`communicator` and `process_set` are two names of one argument"):
+        made("numpy", name, communicator=communicator, process_set=communicator)

@@ -95,7 +95,7 @@ def test_arrays_that_are_set_after_construction(center: str) -> None:
     def work(communicator: Communicator) -> list[float]:
         x = np.zeros(3)
         optimizer = ElasticAverageOptimizer(
-            SGD(1.0), {"x": x}, 2, moving_rate=0.25, center=center, communicator=communicator
+            SGD(1.0), {"x": x}, 2, moving_rate=0.25, center=center, process_set=communicator
         )
         if communicator.rank == 0:
             x[:] = 5.0
@@ -113,9 +113,9 @@ def test_arrays_that_are_set_after_construction(center: str) -> None:
 def test_ranks_that_construct_another_number_of_optimizers() -> None:
     def work(communicator: Communicator) -> None:
         x = np.zeros(1)
-        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, process_set=communicator)
         if communicator.rank == 1:
-            ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+            ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, process_set=communicator)
         optimizer.step([np.ones(1)])
 
     for kind, text in errors(2, work):
