@@ -9,7 +9,7 @@ from hvd_periodic.arguments import also_period
 from hvd_periodic.numpy.optimizer import PeriodicOptimizer
 from hvd_periodic.numpy.replica import NamedArrays
 from hvd_periodic.numpy.sgd import ArrayOptimizer
-from hvd_periodic.options import Options, takes
+from hvd_periodic.options import OverlappingOptions, takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
 
@@ -26,7 +26,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.
         period: another name of ``communication_period``.
-        options: center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -46,7 +46,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     @renamed(named_parameters="model", communicator="process_set")
     @also_period("communication_period")
-    @takes(Options)
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -58,7 +58,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OverlappingOptions],
     ) -> None:
         super().__init__(
             optimizer,
@@ -78,7 +78,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
         period: another name of ``interval_steps``.
-        options: center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -88,7 +88,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     @renamed(named_parameters="model", communicator="process_set")
     @also_period("interval_steps")
-    @takes(Options)
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -96,7 +96,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         interval_steps: int | Schedule = 100,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OverlappingOptions],
     ) -> None:
         super().__init__(
             optimizer,
@@ -118,7 +118,7 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
         period: another name of ``communication_period``.
-        options: center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -128,7 +128,7 @@ class AGNOptimizer(PeriodicOptimizer):
 
     @renamed(named_parameters="model", communicator="process_set", center_optimizer="outer_optimizer")
     @also_period("communication_period")
-    @takes(Options)
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -139,7 +139,7 @@ class AGNOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[OverlappingOptions],
     ) -> None:
         super().__init__(
             optimizer,

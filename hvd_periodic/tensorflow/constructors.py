@@ -30,7 +30,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
             is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
         period: another name of ``communication_period``.
-        options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -91,7 +91,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
         period: another name of ``interval_steps``.
-        options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -140,7 +140,7 @@ class AGNOptimizer(PeriodicOptimizer):
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.
         period: another name of ``communication_period``.
-        options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.

@@ -58,8 +58,8 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         outer_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
             ``optimizer``, with its learning rate at the time of the exchange.
         asynchronous: exchange without waiting for other ranks, as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
-        options: buffers, center, root_rank, process_set, name: those of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.tensorflow.options.KerasOptions`.
+        options: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.tensorflow.options.KerasOptions`; the signature has their defaults.
 
     Attributes:
         inner: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of. In Keras itself
@@ -296,6 +296,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         """Return the optimizer of a loaded model; it communicates from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
+        own.pop("overlap", None)  # always 0 in files of version 0.1
         if "center_optimizer" in own:
             own["outer_optimizer"] = own.pop("center_optimizer")
         made = cls(**own, model=None, process_set=NotYetConnected())

@@ -31,7 +31,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
             center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the moving rate is in
             (0, 1].
         period: another name of ``communication_period``.
-        options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -89,7 +89,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
         period: another name of ``interval_steps``.
-        options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -135,7 +135,7 @@ class AGNOptimizer(PeriodicOptimizer):
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center's optimizer applies the gradients of one worker after another.
         period: another name of ``communication_period``.
-        options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.

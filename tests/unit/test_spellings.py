@@ -163,3 +163,13 @@ def test_the_ranks_of_arrays_were_the_communicator(name: str) -> None:
     assert optimizer.synchronizer.membership.communicator is communicator
     with pytest.raises(TypeError, match=r"^`communicator` and `process_set` are two names of one argument"):
         made("numpy", name, communicator=communicator, process_set=communicator)
+
+
+def test_configurations_of_keras_are_read_and_have_their_keys() -> None:
+    """Those of version 0.1 hold ``overlap``, which was always 0."""
+    module, local, model = one_rank("tensorflow")
+    optimizer = module.AGNOptimizer(local(), model, outer_optimizer=local(), process_set=LocalCommunicator())
+    config = optimizer.get_config()
+    assert {"center_optimizer", "communication_period", "overlap"} - {*config} == {"overlap"}
+    again = module.AGNOptimizer.from_config(config | {"overlap": 0})
+    assert again.get_config() == config
