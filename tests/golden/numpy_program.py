@@ -95,7 +95,7 @@ def main(folder: Path, size: int, saving: bool) -> None:
     warnings.simplefilter("ignore")
 
     def work(communicator: Communicator) -> None:
-        make = partial(NumpyTrainer, process_set=communicator)
+        make = partial(NumpyTrainer, communicator=communicator)
         course.run("numpy", make, planned(size), communicator.rank, size, folder, saving)
 
     run_threads(size, work, TIMEOUT_SECONDS)
