@@ -1,22 +1,19 @@
 """Local-SGD-style training for Horovod: each worker takes several optimizer steps alone, then all synchronize once.
 
-This package holds the framework-free core and its numpy front end; it imports neither a deep learning framework nor
-Horovod. The front ends for frameworks are ``hvd_periodic.torch`` and ``hvd_periodic.tensorflow``.
+This package holds what all front ends share: algorithms, schedules, compression, communicators and logs. It imports
+neither a deep learning framework nor Horovod. Optimizers are in the front ends: ``hvd_periodic.torch``,
+``hvd_periodic.tensorflow`` and, for numpy arrays, ``hvd_periodic.numpy``.
 """
+
+import importlib
+from typing import Any
 
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.comm import Communicator, LocalCommunicator
 from hvd_periodic.journal import Listener, Report, Total
 from hvd_periodic.journal.files import read_run_log
-from hvd_periodic.journal.lines import set_up
-from hvd_periodic.numpy import (
-    SGD,
-    AGNOptimizer,
-    ElasticAverageOptimizer,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
+from hvd_periodic.spellings import warn_old
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
@@ -27,8 +24,6 @@ __all__ = [
     "BMUF",
     "EASGD",
     "QSR",
-    "SGD",
-    "AGNOptimizer",
     "AdaComm",
     "Algorithm",
     "Averaging",
@@ -38,12 +33,9 @@ __all__ = [
     "Counters",
     "DiLoCo",
     "Doubling",
-    "ElasticAverageOptimizer",
     "Every",
     "Listener",
     "LocalCommunicator",
-    "ModelAverageOptimizer",
-    "PeriodicOptimizer",
     "Piecewise",
     "PostLocal",
     "ReplicaSynchronizer",
@@ -57,4 +49,31 @@ __all__ = [
     "read_run_log",
 ]
 
-set_up()
+_FRONT_ENDS = {
+    "numpy": {"ArrayOptimizer", "NumpyReplica"},
+    "torch": {
+        *("Synchronizer", "load", "save", "node_groups", "node_ranks", "rank_groups", "elastic"),
+        *("Reporter", "SaveBestCenter", "center_state_dict", "init_process_group", "unwrap"),
+        *("huggingface", "ignite", "lightning"),
+    },
+    "tensorflow": {
+        *("Synchronizer", "load", "save", "node_groups", "node_ranks", "rank_groups", "elastic"),
+        *("callbacks", "contrib_opt"),
+    },
+}
+"""Names that only front ends have."""
+
+_WAS_HERE = {"SGD", "AGNOptimizer", "ElasticAverageOptimizer", "ModelAverageOptimizer", "PeriodicOptimizer"}
+"""Names that version 0.1 also offered here, of the numpy front end."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return the front end for numpy, and its optimizers with a warning; say where names of front ends are."""
+    if name == "numpy":
+        return importlib.import_module("hvd_periodic.numpy")
+    if name in _WAS_HERE:
+        warn_old(f"`hvd_periodic.{name}`, which is for numpy arrays,", f"`hvd_periodic.numpy.{name}`")
+        return getattr(importlib.import_module("hvd_periodic.numpy"), name)
+    homes = [f"hvd_periodic.{front_end}" for front_end, names in _FRONT_ENDS.items() if name in names]
+    where = f": it is in {' and '.join(homes)}" if homes else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")

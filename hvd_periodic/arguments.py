@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from types import MappingProxyType
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 _spellings: ContextVar[Mapping[str, str]] = ContextVar("spellings", default=MappingProxyType({}))
 
@@ -15,6 +20,8 @@ _spellings: ContextVar[Mapping[str, str]] = ContextVar("spellings", default=Mapp
 @contextmanager
 def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
     """Make messages inside a ``with`` block name classes and arguments as a named constructor does.
+
+    An enclosing block, of what was typed, has precedence.
 
     Args:
         spelling: the user's names, by the names of the core.
@@ -24,7 +31,7 @@ def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
         ...     as_typed("period"), as_typed("center")
         ('interval_steps', 'center')
     """
-    token = _spellings.set({**_spellings.get(), **spelling})
+    token = _spellings.set({**spelling, **_spellings.get()})
     try:
         yield
     finally:
@@ -34,6 +41,52 @@ def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
 def as_typed(name: str) -> str:
     """Return the user's name of a class or an argument of the core, for a message; see :func:`spelled`."""
     return _spellings.get().get(name, name)
+
+
+def refuse_both(one: str, other: str, given: Collection[str]) -> None:
+    """Raise a TypeError if two names of one argument are given.
+
+    Example:
+        >>> refuse_both("period", "interval_steps", ["model", "period"])
+    """
+    if one in given and other in given:
+        raise TypeError(f"`{one}` and `{other}` are two names of one argument: pass one of them")
+
+
+def also_period(name: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Let a constructor that takes the period under another name take it as ``period``, too, unless that is None.
+
+    Messages use the name that was given.
+
+    Args:
+        name: the other name.
+
+    Raises:
+        TypeError: by the constructor: both are given.
+
+    Example:
+        >>> class Setup:
+        ...     @also_period("interval_steps")
+        ...     def __init__(self, interval_steps=100, *, period=None):
+        ...         with spelled({"period": "interval_steps"}):
+        ...             self.typed = as_typed("period")
+        >>> Setup(10).typed, Setup(period=10).typed
+        ('interval_steps', 'period')
+    """
+
+    def decorate(construct: Callable[P, None]) -> Callable[P, None]:
+        parameters = list(inspect.signature(construct).parameters)
+
+        @wraps(construct)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            alone = kwargs.get("period") is None
+            refuse_both(name, "period", [] if alone else [*parameters[: len(args)], *map(str, kwargs)])
+            with spelled({} if alone else {"period": "period"}):
+                construct(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def outer_name() -> str:

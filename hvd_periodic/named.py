@@ -8,12 +8,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def unique_pairs(pairs: Iterable[tuple[str, T]], argument: str) -> list[tuple[str, T]]:
+def unique_pairs(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
     """Return (name, tensor) pairs as a list; a tensor with several names (tied weights) occurs once.
 
     Args:
         pairs: a list, an iterator, or the items of a dict.
-        argument: the caller's name of the argument, for the error message.
 
     Raises:
         TypeError: the elements are not pairs of a string and a tensor.
@@ -25,12 +24,12 @@ def unique_pairs(pairs: Iterable[tuple[str, T]], argument: str) -> list[tuple[st
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(
-                f"`{argument}` must give (name, tensor) pairs, as model.named_parameters() does. "
+                "`model` must give (name, tensor) pairs, as model.named_parameters() does. "
                 f"Received an element of type {type(pair).__name__}"
             )
         name, tensor = pair
         if name in by_name and by_name[name] is not tensor:
-            raise ValueError(f"`{argument}` must have unique names. Received: {name!r} for two different tensors")
+            raise ValueError(f"`model` must have unique names. Received: {name!r} for two different tensors")
         by_name[name] = tensor
         if id(tensor) not in seen:
             seen.add(id(tensor))

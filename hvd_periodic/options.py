@@ -29,10 +29,6 @@ class ExchangeOptions(TypedDict, total=False):
             own; with ``"reset"`` it is reset; with ``"average"`` it becomes the mean over ranks; or a dict from entries
             to multiples of the exchange period at which they are averaged, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``.
             State without the shape of a parameter, such as step counters and factored moments, does not change.
-        overlap: number d of local steps during which an exchange may be in flight while training continues: it begins
-            at a step s and is applied at min(s + d, next exchange). ``"period"``: just before the next exchange. For
-            PyTorch and numpy, with a replicated center. Without compression, elastic averaging follows exactly the same
-            trajectory as without overlap; the other algorithms lose no local progress.
         compression: encoding of messages, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``,
             ``int8`` or ``topk(0.01)``; also ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept
             for the next exchange, or stays in the replica. Statistics are sent uncompressed. All but fp16 over Horovod
@@ -68,7 +64,6 @@ class ExchangeOptions(TypedDict, total=False):
 
     center: Annotated[str, "replicated"]
     optimizer_state: Annotated[LocalStateLike, "local"]
-    overlap: Annotated[int | str, 0]
     compression: Annotated[Any, Compression.none]
     fragments: Annotated[int, 1]
     nonfinite: Annotated[str, "raise"]
@@ -79,10 +74,24 @@ class ExchangeOptions(TypedDict, total=False):
     run_log: Annotated[PathLike | bool | None, None]
 
 
+class OverlapOption(TypedDict, total=False):
+    """The option of front ends whose collectives can be in flight during local steps.
+
+    Attributes:
+        overlap: number d of local steps during which an exchange may be in flight while training continues: it begins
+            at a step s and is applied at min(s + d, next exchange). ``"period"``: just before the next exchange. With a
+            replicated center. Without compression, elastic averaging follows exactly the same trajectory as without
+            overlap; the other algorithms lose no local progress.
+    """
+
+    overlap: Annotated[int | str, 0]
+
+
 class Options(ExchangeOptions, total=False):
     """Options of every constructor; front ends add to them.
 
-    To add an option, declare it here or in :class:`ExchangeOptions`; every constructor then takes it.
+    To add an option, declare it here or in :class:`ExchangeOptions`; every constructor then takes it. An option that
+    some front ends would always refuse is in a class of its own, such as :class:`OverlapOption`.
 
     Attributes:
         root_rank: the rank, in the job's numbering, from whose values all ranks start. Default: the first.
@@ -90,16 +99,22 @@ class Options(ExchangeOptions, total=False):
             :class:`~hvd_periodic.Communicator`; in PyTorch and Keras also a function that returns the ranks of this
             rank's group, such as :func:`hvd_periodic.torch.node_ranks` and :func:`hvd_periodic.tensorflow.node_ranks`:
             it is called again when elastic Horovod changes ranks. In PyTorch also a
-            ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension.
+            ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of one dimension. In numpy only a communicator,
+            default: this process alone.
     """
 
     root_rank: Annotated[int | None, None]
     process_set: Annotated[Any, None]
 
 
+class OverlappingOptions(Options, OverlapOption, total=False):
+    """Options of every constructor for PyTorch and numpy."""
+
+
 def of_exchange(options: Options) -> ExchangeOptions:
     """Return the options, out of a complete set, that the synchronizer of the core takes."""
-    return cast(ExchangeOptions, {name: value for name, value in options.items() if name in _defaults(ExchangeOptions)})
+    known = _defaults(ExchangeOptions) | _defaults(OverlapOption)
+    return cast(ExchangeOptions, {name: value for name, value in options.items() if name in known})
 
 
 def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -116,9 +131,9 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ...     def __init__(self, size, **options):
         ...         self.options = options
         >>> Setup(3).options
-        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), ...}
+        {'center': 'replicated', 'optimizer_state': 'local', 'compression': Plain(), 'fragments': 1, ...}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', 'weight', ...]
+        ['size', 'center', 'optimizer_state', 'compression', 'fragments', 'nonfinite', 'weight', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
         TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., run_log

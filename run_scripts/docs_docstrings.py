@@ -1,4 +1,4 @@
-"""What mkdocstrings does besides: examples are code, and methods that a class takes over, wrapped, are as inherited."""
+"""What mkdocstrings does besides: examples are code, wrapped methods are as inherited, signatures list all options."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ class Examples(griffe.Extension):
             value = str(member.value) if isinstance(member, griffe.Attribute) else ""
             if WRAPPED.fullmatch(value) and value.endswith(f".{name})"):
                 cls.del_member(name)
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Put options with their defaults into a signature, in place of ``**options: Unpack[...]``."""
+        for last in list(func.parameters)[-1:]:
+            if isinstance(last.annotation, griffe.ExprSubscript) and last.annotation.canonical_path == "typing.Unpack":
+                del func.parameters[last.name]
+                declared = func.modules_collection[last.annotation.slice.canonical_path]
+                for name, option in declared.attributes.items():
+                    kind, default = option.annotation.slice.elements
+                    keyword = griffe.ParameterKind.keyword_only
+                    func.parameters.add(griffe.Parameter(name, annotation=kind, kind=keyword, default=default))
 
 
 def _as_code(found: re.Match[str]) -> str:

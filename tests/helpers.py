@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_periodic import Algorithm, Communicator, PeriodicOptimizer, ReplicaSynchronizer, Schedule
+from hvd_periodic import Algorithm, Communicator, ReplicaSynchronizer, Schedule
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.threads import run
-from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica
+from hvd_periodic.numpy import SGD, ArrayOptimizer, NumpyReplica, PeriodicOptimizer
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class NumpyTrainer:
         schedule: Schedule,
         *,
         optimizer: ArrayOptimizer | None = None,
-        center_optimizer: ArrayOptimizer | None = None,
+        outer_optimizer: ArrayOptimizer | None = None,
         bucket_bytes: int = 24,
         center: str = "replicated",
     ) -> None:
@@ -76,8 +76,8 @@ class NumpyTrainer:
         named = [(f"p{i}", array) for i, array in enumerate(self.arrays)]
         self.replica = NumpyReplica(named, bucket_bytes)
         moving: ArrayOptimizer | None = SGD(0.25, 0.5) if algorithm.needs_outer_optimizer else None
-        if center_optimizer is not None and algorithm.takes_outer_optimizer:
-            moving = center_optimizer
+        if outer_optimizer is not None and algorithm.takes_outer_optimizer:
+            moving = outer_optimizer
         self.synchronizer: ReplicaSynchronizer[Array] = ReplicaSynchronizer(
             self.replica,
             algorithm,

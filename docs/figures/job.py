@@ -36,7 +36,7 @@ def _held_and_sent(center: str, elements: int) -> Record:
         torch.optim.SGD([parameter], lr=0.1),
         [("w", parameter)],
         communication_period=2,
-        center_optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        outer_optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
         center=center,
         process_set=communicator,
     )

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.patches import Ellipse
 
 import hvd_periodic
+import hvd_periodic.numpy as hvdp
 from docs.figures import style
 from hvd_periodic import Algorithm, Communicator
 from hvd_periodic.comm.threads import run
@@ -20,7 +21,7 @@ START, HEIGHTS = np.array([-3.0, 1.6]), np.array([0.2, 1.0])
 ALGORITHMS: dict[str, tuple[Algorithm, Any]] = {
     "model averaging": (hvd_periodic.Averaging(), None),
     "elastic averaging": (hvd_periodic.EASGD(), None),
-    "AGN": (hvd_periodic.AGN(), hvd_periodic.SGD(1.0)),
+    "AGN": (hvd_periodic.AGN(), hvdp.SGD(1.0)),
     "DiLoCo": (hvd_periodic.DiLoCo(), None),
     "SlowMo": (hvd_periodic.SlowMo(), None),
     "BMUF": (hvd_periodic.BMUF(), None),
@@ -43,8 +44,8 @@ def walk(communicator: Communicator, algorithm: Algorithm, outer: Any) -> Walk:
     noise = np.random.default_rng(communicator.rank)
     aside = np.array([0.5, -1.3]) * (2 * communicator.rank - 1)
     x = START.copy()
-    optimizer = hvd_periodic.PeriodicOptimizer(
-        hvd_periodic.SGD(0.15), {"x": x}, algorithm, PERIOD, outer_optimizer=outer, communicator=communicator
+    optimizer = hvdp.PeriodicOptimizer(
+        hvdp.SGD(0.15), {"x": x}, algorithm, PERIOD, outer_optimizer=outer, process_set=communicator
     )
     replica, center = [x.tolist()], [x.tolist()]
     for _ in range(STEPS):

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, ElasticAverageOptimizer
 from hvd_periodic.cli import ranks
 from hvd_periodic.cli.processes import MARK
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 
 
 def framework(name: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def asynchronous() -> dict[str, Any] | None:
     from hvd_periodic.comm.mpi import MPICommunicator
 
     communicator, x = MPICommunicator(), np.zeros(1000)
-    options: dict[str, Any] = {"communicator": communicator, "asynchronous": True}
+    options: dict[str, Any] = {"process_set": communicator, "asynchronous": True}
     optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, 1, **options)
     started = time.perf_counter()
     for _ in range(10):

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, Algorithm, Communicator, PeriodicOptimizer, Schedule, Wire
+from hvd_periodic import Algorithm, Communicator, Schedule, Wire
 from hvd_periodic.cli.problems import Problem
 from hvd_periodic.comm.threads import run
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.numpy.sgd import Array
 
 DIVERGED = 1e30
@@ -168,7 +169,7 @@ def _train(
         {f"x{i}": tensor for i, tensor in enumerate(tensors)},
         setting.made,
         setting.schedule,
-        communicator=communicator,
+        process_set=communicator,
         overlap=training.overlap,
         fragments=training.fragments,
         compression=training.compression,

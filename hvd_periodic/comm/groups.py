@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from typing import Any
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.base import Communicator
-
-logger = logging.getLogger("hvd_periodic")
+from hvd_periodic.logs import logger, set_up
 
 _dividing: dict[tuple[int, ...], Any] = {}
 """Process sets of groups by their ranks."""
@@ -143,6 +141,7 @@ def make_groups(
 
 def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
     """Log the groups, with warnings about unusual ones."""
+    set_up()
     logger.info("Groups of ranks: %s", lists)
     if elastic:
         logger.warning(

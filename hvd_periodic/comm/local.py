@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -12,8 +11,7 @@ import numpy as np
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.launchers import started_alone
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
-
-logger = logging.getLogger("hvd_periodic")
+from hvd_periodic.logs import logger, set_up
 
 
 class LocalCommunicator(Communicator):
@@ -78,5 +76,6 @@ def only_rank() -> LocalCommunicator | None:
 @cache
 def _only_rank() -> LocalCommunicator:
     """Return the one communicator that numbers all optimizers of this process; log once that it trains alone."""
+    set_up()
     logger.warning("No launcher has started other processes: this one trains alone, as the only rank")
     return LocalCommunicator()

@@ -153,7 +153,7 @@ class Subset(Communicator):
 
 
 def require_possible(
-    communicator: Communicator, center: str, nonfinite: str, overlap: object, asynchronous: bool
+    communicator: Communicator, center: str, nonfinite: str, asynchronous: bool, overlap: object = 0
 ) -> None:
     """Raise a ValueError for options that groups without process sets do not support: they run in lockstep.
 
@@ -161,8 +161,8 @@ def require_possible(
         communicator: the ranks that exchange.
         center: placement of the center.
         nonfinite: how to treat a rank whose replica is not finite.
-        overlap: local steps that an exchange is in flight: all groups would have to wait for it at the same step.
         asynchronous: whether ranks exchange without waiting for each other.
+        overlap: local steps that an exchange is in flight: all groups would have to wait for it at the same step.
     """
     refused = {
         "asynchronous=True": bool(asynchronous),

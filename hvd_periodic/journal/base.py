@@ -98,7 +98,7 @@ class Listener:
         ...     def exchanged(self, report):
         ...         print(f"step {report.step}: {report.bytes_sent} bytes")
         >>> import numpy as np
-        >>> from hvd_periodic import SGD, ModelAverageOptimizer
+        >>> from hvd_periodic.numpy import SGD, ModelAverageOptimizer
         >>> optimizer = ModelAverageOptimizer(SGD(0.1), {"x": np.zeros(2)}, interval_steps=2)
         >>> optimizer.synchronizer.journal.listeners.append(Printer())
         >>> for _ in range(4):

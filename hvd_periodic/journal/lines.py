@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 from hvd_periodic.journal.base import Facts, Listener, Report, Total
+from hvd_periodic.logs import logger
 
-VARIABLE = "HVD_PERIODIC_LOG"
-"""Environment variable: ``info`` for a line at the start and a summary at the end, ``debug`` for a line per exchange
-as well; ``warning`` or ``error`` for less. Without it, the script's setup of Python's ``logging`` applies."""
-
-_LEVELS = ("debug", "info", "warning", "error")
 ENOUGH = 0.95
 """Fraction of its way to the replicas after which a center counts as arrived."""
-
-logger = logging.getLogger("hvd_periodic")
-
-
-def set_up(level: str | None = None) -> None:
-    """Write the log of this package to stderr, if the environment asks for it.
-
-    Args:
-        level: used instead of the environment's.
-    """
-    asked = os.environ.get(VARIABLE) if level is None else level
-    if not asked:
-        return
-    if asked.lower() not in _LEVELS:
-        logger.warning("%s must be one of %s. Received: %r", VARIABLE, ", ".join(_LEVELS), asked)
-        return
-    logger.setLevel(asked.upper())
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] hvd_periodic: %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
-        logger.propagate = False
-
 
 Log = logging.LoggerAdapter[logging.Logger]
 

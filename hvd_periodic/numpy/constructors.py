@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Unpack
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.arguments import also_period
 from hvd_periodic.numpy.optimizer import PeriodicOptimizer
-from hvd_periodic.numpy.options import NumpyOptions
 from hvd_periodic.numpy.replica import NamedArrays
 from hvd_periodic.numpy.sgd import ArrayOptimizer
-from hvd_periodic.options import takes
+from hvd_periodic.options import OverlappingOptions, takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 
 
 class ElasticAverageOptimizer(PeriodicOptimizer):
@@ -18,20 +19,21 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs.
+        model: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.
-        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
+        period: another name of ``communication_period``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
 
     Example:
         >>> import numpy as np
-        >>> from hvd_periodic import SGD
+        >>> from hvd_periodic.numpy import SGD
         >>> x = np.zeros(1)
         >>> optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, communication_period=2, moving_rate=0.25)
         >>> for _ in range(2):
@@ -42,23 +44,27 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
-    @takes(NumpyOptions)
+    @renamed(named_parameters="model", communicator="process_set")
+    @also_period("communication_period")
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         communication_period: int | Schedule = 10,
         moving_rate: float | None = None,
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
-        **options: Unpack[NumpyOptions],
+        *,
+        period: int | Schedule | None = None,
+        **options: Unpack[OverlappingOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
+            communication_period if period is None else period,
             asynchronous=asynchronous,
             **options,
         )
@@ -69,9 +75,10 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs.
+        model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
+        period: another name of ``interval_steps``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -79,19 +86,23 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
-    @takes(NumpyOptions)
+    @renamed(named_parameters="model", communicator="process_set")
+    @also_period("interval_steps")
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         interval_steps: int | Schedule = 100,
-        **options: Unpack[NumpyOptions],
+        *,
+        period: int | Schedule | None = None,
+        **options: Unpack[OverlappingOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             Averaging,
-            interval_steps,
+            interval_steps if period is None else period,
             **options,
         )
 
@@ -101,40 +112,41 @@ class AGNOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs.
+        model: a dict, or (name, array) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
+        outer_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
-        options: center, root_rank, communicator; as in :class:`PeriodicOptimizer`.
+        period: another name of ``communication_period``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
     """
 
-    _spelling: ClassVar = {
-        "AGN": "AGNOptimizer",
-        "period": "communication_period",
-        "outer_optimizer": "center_optimizer",
-    }
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
-    @takes(NumpyOptions)
+    @renamed(named_parameters="model", communicator="process_set", center_optimizer="outer_optimizer")
+    @also_period("communication_period")
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         communication_period: int | Schedule = 10,
-        center_optimizer: ArrayOptimizer | None = None,
+        outer_optimizer: ArrayOptimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
-        **options: Unpack[NumpyOptions],
+        *,
+        period: int | Schedule | None = None,
+        **options: Unpack[OverlappingOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: AGN(op),
-            communication_period,
-            outer_optimizer=center_optimizer,
+            communication_period if period is None else period,
+            outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,
         )

@@ -13,13 +13,14 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import as_typed, spelled
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.numpy.communicator import communicator_of
 from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
-from hvd_periodic.numpy.options import NumpyOptions, communicator_of
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
-from hvd_periodic.options import of_exchange, takes
+from hvd_periodic.options import OverlappingOptions, of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
+from hvd_periodic.spellings import RenamedAttribute, renamed
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
@@ -28,16 +29,16 @@ class PeriodicOptimizer:
 
     Args:
         optimizer: the local optimizer.
-        named_parameters: a dict, or (name, array) pairs; the arrays are updated in place.
+        model: a dict, or (name, array) pairs; the arrays are updated in place.
         algorithm: the computation of an exchange.
         period: local steps between exchanges, or a schedule.
         outer_optimizer: copied, including its state, for algorithms that optimize the center. Default: ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
-        options: center, root_rank, communicator and the others of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.numpy.options.NumpyOptions`.
+        options: the options of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.options.OverlapOption`; the signature has their defaults.
 
     Attributes:
-        optimizer: the local optimizer.
+        inner: the local optimizer.
         synchronizer: counters, ``sync()``, ``finalize()`` and ``state_dict()`` of the exchanges.
 
     Raises:
@@ -46,24 +47,26 @@ class PeriodicOptimizer:
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """Names that a named constructor uses for classes and arguments of the core."""
+    optimizer = RenamedAttribute("inner")
 
-    @takes(NumpyOptions)
+    @renamed(named_parameters="model", communicator="process_set")
+    @takes(OverlappingOptions)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
-        named_parameters: NamedArrays,
+        model: NamedArrays,
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
         outer_optimizer: ArrayOptimizer | None = None,
         asynchronous: bool = False,
-        **options: Unpack[NumpyOptions],
+        **options: Unpack[OverlappingOptions],
     ) -> None:
-        comm = communicator_of(options)
+        comm = communicator_of(options["process_set"])
         name = comm.unique_name(options["timeout_seconds"])
 
         def build() -> ReplicaSynchronizer[Array]:
-            replica = NumpyReplica(named_parameters)
+            replica = NumpyReplica(model)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             return ReplicaSynchronizer(
@@ -80,7 +83,7 @@ class PeriodicOptimizer:
                 **of_exchange(options),
             )
 
-        self.optimizer = optimizer
+        self.inner = optimizer
         with spelled(self._spelling):
             self.synchronizer = build_on_all(comm, name, build)
         self.synchronizer.learning_rate = lambda: getattr(optimizer, "learning_rate", None)
@@ -116,12 +119,16 @@ class PeriodicOptimizer:
                 raise ValueError(f"The gradient of {name!r} must have shape {array.shape}. Received: {gradient.shape}")
         replica.gradients = list(gradients)
         self.synchronizer.prepare_gradients()
-        self.optimizer.step(replica.arrays, replica.gradients)
+        self.inner.step(replica.arrays, replica.gradients)
         self.synchronizer.step()
 
     def skip(self) -> None:
         """Count an iteration without an update; every rank that has nothing to step with must call this."""
         self.synchronizer.step(updated=False)
+
+    def finalize(self) -> None:
+        """Leave training, after a last exchange; see ``synchronizer.finalize()``."""
+        self.synchronizer.finalize()
 
     def center(self) -> AbstractContextManager[None]:
         """Hold the center in the arrays inside a ``with`` block, and the local values again after it."""

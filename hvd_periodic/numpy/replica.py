@@ -11,6 +11,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.numpy.sgd import Array
 from hvd_periodic.replica import SOME, Replica
+from hvd_periodic.spellings import renamed
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.space import VectorSpace
@@ -26,21 +27,18 @@ class NumpyReplica(Replica[Array]):
     framework = f"numpy {np.__version__}"
     how_to_exclude = "Leave them out of the arrays that the optimizer is given"
 
-    def __init__(
-        self,
-        named_parameters: NamedArrays,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    ) -> None:
-        pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+    @renamed(named_parameters="model")
+    def __init__(self, model: NamedArrays, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        pairs = model.items() if isinstance(model, Mapping) else model
         self.names, self.arrays = [], []
-        for name, array in unique_pairs(pairs, "named_parameters"):
+        for name, array in unique_pairs(pairs):
             if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.floating):
                 found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
                 raise TypeError(f"Parameter {name!r} must be a numpy array of floating point. Received: {found}")
             self.names.append(name)
             self.arrays.append(array)
         if not any(array.size for array in self.arrays):
-            raise ValueError("`named_parameters` must hold at least one element. Received: no parameters")
+            raise ValueError("`model` must hold at least one element. Received: no parameters")
         self.space: VectorSpace[Array] = VectorSpace()
         self.gradients: list[Array | None] = [None] * len(self.arrays)
         self._bucket_bytes = bucket_bytes

@@ -34,7 +34,6 @@ class Forms(NamedTuple):
         gradients: shows gradients to algorithms.
         checkpoint: saves and loads.
         view: reads the center.
-        overlapped: runs exchanges that travel during local steps; None where the framework has no such thing.
         cuts: an outer optimizer can have parts of tensors.
     """
 
@@ -43,7 +42,6 @@ class Forms(NamedTuple):
     gradients: Callable[[Course[Any]], Gradients[Any]] = Gradients
     checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
     view: Callable[..., View[Any]] = View
-    overlapped: type[Course[Any]] | None = Overlapped
     cuts: bool = True
 
     def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
@@ -56,12 +54,7 @@ class Forms(NamedTuple):
             return self.courses[asynchronous]
         if asynchronous:
             _refuse("overlap", overlap, "no rank waits for another")
-        if self.overlapped is None:
-            raise ValueError(
-                "`overlap` needs a collective that stays under way between two steps, which PyTorch and numpy have: in "
-                f"TensorFlow choose a longer period, `fragments` or `compression`. Received: overlap={overlap!r}"
-            )
-        return self.overlapped
+        return Overlapped
 
     def fragments(self, asynchronous: bool, fragments: int, parameters: Store[Any], outer: bool) -> list[Fragment]:
         """Return the parts in which the parameters are exchanged, after which their buckets are cut.

@@ -28,7 +28,7 @@ _EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
 
 _SETTINGS_ADVICE = (
     "Schedulers and the script have to set it alike on all ranks. If the local optimizer learns it from its gradients, "
-    "the center needs an optimizer of its own: pass `center_optimizer` (in `PeriodicOptimizer`: `outer_optimizer`)"
+    "the center needs an optimizer of its own: pass `outer_optimizer`"
 )
 
 Check = Callable[[], str | None]

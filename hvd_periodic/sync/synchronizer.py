@@ -90,7 +90,7 @@ class ReplicaSynchronizer(Parts[V]):
 
         Example:
             >>> import numpy as np
-            >>> from hvd_periodic import SGD, ModelAverageOptimizer
+            >>> from hvd_periodic.numpy import SGD, ModelAverageOptimizer
             >>> x = np.ones(2)
             >>> optimizer = ModelAverageOptimizer(SGD(0.1), {"x": x}, lambda clock: 2 if clock.loss is None else 3)
             >>> for step in range(5):

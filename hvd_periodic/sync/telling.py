@@ -18,6 +18,7 @@ from hvd_periodic.journal import Journal, Listener
 from hvd_periodic.journal.base import Count, Facts
 from hvd_periodic.journal.files import RunLog
 from hvd_periodic.journal.lines import Lines
+from hvd_periodic.logs import logger, set_up
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
@@ -25,8 +26,6 @@ from hvd_periodic.version import __version__
 
 if TYPE_CHECKING:
     from hvd_periodic.sync.course import Course
-
-logger = logging.getLogger("hvd_periodic")
 
 
 def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
@@ -40,7 +39,7 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
         OSError: the folder cannot be made, or written to.
     """
     listeners: list[Listener] = []
-
+    set_up()
     if logger.isEnabledFor(logging.INFO):
         listeners.append(Lines(lambda: membership().is_root, lambda: membership().number_among_several))
     if folder is not None:

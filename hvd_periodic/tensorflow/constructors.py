@@ -7,8 +7,10 @@ from typing import Any, ClassVar, Unpack
 import keras
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.arguments import also_period
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 from hvd_periodic.tensorflow.config import encode
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.options import KerasOptions
@@ -27,7 +29,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
             is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
-        options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
+        period: another name of ``communication_period``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -49,6 +52,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
+    @also_period("communication_period")
     @takes(KerasOptions)
     def __init__(
         self,
@@ -59,13 +63,15 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
+            communication_period if period is None else period,
             asynchronous=asynchronous,
             **options,
         )
@@ -84,7 +90,8 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
+        period: another name of ``interval_steps``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -95,19 +102,22 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
+    @also_period("interval_steps")
     @takes(KerasOptions)
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
         model: keras.Model | None = None,
         interval_steps: int | Schedule = 100,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             Averaging,
-            interval_steps,
+            interval_steps if period is None else period,
             **options,
         )
 
@@ -124,12 +134,13 @@ class AGNOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
+        outer_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
             its own, whose learning rate is that of ``optimizer`` at the time of the exchange.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
             in turn has its gradients applied by the center's optimizer.
-        options: buffers, center, root_rank, process_set, name; as in :class:`PeriodicOptimizer`.
+        period: another name of ``communication_period``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
@@ -138,29 +149,30 @@ class AGNOptimizer(PeriodicOptimizer):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
-    _spelling: ClassVar = {
-        "AGN": "AGNOptimizer",
-        "period": "communication_period",
-        "outer_optimizer": "center_optimizer",
-    }
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
+    _outer_key = "center_optimizer"
 
+    @renamed(center_optimizer="outer_optimizer")
+    @also_period("communication_period")
     @takes(KerasOptions)
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
         model: keras.Model | None = None,
         communication_period: int | Schedule = 10,
-        center_optimizer: keras.optimizers.Optimizer | None = None,
+        outer_optimizer: keras.optimizers.Optimizer | None = None,
         op: str = "sum",
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(
             optimizer,
             model,
             lambda: AGN(op),
-            communication_period,
-            outer_optimizer=center_optimizer,
+            communication_period if period is None else period,
+            outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,
         )

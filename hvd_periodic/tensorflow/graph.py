@@ -69,7 +69,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             GraphGradients,
             VariableCheckpoint,
             VariableView,
-            overlapped=None,
             cuts=False,
         )
         super().__init__(*arguments, **options | {"forms": forms})

@@ -58,11 +58,12 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         outer_optimizer: for algorithms that optimize the center: an unused Keras optimizer. Default: a copy of
             ``optimizer``, with its learning rate at the time of the exchange.
         asynchronous: exchange without waiting for other ranks, as in :class:`~hvd_periodic.tensorflow.Synchronizer`.
-        options: buffers, center, root_rank, process_set, name: those of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.tensorflow.options.KerasOptions`.
+        options: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.tensorflow.options.KerasOptions`; the signature has their defaults.
 
     Attributes:
-        inner_optimizer: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of.
+        inner: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of. In Keras itself
+            and in its files, its name is ``inner_optimizer``.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
@@ -71,6 +72,8 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
 
     _spelling: ClassVar[Mapping[str, str]] = {}
     """What a named constructor calls classes and arguments of the core."""
+    _outer_key: ClassVar[str] = "outer_optimizer"
+    """Key of the center's optimizer in configurations, and so in files."""
 
     @takes(KerasOptions)
     def __init__(
@@ -105,6 +108,15 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         refuse_as_subclass(cls)
+
+    @property
+    def inner(self) -> keras.optimizers.Optimizer:
+        """The wrapped optimizer."""
+        return self.inner_optimizer
+
+    def __dir__(self) -> list[str]:
+        """Leave out ``inner``: Keras saves the objects that it finds here, under the first of their names."""
+        return [name for name in super().__dir__() if name != "inner"]
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
@@ -284,7 +296,8 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         """Return the optimizer of a loaded model; it communicates from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
-        if "outer_optimizer" not in cls._spelling and "center_optimizer" in own:  # as version 0.1 called it
+        own.pop("overlap", None)  # always 0 in files of version 0.1
+        if "center_optimizer" in own:
             own["outer_optimizer"] = own.pop("center_optimizer")
         made = cls(**own, model=None, process_set=NotYetConnected())
         made._exchanges.connection.remember(config)
@@ -300,8 +313,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
 
     def _common_config(self) -> dict[str, Any]:
         """Return what all named constructors have among their arguments."""
-        outer = self._spelling.get("outer_optimizer", "outer_optimizer")
-        return self._exchanges.plan.config(outer) | self._exchanges.connection.config() | {"name": self.name}
+        return self._exchanges.plan.config(self._outer_key) | self._exchanges.connection.config() | {"name": self.name}
 
     def _open(self, variables: Sequence[Any] = ()) -> bool:
         """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.

@@ -99,7 +99,7 @@ class Plan:
         """Return as plain values the arguments that all constructors share, except for the ranks.
 
         Args:
-            outer_optimizer: what the constructor calls that argument.
+            outer_optimizer: key of the optimizer that moves the center.
         """
         config: dict[str, Any] = {key: value for key, value in self.options.items() if key not in RANKS}
         if isinstance(self.options["optimizer_state"], LocalState):
@@ -124,4 +124,4 @@ def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
 def _check_ranks(ranks: Communicator, algorithm: Algorithm, asynchronous: bool, options: KerasOptions) -> None:
     """Raise a ValueError where so many ranks, or groups of them that exchange in step, do not do what was asked for."""
     (algorithm.one_by_one if asynchronous else algorithm.check)(ranks.size)
-    require_possible(ranks, options["center"], options["nonfinite"], options["overlap"], asynchronous)
+    require_possible(ranks, options["center"], options["nonfinite"], asynchronous)

@@ -58,9 +58,9 @@ class Synchronizer(VariableSynchronizer):
         outer_optimizer: for algorithms that optimize the center: a Keras optimizer that nothing else uses.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI. The center
             is not among ``variables`` then: save :meth:`state_dict`.
-        options: buffers, center, root_rank, process_set: those of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.tensorflow.options.TensorFlowOptions`. With ``center="root"`` or ``"sharded"``
-            ``variables`` hold this rank's share, for a checkpoint per rank.
+        options: those of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.tensorflow.options.TensorFlowOptions`; the signature has their defaults.
+            With ``center="root"`` or ``"sharded"`` ``variables`` hold this rank's share, for a checkpoint per rank.
 
     Attributes:
         variables: counters, center and the rest of the state, for checkpoints.
@@ -97,7 +97,7 @@ class Synchronizer(VariableSynchronizer):
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            require_possible(communicator, options["center"], options["nonfinite"], options["overlap"], asynchronous)
+            require_possible(communicator, options["center"], options["nonfinite"], asynchronous)
             moving = made.outer_optimizer(None, outer_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
             named = named_variables(trained, owner, options["buffers"])

@@ -7,8 +7,10 @@ from typing import ClassVar, Unpack
 import torch
 
 from hvd_periodic.algorithms import AGN, EASGD, Averaging
+from hvd_periodic.arguments import also_period
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.model import Model
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
@@ -20,7 +22,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer. With momentum this is EAMSGD; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
+        model: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
@@ -28,7 +30,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the moving rate is in
             (0, 1].
-        options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        period: another name of ``communication_period``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -52,23 +55,27 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"EASGD": "ElasticAverageOptimizer", "period": "communication_period"}
 
+    @renamed(named_parameters="model")
+    @also_period("communication_period")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         communication_period: int | Schedule = 10,
         moving_rate: float | None = None,
         beta: float | None = None,
         rho: float = 0.0,
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: EASGD(moving_rate, beta, rho),
-            communication_period,
+            communication_period if period is None else period,
             asynchronous=asynchronous,
             **options,
         )
@@ -79,9 +86,10 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
+        model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        period: another name of ``interval_steps``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -92,19 +100,23 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     _spelling: ClassVar = {"period": "interval_steps"}
 
+    @renamed(named_parameters="model")
+    @also_period("interval_steps")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         interval_steps: int | Schedule = 100,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             Averaging,
-            interval_steps,
+            interval_steps if period is None else period,
             **options,
         )
 
@@ -114,15 +126,16 @@ class AGNOptimizer(PeriodicOptimizer):
 
     Args:
         optimizer: the local optimizer; its state stays local.
-        named_parameters: the model, or (name, parameter) pairs.
+        model: the model, or (name, parameter) pairs.
         communication_period: local steps between exchanges (τ), or a schedule.
-        center_optimizer: moves the center: an optimizer over the same parameters, to be copied, or a function from
+        outer_optimizer: moves the center: an optimizer over the same parameters, to be copied, or a function from
             parameter groups to an optimizer. Default: a copy of ``optimizer``. A copy has its own state and the
             original's arguments and attributes, and follows the original's hyper-parameters.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center's optimizer applies the gradients of one worker after another.
-        options: buffers, center, root_rank, process_set; as in :class:`PeriodicOptimizer`.
+        period: another name of ``communication_period``.
+        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -131,29 +144,29 @@ class AGNOptimizer(PeriodicOptimizer):
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).
     """
 
-    _spelling: ClassVar = {
-        "AGN": "AGNOptimizer",
-        "period": "communication_period",
-        "outer_optimizer": "center_optimizer",
-    }
+    _spelling: ClassVar = {"AGN": "AGNOptimizer", "period": "communication_period"}
 
+    @renamed(named_parameters="model", center_optimizer="outer_optimizer")
+    @also_period("communication_period")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         communication_period: int | Schedule = 10,
-        center_optimizer: CenterOptimizerLike | None = None,
+        outer_optimizer: CenterOptimizerLike | None = None,
         op: str = "sum",
         asynchronous: bool = False,
+        *,
+        period: int | Schedule | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             optimizer,
-            named_parameters,
+            model,
             lambda: AGN(op),
-            communication_period,
-            outer_optimizer=center_optimizer,
+            communication_period if period is None else period,
+            outer_optimizer=outer_optimizer,
             asynchronous=asynchronous,
             **options,
         )

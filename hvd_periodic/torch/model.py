@@ -71,17 +71,16 @@ class NamedTensors:
             )
         if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
             raise TypeError(
-                "`named_parameters` must be a torch.nn.Module or (name, parameter) pairs. "
-                f"Received: {type(model).__name__}"
+                f"`model` must be a torch.nn.Module or (name, parameter) pairs. Received: {type(model).__name__}"
             )
-        pairs = _originals(unique_pairs(model, "named_parameters"))
+        pairs = _originals(unique_pairs(model))
         for name, parameter in pairs:
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
             _refuse_unsupported(parameter)
             if is_divided(parameter):
                 raise TypeError(
-                    f"`named_parameters`: {name!r} is a DTensor, which belongs to a module that may have put it "
+                    f"`model`: {name!r} is a DTensor, which belongs to a module that may have put it "
                     "together for a forward pass: pass the model"
                 )
         return cls(pairs, [], {})
@@ -164,4 +163,4 @@ def _refuse_unsupported(value: object) -> None:
         kinds.append("FullyShardedDataParallel")
     for kind in kinds:
         if kind in _UNSUPPORTED:
-            raise TypeError(f"`named_parameters`: {_UNSUPPORTED[kind]}")
+            raise TypeError(f"`model`: {_UNSUPPORTED[kind]}")

@@ -12,6 +12,7 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import spelled
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
+from hvd_periodic.spellings import renamed
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.grad_scaler import unscale
 from hvd_periodic.torch.gradient_averaging import GradientAveraging
@@ -35,14 +36,15 @@ class PeriodicOptimizer(WrappingOptimizer):
 
     Args:
         optimizer: the local optimizer, over parameters of the model.
-        named_parameters: the model or its ``named_parameters()``, or other (name, parameter) pairs, which carry no
+        model: the model or its ``named_parameters()``, or other (name, parameter) pairs, which carry no
             buffers. All parameters of ``optimizer`` that are trainable at construction take part.
         algorithm: an :class:`~hvd_periodic.Algorithm`, or a function that makes one.
         period: local steps between exchanges, or a schedule.
         outer_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
         asynchronous: exchange without waiting for other ranks, as in :class:`Synchronizer`.
-        options: the options of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.torch.options.TorchOptions`, such as buffers, center, root_rank and process_set.
+        options: the options of :class:`~hvd_periodic.options.Options`,
+            :class:`~hvd_periodic.options.OverlapOption` and :class:`~hvd_periodic.torch.options.TorchOptions`; the
+            signature has their defaults.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -64,11 +66,12 @@ class PeriodicOptimizer(WrappingOptimizer):
     _step_supports_amp_scaling = True
     """Makes GradScaler call step() on every iteration, with ``found_inf``, instead of skipping it on one rank alone."""
 
+    @renamed(named_parameters="model")
     @takes(TorchOptions)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Model,
+        model: Model,
         algorithm: Algorithm | Callable[[], Algorithm],
         period: int | Schedule,
         *,
@@ -78,7 +81,7 @@ class PeriodicOptimizer(WrappingOptimizer):
     ) -> None:
         with spelled(self._spelling):
             synchronizer = Synchronizer(
-                named_parameters,
+                model,
                 algorithm,
                 period,
                 optimizer=optimizer,

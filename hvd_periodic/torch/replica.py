@@ -60,7 +60,7 @@ class TorchReplica(WatchedTensors):
             unnamed = self._held - {id(parameter) for _, parameter in named.parameters}
             if unnamed:
                 raise ValueError(
-                    "`named_parameters` must name every parameter of the optimizer: pass the model, or all of "
+                    "`model` must name every parameter of the optimizer: pass the model, or all of "
                     f"model.named_parameters(). Received: {len(named.parameters)} names, "
                     f"{len(unnamed)} of {len(self._held)} parameters without one"
                 )
@@ -68,7 +68,7 @@ class TorchReplica(WatchedTensors):
         taking_part = [(n, p) for n, p in ours if p.requires_grad]
         if not any(parameter.numel() for _, parameter in taking_part):
             raise ValueError(
-                "`named_parameters` must hold at least one trainable parameter. Received: "
+                "`model` must hold at least one trainable parameter. Received: "
                 f"{len(named.parameters)} parameters, none of them trainable and with elements"
             )
         for name, parameter in taking_part:

@@ -82,8 +82,9 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         outer_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
-        options: the options of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.torch.options.TorchOptions`, such as buffers, center, root_rank and process_set.
+        options: the options of :class:`~hvd_periodic.options.Options`,
+            :class:`~hvd_periodic.options.OverlapOption` and :class:`~hvd_periodic.torch.options.TorchOptions`; the
+            signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the
@@ -131,7 +132,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             communicator.check_devices({tensor.device.type for tensor in replica.tensors})
             _check_replica(replica, communicator, planned, asynchronous, options["nonfinite"], self.averaging)
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            require_possible(communicator, options["center"], options["nonfinite"], options["overlap"], asynchronous)
+            require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(optimizer, outer_optimizer)
             root = communicator.rank_of(options["root_rank"])
             super(Synchronizer, self).__init__(

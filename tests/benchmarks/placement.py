@@ -54,7 +54,7 @@ def measure(kind: str, center: str, parameters: list[torch.nn.Parameter], repeti
     optimizer: Any = {
         "elastic": lambda: hvdp.ElasticAverageOptimizer(inner, named, never, 0.1, center=center),
         "average": lambda: hvdp.ModelAverageOptimizer(inner, named, never, center=center),
-        "AGN, Adam": lambda: hvdp.AGNOptimizer(inner, named, never, center_optimizer=adam, center=center),
+        "AGN, Adam": lambda: hvdp.AGNOptimizer(inner, named, never, outer_optimizer=adam, center=center),
     }[kind]()
     synchronizer = optimizer.synchronizer
     seconds = []

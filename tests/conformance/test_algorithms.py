@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Algorithm, Communicator, Every
+from hvd_periodic import Algorithm, Communicator, Every
+from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.space import VectorSpace
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, NumpyTrainer, random_arrays, run_ranks

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hvd_periodic
-from hvd_periodic import SGD, Communicator, PostLocal
+from hvd_periodic import Communicator, PostLocal
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, random_arrays, run_ranks
 
@@ -25,9 +25,7 @@ def gradient(x: Array, rank: int, step: int) -> Array:
 def on_numpy(algorithm: Any, schedule: Any, communicator: Communicator) -> Trajectory:
     arrays = random_arrays(communicator.rank)
     named = {f"p{i}": array for i, array in enumerate(arrays)}
-    optimizer = hvd_periodic.PeriodicOptimizer(
-        SGD(RATE, MOMENTUM), named, algorithm, schedule, communicator=communicator
-    )
+    optimizer = PeriodicOptimizer(SGD(RATE, MOMENTUM), named, algorithm, schedule, process_set=communicator)
     seen = []
     for step in range(STEPS):
         optimizer.step([gradient(array, communicator.rank, step) for array in arrays])

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, Every
+from hvd_periodic import Communicator, Every
 from hvd_periodic.centers.placement import PLACEMENTS
+from hvd_periodic.numpy import SGD
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, NumpyTrainer, errors, random_arrays, run_ranks
 
@@ -26,7 +27,7 @@ def gradients(arrays: list[Array], rank: int, step: int) -> list[Array]:
 def trainer_of(communicator: Communicator, algorithm: Any, center: str, dtype: str = "float32") -> NumpyTrainer:
     moves = SGD(0.25, 0.5)
     return NumpyTrainer(
-        communicator, random_arrays(0, dtype), algorithm, Every(2), center_optimizer=moves, center=center
+        communicator, random_arrays(0, dtype), algorithm, Every(2), outer_optimizer=moves, center=center
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Clock, Communicator, ModelAverageOptimizer, Schedule
+from hvd_periodic import Clock, Communicator, Schedule
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
 from hvd_periodic.sync.planning import ask, forecast
 from tests.conformance.discovery import schedules
@@ -98,7 +99,7 @@ def test_exchanges_take_place_at_the_predicted_steps(schedule: Any) -> None:
 
     def work(communicator: Communicator) -> list[int]:
         x = np.zeros(1)
-        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, type(schedule)(), communicator=communicator)
+        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, type(schedule)(), process_set=communicator)
         exchanged = []
         for step in range(1, steps + 1):
             rounds = optimizer.synchronizer.rounds
@@ -121,7 +122,7 @@ def test_it_goes_on_exactly_where_it_was_saved(schedule: Any) -> None:
     def work(communicator: Communicator, resume: bool) -> list[tuple[int, int, Any]]:
         def build() -> ModelAverageOptimizer:
             local = SGD(0.01 * (1 + communicator.rank))
-            return ModelAverageOptimizer(local, {"x": np.zeros(1)}, type(schedule)(), communicator=communicator)
+            return ModelAverageOptimizer(local, {"x": np.zeros(1)}, type(schedule)(), process_set=communicator)
 
         optimizer, seen = build(), []
         for step in range(until):

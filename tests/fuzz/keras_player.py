@@ -63,7 +63,7 @@ def make_model(width: int) -> Any:
 
 
 class KerasPlayer(Player):
-    """One rank; steps are eager, and exchanges wait: overlap is refused."""
+    """One rank; steps are eager, and exchanges wait: there is no overlap."""
 
     communicator: TensorTable
     table = TensorTable
@@ -75,7 +75,7 @@ class KerasPlayer(Player):
     def made(self, setup: Setup) -> Trained:
         """Return a new model, and an optimizer of it."""
         model = make_model(setup.width)
-        optimizer = self.wrapped(replace(setup, overlap=0), model, OPTIMIZERS[setup.optimizer]())
+        optimizer = self.wrapped(setup, model, OPTIMIZERS[setup.optimizer]())
         optimizer.build(model.trainable_variables)
         return Trained(setup, model, optimizer)
 
@@ -91,7 +91,7 @@ class KerasPlayer(Player):
             PERIODS[setup.period],
             asynchronous=setup.asynchronous,
             process_set=self.communicator,
-            **setup.options(),
+            **{name: value for name, value in setup.options().items() if name != "overlap"},
         )
 
     def gradients(self, trained: Trained) -> list[Any]:
@@ -156,7 +156,7 @@ class KerasPlayer(Player):
 
     def local(self, trained: Trained) -> list[Any]:
         """Return what the local optimizer keeps, but for the learning rate."""
-        inner = list(levels_of(trained.optimizer))[-1].inner_optimizer
+        inner = list(levels_of(trained.optimizer))[-1].inner
         return [variable for variable in inner.variables if variable is not inner._learning_rate]
 
     def state(self, trained: Trained) -> Any:
@@ -218,4 +218,4 @@ def levels_of(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer, and those of this package inside of it."""
     while isinstance(optimizer, hvdp.PeriodicOptimizer):
         yield optimizer
-        optimizer = optimizer.inner_optimizer
+        optimizer = optimizer.inner

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, PeriodicOptimizer
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.fuzz.player import ALGORITHMS, PERIODS, Player, Setup, Trained
 from tests.fuzz.ranks import InjectedError
 
@@ -60,7 +60,7 @@ class NumpyPlayer(Player):
     def change(self, trained: Trained, what: str) -> None:
         """Change arrays after construction, where there is such a change."""
         trained.before = None
-        local, weight = trained.optimizer.optimizer, trained.model["weight"]
+        local, weight = trained.optimizer.inner, trained.model["weight"]
         if what == "rate":
             local.learning_rate *= 0.5
         elif what == "state":
@@ -74,12 +74,12 @@ class NumpyPlayer(Player):
 
     def state(self, trained: Trained) -> Any:
         """Return what the optimizer has, and its exchanges."""
-        return {"exchanges": trained.optimizer.synchronizer.state_dict(), "local": vars(trained.optimizer.optimizer)}
+        return {"exchanges": trained.optimizer.synchronizer.state_dict(), "local": vars(trained.optimizer.inner)}
 
     def load_state(self, trained: Trained, state: Any) -> None:
         """Load both."""
         trained.optimizer.synchronizer.load_state_dict(state["exchanges"])
-        vars(trained.optimizer.optimizer).update(state["local"])
+        vars(trained.optimizer.inner).update(state["local"])
 
     def weights(self, trained: Trained) -> Any:
         """Return copies of the arrays."""

@@ -124,7 +124,7 @@ class KerasTrainer:
             self.model.save(path.with_suffix(".keras"))
             deflate(path.with_suffix(".keras"))
             return
-        inner = [np.array(variable) for variable in self.optimizer.inner_optimizer.variables]
+        inner = [np.array(variable) for variable in self.optimizer.inner.variables]
         exchange = self.optimizer.synchronizer.state_dict()
         saved = {"weights": self.model.get_weights(), "inner": inner, "exchange": exchange}
         path.with_suffix(".pickle").write_bytes(pickle.dumps(saved))
@@ -136,7 +136,7 @@ class KerasTrainer:
             return
         saved = pickle.loads(path.with_suffix(".pickle").read_bytes())
         self.model.set_weights(saved["weights"])
-        for variable, value in zip(self.optimizer.inner_optimizer.variables, saved["inner"], strict=True):
+        for variable, value in zip(self.optimizer.inner.variables, saved["inner"], strict=True):
             variable.assign(value)
         self.optimizer.synchronizer.load_state_dict(saved["exchange"])
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hvd_periodic
+import hvd_periodic.numpy as hvdp
 from hvd_periodic import Communicator, PostLocal
 from hvd_periodic.comm.threads import run as run_threads
 from tests.golden import cases, course
@@ -28,23 +28,21 @@ class NumpyTrainer:
     def __init__(self, case: Case, communicator: Communicator) -> None:
         self.case, self.rank = case, communicator.rank
         self.arrays = case.start(communicator.rank)
-        inner = hvd_periodic.SGD(cases.RATE, cases.MOMENTUM if case.local == "momentum" else 0.0)
+        inner = hvdp.SGD(cases.RATE, cases.MOMENTUM if case.local == "momentum" else 0.0)
         named = [(f"p{i}", array) for i, array in enumerate(self.arrays)]
         period = PostLocal(*cases.POST_LOCAL) if case.kind == "post_local" else cases.PERIOD
-        options: dict[str, Any] = {"center": case.center, "communicator": communicator}
+        options: dict[str, Any] = {"center": case.center, "process_set": communicator}
         if case.kind == "asynchronous":
             options["asynchronous"] = True
         self.optimizer: Any
         if case.algorithm == "average":
-            self.optimizer = hvd_periodic.ModelAverageOptimizer(inner, named, period, **options)
+            self.optimizer = hvdp.ModelAverageOptimizer(inner, named, period, **options)
         elif case.algorithm.startswith("agn"):
             op = "average" if case.algorithm == "agn_average" else "sum"
-            self.optimizer = hvd_periodic.AGNOptimizer(inner, named, period, op=op, **options)
+            self.optimizer = hvdp.AGNOptimizer(inner, named, period, op=op, **options)
         else:
             rho = cases.RHO if case.algorithm == "elastic_rho" else 0.0
-            self.optimizer = hvd_periodic.ElasticAverageOptimizer(
-                inner, named, period, cases.MOVING_RATE, rho=rho, **options
-            )
+            self.optimizer = hvdp.ElasticAverageOptimizer(inner, named, period, cases.MOVING_RATE, rho=rho, **options)
 
     def step(self, step: int) -> None:
         self.optimizer.step(gradients(self.case, self.arrays, self.rank, step))
@@ -71,14 +69,14 @@ class NumpyTrainer:
 
     def save(self, path: Path) -> None:
         state = self.optimizer.synchronizer.state_dict()
-        saved = {"arrays": self.arrays, "velocities": self.optimizer.optimizer.velocities, "exchange": state}
+        saved = {"arrays": self.arrays, "velocities": self.optimizer.inner.velocities, "exchange": state}
         path.with_suffix(".pickle").write_bytes(pickle.dumps(saved))
 
     def load(self, path: Path) -> None:
         saved = pickle.loads(path.with_suffix(".pickle").read_bytes())
         for array, value in zip(self.arrays, saved["arrays"], strict=True):
             array[...] = value
-        self.optimizer.optimizer.velocities = saved["velocities"]
+        self.optimizer.inner.velocities = saved["velocities"]
         self.optimizer.synchronizer.load_state_dict(saved["exchange"])
 
 

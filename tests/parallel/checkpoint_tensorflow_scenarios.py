@@ -78,7 +78,7 @@ def everything(model: Any, optimizer: Any) -> list[str]:
     """Return digests of the replica with its random generators, the local optimizer and the center."""
     local = optimizer
     while isinstance(local, hvdp.PeriodicOptimizer):
-        local = local.inner_optimizer
+        local = local.inner
     return [bits(model.variables), bits(local.variables), center_of(model, optimizer)]
 
 

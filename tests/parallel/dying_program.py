@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory
 from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
 
 SIZE, RATE, KILLED_AT = 1000, 0.25, 6
 
@@ -84,7 +84,7 @@ def of_torch(more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
 def of_numpy(algorithm: str, more: dict[str, Any]) -> tuple[Any, np.ndarray, Any]:
     """Return the same over MPI alone."""
     x = np.zeros(SIZE)
-    common: dict[str, Any] = {"asynchronous": True, "communicator": MPICommunicator(), **more}
+    common: dict[str, Any] = {"asynchronous": True, "process_set": MPICommunicator(), **more}
     optimizer = (
         ElasticAverageOptimizer(SGD(1.0), {"x": x}, 1, moving_rate=RATE, **common)
         if algorithm == "easgd"

@@ -138,13 +138,13 @@ def of_tensorflow() -> tuple[Any, Callable[[], None]]:
 
 def of_numpy() -> tuple[Any, Callable[[], None]]:
     """Return an optimizer, and what trains; over MPI alone."""
-    import hvd_periodic
+    import hvd_periodic.numpy as hvdp
     from hvd_periodic.comm.mpi import MPICommunicator
 
     communicator = MPICommunicator()
     ranks.append(communicator.rank)
-    OPTIONS["communicator"] = communicator
-    optimizer = optimizer_of(hvd_periodic, hvd_periodic.SGD(0.1), {"x": np.zeros(3)})
+    OPTIONS["process_set"] = communicator
+    optimizer = optimizer_of(hvdp, hvdp.SGD(0.1), {"x": np.zeros(3)})
 
     def train() -> None:
         for _ in batches():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.comm.mpi import MPICommunicator
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from tests import oracle
 from tests.conformance.communicator_contract import check_communicator
 
@@ -26,9 +26,9 @@ def main(folder: Path) -> None:
     check_communicator(communicator)
     results = {}
     for name, make in (
-        ("easgd", lambda *a: ElasticAverageOptimizer(*a, 2, moving_rate=0.25, communicator=communicator)),
-        ("average", lambda *a: ModelAverageOptimizer(*a, 2, communicator=communicator)),
-        ("agn", lambda *a: AGNOptimizer(*a, 4, communicator=communicator)),
+        ("easgd", lambda *a: ElasticAverageOptimizer(*a, 2, moving_rate=0.25, process_set=communicator)),
+        ("average", lambda *a: ModelAverageOptimizer(*a, 2, process_set=communicator)),
+        ("agn", lambda *a: AGNOptimizer(*a, 4, process_set=communicator)),
     ):
         x = np.array(oracle.START)
         optimizer = make(SGD(oracle.RATE, oracle.MOMENTUM), {"w": x})

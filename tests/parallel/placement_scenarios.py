@@ -309,7 +309,7 @@ def torch_program() -> Program:
                 momentum = 0.5 if moved == "momentum" else 0.0
                 adam = (lambda groups: torch.optim.Adam(groups, lr=0.05)) if moved == "adam" else None
                 inner = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
-                return hvdp.AGNOptimizer(inner, model, 2, center_optimizer=adam, **PLACES[place])
+                return hvdp.AGNOptimizer(inner, model, 2, outer_optimizer=adam, **PLACES[place])
             inner = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
             if kind in OUTER:
                 return hvdp.PeriodicOptimizer(inner, model, OUTER[kind], 2, **PLACES[place])
@@ -428,7 +428,7 @@ def torch_program() -> Program:
                     generator = torch.Generator().manual_seed(0)
                     w = torch.nn.Parameter(torch.randn(6, 4, generator=generator))
                     inner = torch.optim.SGD([w], lr=0.1)
-                    optimizer = hvdp.AGNOptimizer(inner, [("w", w)], 1, center_optimizer=moves, **PLACES[place])
+                    optimizer = hvdp.AGNOptimizer(inner, [("w", w)], 1, outer_optimizer=moves, **PLACES[place])
                     for _ in range(3):
                         w.grad = torch.randn(6, 4, generator=generator)
                         optimizer.step()
@@ -447,7 +447,7 @@ def torch_program() -> Program:
                     w = torch.nn.Parameter(torch.ones(1))
                     inner = torch.optim.SGD([w], lr=0.1)
                     moves = getattr(torch.optim, name)
-                    optimizer = hvdp.AGNOptimizer(inner, [("w", w)], 1, center_optimizer=moves, **PLACES[place])
+                    optimizer = hvdp.AGNOptimizer(inner, [("w", w)], 1, outer_optimizer=moves, **PLACES[place])
                     step = optimizer.synchronizer.exchanged.center_optimizer.step
                     results[f"{name}, {place}"] = attempt(step, ArithmeticError)
             return results
@@ -482,7 +482,7 @@ def tensorflow_program() -> Program:
             rates = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5) if moved == "schedule" else 0.1
             inner = keras.optimizers.SGD(rates, momentum=0.5 if moved == "momentum" else 0.0)
             adam = keras.optimizers.Adam(0.05) if moved == "adam" else None
-            return hvdp.AGNOptimizer(inner, model, 2, center_optimizer=adam, **options)
+            return hvdp.AGNOptimizer(inner, model, 2, outer_optimizer=adam, **options)
         inner = keras.optimizers.SGD(0.1, momentum=0.5)
         if kind in OUTER:
             return hvdp.PeriodicOptimizer(inner, model, OUTER[kind], 2, **options)
@@ -518,13 +518,13 @@ def tensorflow_program() -> Program:
             return sum(np.size(value) for value in state[2:])
 
         def save(self) -> bytes:
-            local = [np.array(variable.numpy()) for variable in self.optimizer.inner_optimizer.variables]
+            local = [np.array(variable.numpy()) for variable in self.optimizer.inner.variables]
             return pickle.dumps((self.values(), local, self.synchronizer.state_dict()))
 
         def load(self, saved: bytes, exchange: bool) -> None:
             values, local, state = pickle.loads(saved)
             self.assign(values)
-            for variable, value in zip(self.optimizer.inner_optimizer.variables, local, strict=True):
+            for variable, value in zip(self.optimizer.inner.variables, local, strict=True):
                 variable.assign(value)
             if exchange:
                 self.synchronizer.load_state_dict(state)
@@ -671,7 +671,7 @@ def tensorflow_program() -> Program:
                     generator = np.random.default_rng(0)
                     w = keras.Variable(generator.standard_normal((6, 4)), dtype="float32", name="w")
                     inner = keras.optimizers.SGD(0.1)
-                    optimizer = hvdp.AGNOptimizer(inner, None, 1, center_optimizer=moves(), **PLACES[place])
+                    optimizer = hvdp.AGNOptimizer(inner, None, 1, outer_optimizer=moves(), **PLACES[place])
                     optimizer.build([w])
                     for _ in range(3):
                         optimizer.apply([tf.constant(generator.standard_normal((6, 4)), tf.float32)])

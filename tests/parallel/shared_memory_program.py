@@ -13,9 +13,9 @@ import tempfile
 
 import numpy as np
 
-from hvd_periodic import SGD, ElasticAverageOptimizer
 from hvd_periodic.comm.mpi import MPICommunicator
 from hvd_periodic.comm.window import FOLDER, SPARE_BYTES_PER_RANK
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 
 
 def main(mib: float, end: str) -> None:
@@ -25,7 +25,7 @@ def main(mib: float, end: str) -> None:
     last = communicator.rank == communicator.size - 1
     x = np.zeros(int(mib * 2**20) // 8)
     optimizer = ElasticAverageOptimizer(
-        SGD(1.0), {"x": x}, 1, moving_rate=0.25, asynchronous=True, communicator=communicator
+        SGD(1.0), {"x": x}, 1, moving_rate=0.25, asynchronous=True, process_set=communicator
     )
     optimizer.step([np.full_like(x, -1.0)])
     with tempfile.TemporaryFile(dir=FOLDER) as other:

@@ -11,21 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    AGN,
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Averaging,
-    Communicator,
-    ElasticAverageOptimizer,
-    Every,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-    PostLocal,
-)
+from hvd_periodic import AGN, EASGD, Averaging, Communicator, Every, PostLocal
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.named import unique_pairs
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import readable, run_ranks
 
 PERIODS: dict[str, Callable[[Any], object]] = {
@@ -67,7 +56,7 @@ def test_arguments_of_schedules(schedule: Callable[[], object], message: str) ->
 
 
 def elastic(communicator: Communicator | None = None, **arguments: Any) -> ElasticAverageOptimizer:
-    return ElasticAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, 2, communicator=communicator, **arguments)
+    return ElasticAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, 2, process_set=communicator, **arguments)
 
 
 @pytest.mark.parametrize("argument", ["moving_rate", "beta", "rho"])
@@ -158,19 +147,19 @@ def test_op(op: Any) -> None:
 
 @pytest.mark.parametrize("named", [{}, [], iter(()), {"empty": np.zeros((0, 3))}], ids=readable)
 def test_no_parameters(named: Any) -> None:
-    with pytest.raises(ValueError, match=r"`named_parameters` must hold at least one element\. Received: no"):
+    with pytest.raises(ValueError, match=r"`model` must hold at least one element\. Received: no"):
         ModelAverageOptimizer(SGD(1.0), named)
 
 
 def test_duplicate_names() -> None:
-    with pytest.raises(ValueError, match=r"`named_parameters` must have unique names\. Received: 'w' for two"):
+    with pytest.raises(ValueError, match=r"`model` must have unique names\. Received: 'w' for two"):
         ModelAverageOptimizer(SGD(1.0), [("w", np.zeros(1)), ("w", np.zeros(1))])
 
 
 def test_tied_parameters_take_part_once() -> None:
     tied, other = np.zeros(2), np.zeros(1)
     pairs = [("a", tied), ("b", other), ("also a", tied), ("a", tied)]
-    assert [name for name, _ in unique_pairs(iter(pairs), "pairs")] == ["a", "b"]
+    assert [name for name, _ in unique_pairs(iter(pairs))] == ["a", "b"]
     optimizer = ModelAverageOptimizer(SGD(1.0), iter(pairs), 1)
     optimizer.step([np.ones(2), np.ones(1)])
     np.testing.assert_array_equal(tied, [-1, -1])
@@ -178,9 +167,7 @@ def test_tied_parameters_take_part_once() -> None:
 
 @pytest.mark.parametrize("element", [np.zeros(1), ["w", np.zeros(1)], (1, np.zeros(1)), ("w",), "wx"])
 def test_elements_that_are_no_pairs(element: Any) -> None:
-    message = (
-        rf"`named_parameters` must give \(name, tensor\) pairs.*Received an element of type {type(element).__name__}"
-    )
+    message = rf"`model` must give \(name, tensor\) pairs.*Received an element of type {type(element).__name__}"
     with pytest.raises(TypeError, match=message):
         ModelAverageOptimizer(SGD(1.0), [element])
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hvd_periodic as numpy_front_end
+import hvd_periodic.numpy as numpy_front_end
 from hvd_periodic import Communicator, LocalCommunicator
 from tests.helpers import run_ranks
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, AGNOptimizer, ElasticAverageOptimizer
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer
 from tests.helpers import errors, run_ranks
 
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -33,7 +33,7 @@ def test_it_holds_the_center_at_every_moment(algorithm: str, tmp_path: Path) -> 
             "none": np.zeros((0, 4), np.float32),
             "scalar": np.array(4.0),
         }
-        common: dict[str, Any] = {"asynchronous": True, "communicator": communicator, "center_file": path}
+        common: dict[str, Any] = {"asynchronous": True, "process_set": communicator, "center_file": path}
         optimizer: Any = (
             ElasticAverageOptimizer(SGD(0.1), x, 2, moving_rate=0.5, **common)
             if algorithm == "easgd"
@@ -116,7 +116,7 @@ def test_parameters_and_statistics_of_a_model(tmp_path: Path) -> None:
 def train(communicator: Communicator, path: object, start: float = 0.0) -> np.ndarray:
     """Train for two steps."""
     x = np.full(3, start)
-    options: dict[str, Any] = {"asynchronous": True, "communicator": communicator, "center_file": path}
+    options: dict[str, Any] = {"asynchronous": True, "process_set": communicator, "center_file": path}
     optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 1, moving_rate=0.5, **options)
     for _ in range(2):
         optimizer.step([np.ones(3)])

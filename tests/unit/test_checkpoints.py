@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_periodic import SGD, Communicator, LocalCommunicator, ModelAverageOptimizer
+from hvd_periodic import Communicator, LocalCommunicator
 from hvd_periodic.checkpoints import Arrays, Content, Everyone, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
@@ -31,6 +31,7 @@ from hvd_periodic.checkpoints.saving import Occasion, require_complete
 from hvd_periodic.checkpoints.sets import sets_in
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.comm.together import Together
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import errors, outcomes, run_ranks
 
 numbers = st.integers() | st.floats() | st.integers(min_value=2**70, max_value=2**90)

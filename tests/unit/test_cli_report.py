@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import EASGD, SGD, Algorithm, Averaging, Communicator, PeriodicOptimizer, read_run_log
+from hvd_periodic import EASGD, Algorithm, Averaging, Communicator, read_run_log
 from hvd_periodic.cli.main import main
 from hvd_periodic.journal import base
 from hvd_periodic.journal.runs import read_run
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 from tests.html_page import Page
 from tests.trace_events import events_of
@@ -37,7 +38,7 @@ def train(
     def work(communicator: Communicator) -> int:
         x = np.zeros(100)
         optimizer = PeriodicOptimizer(
-            SGD(0.125), {"x": x}, algorithm(), PERIOD, communicator=communicator, run_log=folder, **options
+            SGD(0.125), {"x": x}, algorithm(), PERIOD, process_set=communicator, run_log=folder, **options
         )
         for step in range(steps(communicator.rank)):
             if loss:
@@ -212,7 +213,7 @@ def test_several_optimizers_and_sets_of_ranks_in_one_folder(tmp_path: Path, caps
         for _ in range(2):
             x = np.zeros(3)
             optimizer = PeriodicOptimizer(
-                SGD(0.1), {"x": x}, Averaging(), 2, communicator=communicator, run_log=tmp_path / "two"
+                SGD(0.1), {"x": x}, Averaging(), 2, process_set=communicator, run_log=tmp_path / "two"
             )
             for _ in range(4):
                 optimizer.step([np.ones(3)])

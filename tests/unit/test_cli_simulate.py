@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import EASGD, SGD, Communicator, PeriodicOptimizer
+from hvd_periodic import EASGD, Communicator
 from hvd_periodic.cli import problems
 from hvd_periodic.cli.main import main
 from hvd_periodic.cli.problems import PROBLEMS, Shape
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import Array, run_ranks
 
 MINE = """
@@ -59,7 +60,7 @@ def test_it_is_the_package_that_trains(capsys: pytest.CaptureFixture[str]) -> No
     def program(communicator: Communicator) -> tuple[float, int, int]:
         x, generator = problem.start.copy(), np.random.default_rng([7, communicator.rank])
         local = SGD(0.05, momentum=0.5)
-        optimizer = PeriodicOptimizer(local, {"x": x}, EASGD(0.2), 7, communicator=communicator)
+        optimizer = PeriodicOptimizer(local, {"x": x}, EASGD(0.2), 7, process_set=communicator)
         for _ in range(40):
             optimizer.step([problem.sample(communicator.rank, x, generator)[1]])
         optimizer.synchronizer.finalize()
@@ -174,7 +175,7 @@ def test_a_function_of_ones_own(
         ("--algorithm easgd(1.9)", "must be in (0, 2/(n+1)]"),
         ("--algorithm easgd(rate=1)", "unexpected keyword argument 'rate'"),
         ("--algorithm easgd(", "must be a list like agn,average"),
-        ("--algorithm hvd_periodic.SGD(0.1)", "this is no algorithm"),
+        ("--algorithm hvd_periodic.numpy.SGD(0.1)", "this is no algorithm"),
         ("--period 0", "`--period`, unless it is a schedule, must be an int >= 1. Received: 0"),
         ("--period 2.5", "must be an int >= 1. Received: 2.5"),
         ("--period dubling", "Did you mean doubling?"),

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer
+from hvd_periodic import EASGD, Averaging, Communicator, Compression, DiLoCo
 from hvd_periodic.cli import timeline
 from hvd_periodic.cli.main import main
 from hvd_periodic.journal.runs import read_run
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 from tests.trace_events import events_of
 from tests.unit.test_cli_report import AT, refused, train, written
@@ -60,7 +61,7 @@ def test_ways_to_exchange(options: dict[str, Any], tmp_path: Path) -> None:
         tensors = {"a": x[:32], "b": x[32:]}
         algorithm = EASGD(0.1) if options.get("asynchronous") else DiLoCo()
         optimizer = PeriodicOptimizer(
-            SGD(0.1), tensors, algorithm, 4, communicator=communicator, run_log=tmp_path / "run", **options
+            SGD(0.1), tensors, algorithm, 4, process_set=communicator, run_log=tmp_path / "run", **options
         )
         for _ in range(18):
             optimizer.step([np.ones(32), np.ones(32)])
@@ -79,7 +80,7 @@ def test_several_optimizers_and_beginnings(tmp_path: Path) -> None:
         for _ in range(2):
             x = np.zeros(3)
             optimizer = PeriodicOptimizer(
-                SGD(0.1), {"x": x}, Averaging(), 2, communicator=communicator, run_log=tmp_path / "run"
+                SGD(0.1), {"x": x}, Averaging(), 2, process_set=communicator, run_log=tmp_path / "run"
             )
             for _ in range(4):
                 optimizer.step([np.ones(3)])

@@ -13,18 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    QSR,
-    SGD,
-    AdaComm,
-    Clock,
-    Communicator,
-    Doubling,
-    Every,
-    ModelAverageOptimizer,
-    Piecewise,
-    Seconds,
-)
+from hvd_periodic import QSR, AdaComm, Clock, Communicator, Doubling, Every, Piecewise, Seconds
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import errors, readable, run_ranks
 
 N = 3
@@ -44,7 +34,7 @@ class Watched:
 
 
 def optimizer_of(communicator: Communicator, period: Any, rate: float = 0.1, **options: Any) -> ModelAverageOptimizer:
-    return ModelAverageOptimizer(SGD(rate), {"x": np.zeros(1)}, period, communicator=communicator, **options)
+    return ModelAverageOptimizer(SGD(rate), {"x": np.zeros(1)}, period, process_set=communicator, **options)
 
 
 def exchanges(optimizer: ModelAverageOptimizer, steps: int, before: Callable[[int], object]) -> list[int]:
@@ -119,7 +109,7 @@ def test_periods_follow_the_rate_from_the_first_on() -> None:
     def work(communicator: Communicator) -> list[int]:
         local = SGD(0.01)
         optimizer = ModelAverageOptimizer(
-            local, {"x": np.zeros(1)}, QSR(base=2, coefficient=0.2), communicator=communicator
+            local, {"x": np.zeros(1)}, QSR(base=2, coefficient=0.2), process_set=communicator
         )
         local.learning_rate = 0.1
 
@@ -169,7 +159,7 @@ def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int,
         local = SGD(0.1)
 
         def build() -> ModelAverageOptimizer:
-            return ModelAverageOptimizer(local, {"x": np.zeros(1)}, schedule, communicator=communicator)
+            return ModelAverageOptimizer(local, {"x": np.zeros(1)}, schedule, process_set=communicator)
 
         optimizer, found, kept = build(), [], []
         for step in range(1, steps + 1):
@@ -319,7 +309,7 @@ def test_a_schedule_that_fails_on_one_rank_is_an_error_on_every_rank(
 def test_what_a_schedule_lacks_is_an_error_on_every_rank(schedule: Any, rate: Any, message: str) -> None:
     def work(communicator: Communicator) -> None:
         optimizer = optimizer_of(communicator, schedule, 1.0)
-        optimizer.optimizer.learning_rate = rate  # type: ignore[attr-defined]
+        optimizer.inner.learning_rate = rate  # type: ignore[attr-defined]
         optimizer.step([None])
         optimizer.step([None])
 
@@ -333,7 +323,7 @@ def test_the_end_of_training_needs_no_rate() -> None:
 
     def work(communicator: Communicator) -> tuple[int, int]:
         local = SGD(0.1)
-        optimizer = ModelAverageOptimizer(local, {"x": np.zeros(1)}, QSR(3, 0.1), communicator=communicator)
+        optimizer = ModelAverageOptimizer(local, {"x": np.zeros(1)}, QSR(3, 0.1), process_set=communicator)
         exchanges(optimizer, 4, lambda step: None)
         local.learning_rate = 0.0
         optimizer.synchronizer.finalize()
@@ -365,11 +355,11 @@ def test_a_rank_that_has_left_has_no_say() -> None:
 
 def test_an_asynchronous_rank_goes_by_its_own_clock() -> None:
     def work(communicator: Communicator) -> list[int]:
-        from hvd_periodic import ElasticAverageOptimizer
+        from hvd_periodic.numpy import ElasticAverageOptimizer
 
         local = SGD(0.1 / (1 + communicator.rank))
         optimizer = ElasticAverageOptimizer(
-            local, {"x": np.zeros(1)}, QSR(1, 0.1), asynchronous=True, communicator=communicator
+            local, {"x": np.zeros(1)}, QSR(1, 0.1), asynchronous=True, process_set=communicator
         )
         found = []
         for step in range(1, 9):

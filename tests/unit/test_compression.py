@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer, SlowMo
+from hvd_periodic import AGN, BMUF, EASGD, Averaging, Communicator, Compression, DiLoCo, SlowMo
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.maximum import Maximum
 from hvd_periodic.comm import LocalCommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires import Wire, as_wire
 from hvd_periodic.wires.encoded import Encoded
@@ -44,7 +45,7 @@ LOSSY = [wire for wire, _, _ in WIRES.values()]
 def made(communicator: Communicator, arrays: dict[str, Array], name: str, compression: Any, **options: Any) -> Any:
     inner = SGD(oracle.RATE, oracle.MOMENTUM)
     return PeriodicOptimizer(
-        inner, arrays, ALGORITHMS[name](), PERIOD, communicator=communicator, compression=compression, **options
+        inner, arrays, ALGORITHMS[name](), PERIOD, process_set=communicator, compression=compression, **options
     )
 
 
@@ -93,7 +94,7 @@ def test_numbers_worked_out_by_hand() -> None:
     def run(communicator: Communicator) -> tuple[list[list[float]], list[float]]:
         x, seen = np.zeros(2), []
         optimizer = PeriodicOptimizer(
-            SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator, compression=Compression.topk(0.5)
+            SGD(1.0), {"x": x}, Averaging(), 1, process_set=communicator, compression=Compression.topk(0.5)
         )
         for _ in range(4):
             optimizer.step([-np.array([(1.0, 0.25), (0.5, 1.0)][communicator.rank])])
@@ -109,7 +110,7 @@ def stand_still(communicator: Communicator, name: str, compression: Any, moved: 
     """Move this rank from 0 by one step; then exchange forty times without another."""
     x, rate = np.zeros(moved.size), 0.5
     optimizer = PeriodicOptimizer(
-        SGD(rate), {"x": x}, ALGORITHMS[name](), 1, communicator=communicator, compression=compression
+        SGD(rate), {"x": x}, ALGORITHMS[name](), 1, process_set=communicator, compression=compression
     )
     for gradient in (-moved / rate, *[np.zeros(moved.size)] * 40):
         optimizer.step([gradient])
@@ -153,7 +154,7 @@ def test_what_is_not_sent_is_sent_later(wire: str) -> None:
     def run(communicator: Communicator) -> Array:
         x = np.zeros(len(drift))
         optimizer = PeriodicOptimizer(
-            SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator, compression=compression
+            SGD(1.0), {"x": x}, Averaging(), 1, process_set=communicator, compression=compression
         )
         for _ in range(40):
             optimizer.step([-np.array(drift) / 2 * communicator.rank])
@@ -176,7 +177,7 @@ def test_resume_to_the_bit(name: str, wire: Wire, overlap: int | str) -> None:
         def make() -> tuple[Any, Array]:
             x = np.zeros(37)
             algorithm = ALGORITHMS[name]()
-            options: dict[str, Any] = {"communicator": communicator, "compression": wire, "overlap": overlap}
+            options: dict[str, Any] = {"process_set": communicator, "compression": wire, "overlap": overlap}
             return PeriodicOptimizer(SGD(0.3), {"x": x}, algorithm, PERIOD, **options), x
 
         def step(optimizer: Any, x: Array, number: int) -> None:
@@ -280,7 +281,7 @@ def test_large_numbers_are_cut_and_sent_bit_by_bit() -> None:
                 communicator.__class__ = Summing
             x = np.zeros(2)
             optimizer = PeriodicOptimizer(
-                SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator, compression=wire
+                SGD(1.0), {"x": x}, Averaging(), 1, process_set=communicator, compression=wire
             )
             optimizer.step([np.array([-3e4 if wire is Compression.fp16 else -1e300, -1.0])])
             for _ in range(3 * size):
@@ -371,7 +372,7 @@ def test_an_accumulated_gradient_that_is_not_finite() -> None:
 
     def run(communicator: Communicator) -> None:
         optimizer = PeriodicOptimizer(
-            Still(), {"x": np.zeros(3)}, AGN(), PERIOD, communicator=communicator, compression=Compression.int8
+            Still(), {"x": np.zeros(3)}, AGN(), PERIOD, process_set=communicator, compression=Compression.int8
         )
         for step in range(PERIOD):
             optimizer.step([np.array([0.0, np.nan if step == 1 else 0.0, 0.0])])

@@ -9,35 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-    PostLocal,
-)
+from hvd_periodic import Communicator, LocalCommunicator, PostLocal
 from hvd_periodic.comm.agreement import agree, audit, build_on_all, raise_on_all
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import Array, errors, outcomes, read_center, run_ranks
 
 
 def easgd(communicator: Communicator, named: Any = None, period: Any = 2, **arguments: Any) -> PeriodicOptimizer:
     """Return an optimizer of elastic averaging; other arguments than the defaults make a rank differ."""
     named = {"w": np.zeros((2, 3)), "b": np.zeros(3)} if named is None else named
-    return ElasticAverageOptimizer(SGD(1.0), named, period, communicator=communicator, **arguments)
+    return ElasticAverageOptimizer(SGD(1.0), named, period, process_set=communicator, **arguments)
 
 
 def average(communicator: Communicator) -> PeriodicOptimizer:
     """Return an optimizer of model averaging over the same parameters."""
-    return ModelAverageOptimizer(SGD(1.0), {"w": np.zeros((2, 3)), "b": np.zeros(3)}, 2, communicator=communicator)
+    return ModelAverageOptimizer(SGD(1.0), {"w": np.zeros((2, 3)), "b": np.zeros(3)}, 2, process_set=communicator)
 
 
 def agn(communicator: Communicator, op: str) -> PeriodicOptimizer:
     """Return an optimizer of accumulated gradient normalization over the same parameters."""
     named = {"w": np.zeros((2, 3)), "b": np.zeros(3)}
-    return AGNOptimizer(SGD(1.0), named, 2, op=op, communicator=communicator)
+    return AGNOptimizer(SGD(1.0), named, 2, op=op, process_set=communicator)
 
 
 DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator], object], str]] = {
@@ -111,7 +103,7 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "period": (lambda c: easgd(c, period=0), "`communication_period`"),
     "schedule": (lambda c: easgd(c, period=lambda step: 0), "step 0"),
     "schedule, later": (lambda c: easgd(c, period=lambda clock: 0 if clock.step else 2), "step 2"),
-    "no parameters": (lambda c: easgd(c, {}), "`named_parameters`"),
+    "no parameters": (lambda c: easgd(c, {}), "`model`"),
     "dtype": (lambda c: easgd(c, {"w": np.zeros(3, int)}), "'w'"),
     "root": (lambda c: easgd(c, root_rank=7), "`root_rank`"),
     "op": (lambda c: agn(c, "max"), "op='max'"),
@@ -151,7 +143,7 @@ def test_two_optimizers_of_one_communicator_do_not_meet() -> None:
     def work(communicator: Communicator) -> tuple[float, float]:
         x, y = np.zeros(1), np.zeros(1)
         one = easgd(communicator, {"x": x}, moving_rate=0.25)
-        two = ModelAverageOptimizer(SGD(1.0), {"y": y}, 3, communicator=communicator)
+        two = ModelAverageOptimizer(SGD(1.0), {"y": y}, 3, process_set=communicator)
         for _ in range(6):
             two.step([np.array([-1.0 - communicator.rank])])
             one.step([np.array([-1.0 - 2 * communicator.rank])])
@@ -218,7 +210,7 @@ def test_finalize_elastic_averaging_after_uneven_numbers_of_steps() -> None:
 def test_finalize_averaging_after_uneven_numbers_of_steps() -> None:
     """τ = 2, η = 1. Step 2: 2, 6: c = 4. Step 4 of rank 1: 4, 10: c = 7. End: 7, 10: c = 8.5."""
     found = final_centers(
-        lambda communicator, x: ModelAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator), [2, 5]
+        lambda communicator, x: ModelAverageOptimizer(SGD(1.0), {"x": x}, 2, process_set=communicator), [2, 5]
     )
     assert found == [(8.5, 8.5, 3)] * 2
 
@@ -228,9 +220,7 @@ def test_finalize_agn_after_uneven_numbers_of_steps() -> None:
 
     Step 4: a = 1 + 3, c = .4. Step 8 of rank 1: rank 0 has one gradient, its mean is 1; 1 + 3: c = .8. Nothing is left.
     """
-    found = final_centers(
-        lambda communicator, x: AGNOptimizer(SGD(0.1), {"x": x}, 4, communicator=communicator), [5, 8]
-    )
+    found = final_centers(lambda communicator, x: AGNOptimizer(SGD(0.1), {"x": x}, 4, process_set=communicator), [5, 8])
     for center, replica, rounds in found:
         assert (center, replica, rounds) == (pytest.approx(0.8, abs=1e-12), center, 2)
 
@@ -240,10 +230,10 @@ def test_finalize_agn_after_uneven_numbers_of_steps() -> None:
 def test_all_ranks_leave_with_the_same_center(algorithm: str, steps: list[int]) -> None:
     def make(communicator: Communicator, x: Array) -> PeriodicOptimizer:
         if algorithm == "easgd":
-            return ElasticAverageOptimizer(SGD(0.3, 0.5), {"x": x}, 2, rho=0.1, communicator=communicator)
+            return ElasticAverageOptimizer(SGD(0.3, 0.5), {"x": x}, 2, rho=0.1, process_set=communicator)
         if algorithm == "average":
-            return ModelAverageOptimizer(SGD(0.3, 0.5), {"x": x}, 2, communicator=communicator)
-        return AGNOptimizer(SGD(0.3, 0.5), {"x": x}, 2, communicator=communicator)
+            return ModelAverageOptimizer(SGD(0.3, 0.5), {"x": x}, 2, process_set=communicator)
+        return AGNOptimizer(SGD(0.3, 0.5), {"x": x}, 2, process_set=communicator)
 
     found = final_centers(make, steps)
     assert len({center for center, _, _ in found}) == 1
@@ -278,7 +268,7 @@ def test_training_continues_after_finalize() -> None:
 
     def work(communicator: Communicator) -> tuple[float, int]:
         x = np.zeros(1)
-        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 2, process_set=communicator)
         for step in range(1, 6):
             optimizer.step([np.array([-1.0 - 2 * communicator.rank])])
             if step == 3:

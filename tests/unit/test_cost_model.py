@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Averaging, Compression, PeriodicOptimizer
+from hvd_periodic import Averaging, Compression
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.cost_model import (
     Costs,
@@ -31,6 +31,7 @@ from hvd_periodic.cost_model import (
     typical,
     with_period,
 )
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.wires import Half, Int8, Plain, TopK, Wire
 from hvd_periodic.wires.encoded import Encoded
 from tests.helpers import readable, run_ranks
@@ -64,7 +65,7 @@ def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
 
     def program(communicator: Communicator) -> int:
         x = {"x": np.linspace(-1, 1, elements, dtype="f4")}
-        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, communicator=communicator, compression=wire)
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, process_set=communicator, compression=wire)
         optimizer.step([np.ones(elements, "f4")])
         return optimizer.synchronizer.counters.bytes_sent
 
@@ -90,7 +91,7 @@ def test_decoded_bytes_are_those_that_grow_with_the_number_of_workers(wire: Enco
         threading.current_thread().name = str(communicator.rank)
         x = {"x": np.linspace(-1, 1, elements, dtype="f4")}
         counting = Counting(**vars(wire))
-        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, communicator=communicator, compression=counting)
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 1, process_set=communicator, compression=counting)
         counted[communicator.rank] = 0
         optimizer.step([np.ones(elements, "f4")])
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, EASGD, SGD, Algorithm, Communicator, DiLoCo, Every
+from hvd_periodic import AGN, EASGD, Algorithm, Communicator, DiLoCo, Every
 from hvd_periodic.centers import Placement, placement_of, saved_states, saved_vectors
 from hvd_periodic.checkpoints import Everyone, decode, encode, files, save_set
 from hvd_periodic.checkpoints.files import read_content
 from hvd_periodic.checkpoints.saving import Occasion
 from hvd_periodic.comm.together import Together
+from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.lending import Deferred
 from tests.helpers import NumpyTrainer, errors, random_arrays, run_ranks
 
@@ -66,7 +67,7 @@ def test_files_hold_what_states_hold(
         monkeypatch.setattr(module, "Deferred", Noted)
 
     def work(communicator: Communicator) -> tuple[Any, Any]:
-        trainer = trained(communicator, algorithm, center, center_optimizer=SGD(0.5, 0.9))
+        trainer = trained(communicator, algorithm, center, outer_optimizer=SGD(0.5, 0.9))
         state = {"w": trainer.arrays, **trainer.synchronizer.state_dict()}
         return plain(decode(read_content(save(trainer, communicator, tmp_path, background=background)))), plain(state)
 

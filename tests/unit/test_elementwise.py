@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, AGNOptimizer
+from hvd_periodic.numpy import SGD, AGNOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests.conformance.test_front_ends import OnTensors
@@ -53,7 +53,7 @@ class NormalizedSGD(SGD):
 @pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
 def test_numpy(center: str) -> None:
     def work(communicator: Any) -> None:
-        AGNOptimizer(NormalizedSGD(0.1), {"w": np.zeros((7, 5))}, 2, center=center, communicator=communicator)
+        AGNOptimizer(NormalizedSGD(0.1), {"w": np.zeros((7, 5))}, 2, center=center, process_set=communicator)
 
     if center == "sharded":
         assert all(CUT.format("NormalizedSGD") in message for _, message in errors(2, work))

@@ -11,10 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
-from hvd_periodic import PeriodicOptimizer  # noqa: E402
 from hvd_periodic.comm.meeting import Purpose, Record, integers, opened  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
-from hvd_periodic.numpy import SGD  # noqa: E402
+from hvd_periodic.numpy import SGD, PeriodicOptimizer  # noqa: E402
 from hvd_periodic.sync.enclosed import as_integers  # noqa: E402
 from tests.helpers import errors, run_ranks  # noqa: E402
 

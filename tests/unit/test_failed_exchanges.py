@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, EASGD, SGD, Averaging, Communicator, DiLoCo, LocalCommunicator, PeriodicOptimizer
+from hvd_periodic import AGN, EASGD, Averaging, Communicator, DiLoCo, LocalCommunicator
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -59,7 +60,7 @@ def test_on_arrays(name: str, fails: str, options: dict[str, Any]) -> None:
     if fails == "values" and "nonfinite" in options:
         return
     wire, x, y = Broken(), np.ones(3), np.ones(2)
-    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x, "y": y}, ALGORITHMS[name](), PERIOD, communicator=wire, **options)
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": x, "y": y}, ALGORITHMS[name](), PERIOD, process_set=wire, **options)
     for _ in range(PERIOD):
         optimizer.step([x, y])
     optimizer.synchronizer.distance()  # What is under way has arrived.
@@ -76,7 +77,7 @@ def test_on_arrays(name: str, fails: str, options: dict[str, Any]) -> None:
 def test_asynchronously_on_arrays(name: str) -> None:
     x = np.ones(3)
     optimizer = PeriodicOptimizer(
-        SGD(0.1), {"x": x}, ALGORITHMS[name](), PERIOD, communicator=LocalCommunicator(), asynchronous=True
+        SGD(0.1), {"x": x}, ALGORITHMS[name](), PERIOD, process_set=LocalCommunicator(), asynchronous=True
     )
     for _ in range(PERIOD):
         optimizer.step([x])
@@ -93,7 +94,7 @@ def test_on_all_ranks_where_centers_differ() -> None:
 
     def run(communicator: Communicator) -> Any:
         x = np.ones(3)
-        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 1, communicator=communicator, audit_every=2)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 1, process_set=communicator, audit_every=2)
         optimizer.step([x])
         optimizer.synchronizer.center_tensors()[0][0] += communicator.rank
         before = counted(optimizer)

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, LocalCommunicator, ModelAverageOptimizer, PostLocal
+from hvd_periodic import Communicator, LocalCommunicator, PostLocal
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import run_ranks
 
 LOST = "has taken 2 local steps since its last exchange, at step 3: all ranks start from the root's parameters"
@@ -17,12 +18,12 @@ LOST = "has taken 2 local steps since its last exchange, at step 3: all ranks st
 def taken_over(communicator: Communicator, finalize: bool) -> float:
     """Return what a rank goes on from after five steps with a period of three."""
     x = np.zeros(1)
-    former = ModelAverageOptimizer(SGD(1.0), {"x": x}, 3, communicator=communicator)
+    former = ModelAverageOptimizer(SGD(1.0), {"x": x}, 3, process_set=communicator)
     for _ in range(5):
         former.step([np.full(1, -1.0 - communicator.rank)])
     if finalize:
         former.synchronizer.finalize()
-    ModelAverageOptimizer(SGD(1.0), {"x": x}, 3, communicator=communicator)
+    ModelAverageOptimizer(SGD(1.0), {"x": x}, 3, process_set=communicator)
     return float(x[0])
 
 

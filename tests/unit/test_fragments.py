@@ -12,21 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_periodic import (
-    AGN,
-    EASGD,
-    SGD,
-    Averaging,
-    Clock,
-    Compression,
-    Doubling,
-    Every,
-    PeriodicOptimizer,
-    Piecewise,
-    PostLocal,
-    Schedule,
-)
+from hvd_periodic import AGN, EASGD, Averaging, Clock, Compression, Doubling, Every, Piecewise, PostLocal, Schedule
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.schedules.given import as_schedule
 from hvd_periodic.sync.planning import forecast
 from hvd_periodic.sync.streamed import Streamed
@@ -60,7 +48,7 @@ def train(
         x,
         ALGORITHMS[name](),
         schedule,
-        communicator=late(communicator) if options.get("overlap") else communicator,
+        process_set=late(communicator) if options.get("overlap") else communicator,
         **options,
     )
     seen = []
@@ -139,7 +127,7 @@ def test_resume_in_the_middle_of_a_period(name: str, overlap: int) -> None:
         rank = communicator.rank
 
         def make(x: dict[str, Any]) -> PeriodicOptimizer:
-            options: Any = {"fragments": 3, "overlap": overlap, "communicator": communicator}
+            options: Any = {"fragments": 3, "overlap": overlap, "process_set": communicator}
             return PeriodicOptimizer(SGD(oracle.RATE), x, ALGORITHMS[name](), PERIOD, **options)
 
         def step(optimizer: PeriodicOptimizer, x: dict[str, Any]) -> None:
@@ -203,7 +191,7 @@ def test_ranks_with_other_numbers_of_steps(name: str) -> None:
 
     def run(communicator: Communicator) -> tuple[list[float], list[float], int]:
         x = {"a": np.array([1.0]), "b": np.array([2.0])}
-        options: Any = {"fragments": 2, "communicator": communicator}
+        options: Any = {"fragments": 2, "process_set": communicator}
         optimizer = PeriodicOptimizer(SGD(1.0), x, ALGORITHMS[name](), PERIOD, **options)
         for step in range(4 + 3 * communicator.rank):
             optimizer.step([np.full(1, -1.0 * communicator.rank * (step == 0))] * 2)
@@ -235,7 +223,7 @@ def test_traffic_is_spread() -> None:
 
     def run(communicator: Communicator, fragments: int) -> list[int]:
         x, seen = {f"x{i}": np.zeros(1000) for i in range(4)}, [0]
-        options: Any = {"fragments": fragments, "communicator": communicator}
+        options: Any = {"fragments": fragments, "process_set": communicator}
         optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), 8, **options)
         for _ in range(8):
             optimizer.step([np.ones(1000)] * 4)
@@ -349,7 +337,7 @@ def test_one_tensor_that_dominates_is_cut_between_buckets() -> None:
 def test_refusals(options: dict[str, Any], error: type[Exception], text: str) -> None:
     def make(communicator: Communicator) -> None:
         given: Any = {"period": PERIOD} | options
-        PeriodicOptimizer(SGD(0.1), arrays(), EASGD(0.25), given.pop("period"), communicator=communicator, **given)
+        PeriodicOptimizer(SGD(0.1), arrays(), EASGD(0.25), given.pop("period"), process_set=communicator, **given)
 
     for kind, found in errors(2, make):
         assert issubclass(kind, error)
@@ -367,7 +355,7 @@ def test_ranks_have_to_agree() -> None:
 def test_a_state_has_its_number_of_fragments() -> None:
     def run(communicator: Communicator) -> list[str]:
         def make(fragments: int) -> PeriodicOptimizer:
-            options: Any = {"fragments": fragments, "communicator": communicator}
+            options: Any = {"fragments": fragments, "process_set": communicator}
             return PeriodicOptimizer(SGD(0.1), arrays(), AGN(), PERIOD, **options)
 
         optimizer, found = make(3), []
@@ -394,7 +382,7 @@ def test_an_exchange_that_was_not_planned_carries_all_fragments() -> None:
 
     def run(communicator: Communicator, overlap: int) -> list[Any]:
         x, seen = arrays(), []
-        options: Any = {"fragments": 3, "communicator": communicator, "overlap": overlap}
+        options: Any = {"fragments": 3, "process_set": communicator, "overlap": overlap}
         optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), growing, **options)
         for step in range(1, 25):
             optimizer.step([value - communicator.rank for value in x.values()])
@@ -423,7 +411,7 @@ def test_nothing_is_exchanged_before_a_synchronous_beginning_ends() -> None:
 
     def run(communicator: Communicator) -> list[int]:
         x, seen = arrays(), []
-        options: Any = {"fragments": 2, "communicator": communicator}
+        options: Any = {"fragments": 2, "process_set": communicator}
         optimizer = PeriodicOptimizer(SGD(0.1), x, AGN(), PostLocal(10, 4, quiet=True), **options)
         for step in range(1, 19):
             optimizer.step([value - 1.0 for value in x.values()])
@@ -445,7 +433,7 @@ def test_a_tensor_that_is_cut_needs_an_elementwise_outer_optimizer() -> None:
 
     def make(communicator: Communicator, fragments: int) -> None:
         x = {"embedding": np.zeros(2**22), "a": np.zeros(2), "b": np.zeros(2)}
-        given: Any = {"communicator": communicator, "outer_optimizer": Normalized(0.1), "fragments": fragments}
+        given: Any = {"process_set": communicator, "outer_optimizer": Normalized(0.1), "fragments": fragments}
         PeriodicOptimizer(SGD(0.1), x, AGN(), 5, **given)
 
     for kind, found in errors(2, lambda communicator: make(communicator, 2)):
@@ -463,7 +451,7 @@ def test_losses_of_a_period_are_reported_together() -> None:
 
     def run(communicator: Communicator) -> None:
         x = arrays()
-        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), noting, communicator=communicator, fragments=2)
+        optimizer = PeriodicOptimizer(SGD(0.1), x, Averaging(), noting, process_set=communicator, fragments=2)
         for step in range(8):
             optimizer.synchronizer.report(float(step))
             optimizer.step([np.ones(1)] * 3)
@@ -478,7 +466,7 @@ def test_an_outer_optimizer_that_brings_a_state_is_cut_with_the_center() -> None
     def run(communicator: Communicator, options: dict[str, Any]) -> list[float]:
         x, moving = arrays(), SGD(0.1, 0.5)
         moving.step([np.zeros(1) for _ in x], [np.array([1.0]), np.array([2.0]), np.array([3.0])])
-        given: Any = options | {"communicator": communicator, "outer_optimizer": moving}
+        given: Any = options | {"process_set": communicator, "outer_optimizer": moving}
         optimizer = PeriodicOptimizer(SGD(0.0), x, AGN(), 30, **given)
         for _ in range(2):
             optimizer.step([np.ones(1)] * 3)

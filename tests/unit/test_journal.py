@@ -19,20 +19,18 @@ import pytest
 from hvd_periodic import (
     BMUF,
     EASGD,
-    SGD,
     Algorithm,
     Communicator,
-    ElasticAverageOptimizer,
     Listener,
     LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
     Report,
     Total,
+    logs,
     read_run_log,
 )
 from hvd_periodic.algorithms.easgd import ContribEASGD
-from hvd_periodic.journal import base, lines
+from hvd_periodic.journal import base
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 STEPS, PERIOD = 10, 3
@@ -63,7 +61,7 @@ class Heard(Listener):
 def of_numpy(communicator: Communicator, asynchronous: bool, **options: Any) -> Any:
     x = np.zeros(100)
     optimizer = ElasticAverageOptimizer(
-        SGD(0.125), {"x": x}, PERIOD, communicator=communicator, asynchronous=asynchronous, moving_rate=0.1, **options
+        SGD(0.125), {"x": x}, PERIOD, process_set=communicator, asynchronous=asynchronous, moving_rate=0.1, **options
     )
     return optimizer.synchronizer, lambda: optimizer.step([np.ones(100)])
 
@@ -273,7 +271,7 @@ def test_the_log_shows_the_rates_in_force(
 ) -> None:
     def train(communicator: Communicator) -> None:
         parameters = {"x": np.zeros(3)}
-        optimizer = PeriodicOptimizer(SGD(0.1), parameters, algorithm, 3, communicator=communicator, run_log=tmp_path)
+        optimizer = PeriodicOptimizer(SGD(0.1), parameters, algorithm, 3, process_set=communicator, run_log=tmp_path)
         for _ in range(3):
             optimizer.step([np.ones(3)])
 
@@ -297,7 +295,7 @@ def test_lines_of_one_rank_name_it_too(said: pytest.LogCaptureFixture) -> None:
     def train(communicator: Communicator) -> None:
         of_numpy(communicator, False)
         x = np.full(2, float(communicator.rank))
-        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 1, communicator=communicator, nonfinite="skip")
+        optimizer = ModelAverageOptimizer(SGD(1.0), {"x": x}, 1, process_set=communicator, nonfinite="skip")
         x[:] = communicator.rank
         optimizer.step([np.ones(2)])
         optimizer.step([np.full(2, math.nan if communicator.rank else 1.0)])
@@ -321,12 +319,12 @@ def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(("level", "lines_seen"), [("info", 2), ("DEBUG", 4), ("warning", 0), ("loud", 1)])
 def test_the_environment_asks_for_the_log(level: str, lines_seen: int) -> None:
     program = (
-        "import numpy as np; from hvd_periodic import SGD, ModelAverageOptimizer\n"
+        "import numpy as np; from hvd_periodic.numpy import SGD, ModelAverageOptimizer\n"
         "optimizer = ModelAverageOptimizer(SGD(1.0), {'x': np.zeros(3)}, 2)\n"
         "for _ in range(4): optimizer.step([np.ones(3)])\n"
         "optimizer.synchronizer.finalize()"
     )
-    environment = {**os.environ, lines.VARIABLE: level}
+    environment = {**os.environ, logs.VARIABLE: level}
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert len(done.stderr.splitlines()) == lines_seen, done.stderr
@@ -416,7 +414,7 @@ def test_what_fragments_close_counts_once(fragments: int, periods: int) -> None:
     def train(communicator: Communicator) -> float | None:
         x = {f"x{i}": np.zeros(10) for i in range(3)}
         optimizer = ElasticAverageOptimizer(
-            SGD(0.1), x, 3, moving_rate=0.1, communicator=communicator, fragments=fragments
+            SGD(0.1), x, 3, moving_rate=0.1, process_set=communicator, fragments=fragments
         )
         heard = Heard()
         optimizer.synchronizer.journal.listeners.append(heard)

@@ -37,7 +37,7 @@ def test_a_copy_trains_like_a_new_optimizer_and_leaves_the_original_alone(way: s
     expected = descend(make(), parameter(), 7)
     original, trained = make(), parameter()
     descend(original, trained, 5)
-    before = [trained.numpy().tolist(), original.synchronizer.counters, original.inner_optimizer.iterations.numpy()]
+    before = [trained.numpy().tolist(), original.synchronizer.counters, original.inner.iterations.numpy()]
     made = COPIES[way](original)
     if way in ("pickle", "config"):
         made.attach(process_set=LocalCommunicator())
@@ -46,14 +46,14 @@ def test_a_copy_trains_like_a_new_optimizer_and_leaves_the_original_alone(way: s
     assert before == [
         trained.numpy().tolist(),
         original.synchronizer.counters,
-        original.inner_optimizer.iterations.numpy(),
+        original.inner.iterations.numpy(),
     ]
 
 
 def test_a_copy_of_optimizers_in_one_another() -> None:
     made = copy.deepcopy(wrap("average", wrap("average", keras.optimizers.SGD(1.0), period=1), period=2))
     descend(made, parameter(), 4)
-    assert (made.inner_optimizer.synchronizer.rounds, made.synchronizer.rounds) == (4, 2)
+    assert (made.inner.synchronizer.rounds, made.synchronizer.rounds) == (4, 2)
 
 
 def of_tf_keras(kind: str) -> Any:

@@ -130,15 +130,15 @@ def test_weight_decay_of_the_center_spares_what_the_local_optimizer_spares() -> 
 
 def test_a_center_optimizer_of_ones_own() -> None:
     w, center = parameter([0.0]), keras.optimizers.SGD(10.0)
-    optimizer = wrap("agn", keras.optimizers.SGD(1.0), period=2, center_optimizer=center)
+    optimizer = wrap("agn", keras.optimizers.SGD(1.0), period=2, outer_optimizer=center)
     optimizer.build([w])
     for _ in range(2):
         optimizer.apply([tf.constant([-1.0])])
     assert w.numpy().tolist() == [10.0]
     with pytest.raises(ValueError, match="must be an optimizer of its own that has not been used"):
-        wrap("agn", keras.optimizers.SGD(1.0), center_optimizer=center)
-    with pytest.raises(TypeError, match=r"`center_optimizer` must be a Keras optimizer. Received: str"):
-        wrap("agn", keras.optimizers.SGD(1.0), center_optimizer="sgd")
+        wrap("agn", keras.optimizers.SGD(1.0), outer_optimizer=center)
+    with pytest.raises(TypeError, match=r"`outer_optimizer` must be a Keras optimizer. Received: str"):
+        wrap("agn", keras.optimizers.SGD(1.0), outer_optimizer="sgd")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -232,7 +232,7 @@ def test_configuration_round_trip(optimizer: Any) -> None:
     assert again.get_config() == made.get_config()
     for attribute in ("_algorithm", "_schedule", "name"):
         assert getattr(again, attribute) == getattr(made, attribute)
-    assert type(again.inner_optimizer) is type(made.inner_optimizer)
+    assert type(again.inner) is type(made.inner)
 
 
 def test_a_loaded_model_needs_no_horovod(tmp_path: Path) -> None:

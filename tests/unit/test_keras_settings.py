@@ -141,7 +141,7 @@ def several() -> Any:
 @pytest.mark.parametrize("make", [lambda: WithModel(None, learning_rate=0.1), several], ids=["arguments", "several"])
 def test_optimizers_that_cannot_be_copied(make: Any) -> None:
     """AGN says so, and takes another for the center; elastic averaging needs no copy."""
-    with pytest.raises(TypeError, match=r"cannot be copied .* pass `center_optimizer`"):
+    with pytest.raises(TypeError, match=r"cannot be copied .* pass `outer_optimizer`"):
         WRAPPERS["agn"](make())
     others = [
         hvdp.AGNOptimizer(make(), None, 2, keras.optimizers.SGD(0.1), process_set=LocalCommunicator()),

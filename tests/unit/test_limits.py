@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    Every,
-    ModelAverageOptimizer,
-)
+from hvd_periodic import EASGD, Communicator, Every
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from hvd_periodic.vectors.store import FlatStore
@@ -33,7 +26,7 @@ def pull(x: Array, rank: int) -> Array:
 def test_averaging_after_every_step_is_synchronous_sgd(n: int) -> None:
     def work(communicator: Communicator) -> list[Array]:
         x = np.array([4.0, 2.0])
-        optimizer = ModelAverageOptimizer(SGD(0.1), {"x": x}, interval_steps=1, communicator=communicator)
+        optimizer = ModelAverageOptimizer(SGD(0.1), {"x": x}, interval_steps=1, process_set=communicator)
         trajectory = []
         for _ in range(6):
             optimizer.step([pull(x, communicator.rank)])
@@ -131,7 +124,7 @@ def test_agn_of_plain_sgd_is_the_displacement_form_of_the_paper(n: int) -> None:
 
     def work(communicator: Communicator) -> tuple[list[Array], list[Array]]:
         x = np.array([4.0, 2.0])
-        optimizer = AGNOptimizer(SGD(0.1), {"x": x}, period, communicator=communicator)
+        optimizer = AGNOptimizer(SGD(0.1), {"x": x}, period, process_set=communicator)
         explored, centers = [], []
         for step in range(1, 4 * period + 1):
             g = pull(x, communicator.rank)
@@ -189,7 +182,7 @@ def test_the_steps_of_adam_are_counted_alike_wherever_the_center_is(options: dic
 
     def work(communicator: Communicator, **options: Any) -> list[Array]:
         xs, seen = {"x": np.zeros(2), "y": np.zeros(3)}, []
-        optimizer = AGNOptimizer(Adam(0.1), xs, communication_period=2, communicator=communicator, **options)
+        optimizer = AGNOptimizer(Adam(0.1), xs, communication_period=2, process_set=communicator, **options)
         for _ in range(8):
             optimizer.step([x - communicator.rank - 1.0 for x in xs.values()])
         with optimizer.center():
@@ -247,7 +240,7 @@ def test_the_local_optimizer_as_center_optimizer_still_has_two_states() -> None:
     """One worker, g = −1, η = 1, μ = .5, τ = 2: refused, or the steps of two optimizers; never a shared velocity."""
     x, shared = np.zeros(1), SGD(1.0, momentum=0.5)
     try:
-        optimizer = AGNOptimizer(shared, {"x": x}, communication_period=2, center_optimizer=shared)
+        optimizer = AGNOptimizer(shared, {"x": x}, communication_period=2, outer_optimizer=shared)
     except ValueError:
         return
     for _ in range(4):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, AGNOptimizer, Communicator, DiLoCo, ElasticAverageOptimizer, PeriodicOptimizer
+from hvd_periodic import Communicator, DiLoCo
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
 from hvd_periodic.sync.mirrors import Mirror, keepers, mirrored, recovered
 from hvd_periodic.sync.shares import Whole, own_share, whole_of
 from tests.helpers import errors, read_center, run_ranks
@@ -26,7 +27,7 @@ MAKE: dict[str, Any] = {
 def make(name: str, communicator: Communicator, center: str) -> tuple[Any, list[np.ndarray]]:
     values = [np.arange(float(np.prod(shape))).reshape(shape) for shape in SHAPES]
     named = {str(i): value for i, value in enumerate(values)}
-    return MAKE[name](named, communicator=communicator, center=center), values
+    return MAKE[name](named, process_set=communicator, center=center), values
 
 
 def train(name: str, size: int, center: str) -> list[tuple[Mirror, dict[str, Any], list[np.ndarray]]]:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, PeriodicOptimizer
+from hvd_periodic import Communicator
 from hvd_periodic.algorithms import Averaging
 from hvd_periodic.local_state import Average, Local, Reset, as_local_state
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 PERIOD, STEPS = 2, 12
@@ -61,7 +62,7 @@ def train(size: int, policy: Any) -> list[tuple[list[np.ndarray], int, int]]:
     def work(communicator: Communicator) -> tuple[list[np.ndarray], int, int]:
         local = TwoMoments()
         optimizer = PeriodicOptimizer(
-            local, {"x": np.zeros(2)}, Averaging(), PERIOD, communicator=communicator, optimizer_state=policy
+            local, {"x": np.zeros(2)}, Averaging(), PERIOD, process_set=communicator, optimizer_state=policy
         )
         for step in range(1, STEPS + 1):
             optimizer.step([gradient(communicator.rank, step)])
@@ -123,7 +124,7 @@ def test_an_unknown_entry_is_an_error_on_every_rank() -> None:
     def work(communicator: Communicator) -> None:
         policy = {"first": 1, "third": 1}
         optimizer = PeriodicOptimizer(
-            TwoMoments(), {"x": np.zeros(2)}, Averaging(), 2, communicator=communicator, optimizer_state=policy
+            TwoMoments(), {"x": np.zeros(2)}, Averaging(), 2, process_set=communicator, optimizer_state=policy
         )
         for step in range(4):
             optimizer.step([gradient(communicator.rank, step)])
@@ -140,7 +141,7 @@ def test_state_that_differs_is_an_error_on_every_rank(difference: str) -> None:
         other = communicator.rank == 1
         policy = "local" if other and difference == "policy" else "average"
         optimizer = PeriodicOptimizer(
-            local, {"x": np.zeros(2)}, Averaging(), 2, communicator=communicator, optimizer_state=policy
+            local, {"x": np.zeros(2)}, Averaging(), 2, process_set=communicator, optimizer_state=policy
         )
         for step in range(4):
             if other and step == 1:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    AGN,
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Averaging,
-    Compression,
-    ElasticAverageOptimizer,
-    LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
+from hvd_periodic import AGN, EASGD, Averaging, Compression, Every, LocalCommunicator
 from hvd_periodic.arguments import as_typed, spelled
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from hvd_periodic.options import Options, of_exchange, takes
+from tests.one_rank import one_rank
 
 X = {"x": np.zeros(1)}
-SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
+SHARED = ["center", "optimizer_state", "compression", "fragments"]
 SHARED += [
     "nonfinite",
     "weight",
@@ -39,7 +31,6 @@ SHARED += [
 DEFAULTS = {
     "center": "replicated",
     "optimizer_state": "local",
-    "overlap": 0,
     "compression": Compression.none,
     "fragments": 1,
     "nonfinite": "raise",
@@ -51,23 +42,23 @@ DEFAULTS = {
 }
 OWN = {
     "PeriodicOptimizer": ["algorithm", "period", "outer_optimizer", "asynchronous"],
-    "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous"],
-    "ModelAverageOptimizer": ["interval_steps"],
-    "AGNOptimizer": ["communication_period", "center_optimizer", "op", "asynchronous"],
+    "ElasticAverageOptimizer": ["communication_period", "moving_rate", "beta", "rho", "asynchronous", "period"],
+    "ModelAverageOptimizer": ["interval_steps", "period"],
+    "AGNOptimizer": ["communication_period", "outer_optimizer", "op", "asynchronous", "period"],
 }
 
 
 def front_end(name: str) -> tuple[Any, list[str], list[str]]:
     """Return a module, the first arguments of its constructors, and the options that only it has."""
     if name == "numpy":
-        import hvd_periodic
+        import hvd_periodic.numpy
 
-        return hvd_periodic, ["optimizer", "named_parameters"], ["communicator"]
+        return hvd_periodic.numpy, ["optimizer", "model"], ["overlap"]
     if name == "torch":
         pytest.importorskip("torch")
         import hvd_periodic.torch
 
-        return hvd_periodic.torch, ["optimizer", "named_parameters"], ["buffers", "center_device"]
+        return hvd_periodic.torch, ["optimizer", "model"], ["overlap", "buffers", "center_device"]
     pytest.importorskip("tensorflow")
     import hvd_periodic.tensorflow
 
@@ -83,7 +74,7 @@ def test_signatures_list_every_option(framework: str, name: str) -> None:
     assert list(parameters) == [*first, *OWN[name], *SHARED, *more]
     for option in (*SHARED, *more):
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[option].default == DEFAULTS.get(option)
+        assert parameters[option].default == (DEFAULTS | {"overlap": 0}).get(option)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
@@ -100,7 +91,7 @@ def test_synchronizers_take_the_same(framework: str) -> None:
     ("name", "keyword"),
     [
         ("ElasticAverageOptimizer", "centre"),
-        ("ElasticAverageOptimizer", "center_optimizer"),
+        ("ElasticAverageOptimizer", "outer_optimizer"),
         ("ModelAverageOptimizer", "asynchronous"),
         ("AGNOptimizer", "rho"),
         ("PeriodicOptimizer", "argument"),
@@ -145,14 +136,11 @@ def test_options_have_defaults() -> None:
         takes(Undefined)
 
 
-def test_numpy_takes_ranks_under_both_names() -> None:
+def test_numpy_exchanges_through_a_communicator() -> None:
     communicator = LocalCommunicator()
-    for name in ("communicator", "process_set"):
-        optimizer = ModelAverageOptimizer(SGD(1.0), X, **{name: communicator})  # type: ignore[arg-type]
-        assert optimizer.synchronizer.membership.communicator is communicator
-    with pytest.raises(TypeError, match="two names of the ranks"):
-        ModelAverageOptimizer(SGD(1.0), X, communicator=communicator, process_set=communicator)
-    with pytest.raises(TypeError, match=r"`communicator` must be a Communicator\. Received: int"):
+    optimizer = ModelAverageOptimizer(SGD(1.0), X, process_set=communicator)
+    assert optimizer.synchronizer.membership.communicator is communicator
+    with pytest.raises(TypeError, match=r"`process_set` must be a Communicator\. Received: int"):
         ModelAverageOptimizer(SGD(1.0), X, process_set=3)
 
 
@@ -186,6 +174,28 @@ def test_a_spelling_ends_with_the_constructor_that_has_it() -> None:
         with spelled({"period": "interval_steps"}), warnings.catch_warnings():
             assert (as_typed("AGN"), as_typed("period")) == ("Outer", "interval_steps")
         assert as_typed("period") == "period"
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("ElasticAverageOptimizer", "communication_period"),
+        ("ModelAverageOptimizer", "interval_steps"),
+        ("AGNOptimizer", "communication_period"),
+    ],
+)
+def test_a_period_has_two_names(framework: str, name: str, other: str) -> None:
+    module, local, model = one_rank(framework)
+    construct = partial(getattr(module, name), process_set=LocalCommunicator())
+    for given in ({"period": 7}, {other: 7}, {other: 7, "period": None}):
+        assert construct(local(), model, **given).synchronizer.planner.schedule == Every(7)
+    for typed in ("period", other):
+        with pytest.raises(ValueError, match=rf"^`{typed}`, unless it is a schedule, must be"):
+            construct(local(), model, **{typed: 0})
+    for positional, named in (([], {other: 7, "period": 7}), ([7], {"period": 7})):
+        with pytest.raises(TypeError, match=rf"^`{other}` and `period` are two names of one argument: pass one of"):
+            construct(local(), model, *positional, **named)
 
 
 def test_a_period_is_called_what_the_constructor_calls_it() -> None:

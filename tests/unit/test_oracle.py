@@ -7,17 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    Every,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-    PostLocal,
-)
+from hvd_periodic import Communicator, Every, PostLocal
 from hvd_periodic.algorithms.easgd import ContribEASGD
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import Array, read_center, run_ranks
 from tests.oracle import (
     MOMENTUM,
@@ -68,7 +60,7 @@ def test_elastic_averaging_at_a_given_rate(n: int, momentum: float, rho: float) 
     found = library(
         n,
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(RATE, momentum), parameters, 3, moving_rate=rate, rho=rho, communicator=communicator
+            SGD(RATE, momentum), parameters, 3, moving_rate=rate, rho=rho, process_set=communicator
         ),
     )
     assert_equal(found, easgd(n, periodic(3), lambda _: rate, momentum, rho))
@@ -79,7 +71,7 @@ def test_elastic_averaging_by_beta(n: int) -> None:
     found = library(
         n,
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(RATE), parameters, 4, beta=0.45, communicator=communicator
+            SGD(RATE), parameters, 4, beta=0.45, process_set=communicator
         ),
     )
     assert_equal(found, easgd(n, periodic(4), lambda _: 0.45 / n))
@@ -91,7 +83,7 @@ def test_elastic_averaging_at_the_default_rate(n: int, period: int) -> None:
     found = library(
         n,
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(RATE), parameters, period, communicator=communicator
+            SGD(RATE), parameters, period, process_set=communicator
         ),
     )
     assert_equal(found, easgd(n, periodic(period), lambda _: default_rate(n)))
@@ -103,7 +95,7 @@ def test_averaging(n: int, momentum: float) -> None:
     found = library(
         n,
         lambda parameters, communicator: ModelAverageOptimizer(
-            SGD(RATE, momentum), parameters, 3, communicator=communicator
+            SGD(RATE, momentum), parameters, 3, process_set=communicator
         ),
     )
     assert_equal(found, averaging(n, periodic(3), momentum))
@@ -116,7 +108,7 @@ def test_accumulated_gradient_normalization(n: int, op: str, momentum: float) ->
     found = library(
         n,
         lambda parameters, communicator: AGNOptimizer(
-            SGD(RATE, momentum), parameters, 4, op=op, communicator=communicator
+            SGD(RATE, momentum), parameters, 4, op=op, process_set=communicator
         ),
     )
     assert_equal(found, agn(n, periodic(4), op, momentum))
@@ -127,7 +119,7 @@ def test_accumulated_gradient_normalization_with_another_center_optimizer(n: int
     found = library(
         n,
         lambda parameters, communicator: AGNOptimizer(
-            SGD(RATE, MOMENTUM), parameters, 3, center_optimizer=SGD(0.05, 0.25), communicator=communicator
+            SGD(RATE, MOMENTUM), parameters, 3, outer_optimizer=SGD(0.05, 0.25), process_set=communicator
         ),
     )
     assert_equal(found, agn(n, periodic(3), "sum", MOMENTUM, center=(0.05, 0.25)))
@@ -142,7 +134,7 @@ def test_post_local_averaging(n: int) -> None:
     found = library(
         n,
         lambda parameters, communicator: ModelAverageOptimizer(
-            SGD(RATE, MOMENTUM), parameters, PostLocal(start=3, period=4), communicator=communicator
+            SGD(RATE, MOMENTUM), parameters, PostLocal(start=3, period=4), process_set=communicator
         ),
     )
     assert_equal(found, averaging(n, POST_LOCAL, MOMENTUM))
@@ -153,7 +145,7 @@ def test_post_local_agn_divides_by_the_steps_of_each_exchange(n: int) -> None:
     found = library(
         n,
         lambda parameters, communicator: AGNOptimizer(
-            SGD(RATE), parameters, PostLocal(start=3, period=4), communicator=communicator
+            SGD(RATE), parameters, PostLocal(start=3, period=4), process_set=communicator
         ),
     )
     assert_equal(found, agn(n, POST_LOCAL, "sum"))
@@ -164,7 +156,7 @@ def test_the_default_rate_does_not_depend_on_the_period(n: int) -> None:
     found = library(
         n,
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(RATE), parameters, PostLocal(start=3, period=4), communicator=communicator
+            SGD(RATE), parameters, PostLocal(start=3, period=4), process_set=communicator
         ),
     )
     assert_equal(found, easgd(n, POST_LOCAL, lambda _: default_rate(n)))
@@ -175,7 +167,7 @@ def test_the_default_rate_of_contrib_uses_the_period_of_each_exchange(n: int) ->
     found = library(
         n,
         lambda parameters, communicator: PeriodicOptimizer(
-            SGD(RATE), parameters, ContribEASGD(), PostLocal(start=3, period=4), communicator=communicator
+            SGD(RATE), parameters, ContribEASGD(), PostLocal(start=3, period=4), process_set=communicator
         ),
     )
     assert_equal(found, easgd(n, POST_LOCAL, lambda period: 0.9 / period / n))
@@ -186,7 +178,7 @@ def test_an_int_is_the_schedule_every() -> None:
         library(
             2,
             lambda parameters, communicator, period=period: ElasticAverageOptimizer(  # type: ignore[misc]
-                SGD(RATE), parameters, period, communicator=communicator
+                SGD(RATE), parameters, period, process_set=communicator
             ),
         )
         for period in (3, Every(3))

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, PeriodicOptimizer
+from hvd_periodic import Communicator
 from hvd_periodic.algorithms import AGN, BMUF, EASGD, Algorithm, Averaging, DiLoCo, SlowMo
 from hvd_periodic.centers.placement import PLACEMENTS
 from hvd_periodic.comm import LocalCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import errors, run_ranks
 
 CURVATURE, MINIMUM, RATE, PERIOD = (0.5, 1.0), (3.0, -1.0), 0.1, 3
@@ -32,7 +33,7 @@ def centers(
     def work(communicator: Communicator) -> tuple[Centers, Centers]:
         x, local = np.zeros(1), SGD(RATE)
         optimizer = PeriodicOptimizer(
-            local, {"x": x}, algorithm, PERIOD, center=center, communicator=communicator, outer_optimizer=outer
+            local, {"x": x}, algorithm, PERIOD, center=center, process_set=communicator, outer_optimizer=outer
         )
         seen: Centers = []
         handed: Centers = []
@@ -175,7 +176,7 @@ def test_an_optimizer_in_place_of_its_own(center: str) -> None:
 def test_resuming_without_the_outer_state_is_an_error(algorithm: Algorithm, center: str) -> None:
     def work(communicator: Communicator) -> None:
         x = np.ones(3)
-        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, algorithm, 2, center=center, communicator=communicator)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, algorithm, 2, center=center, process_set=communicator)
         for _ in range(3):
             optimizer.step([x - communicator.rank])
         state = optimizer.synchronizer.state_dict()
@@ -209,14 +210,14 @@ def test_bad_input(case: str) -> None:
     make, error, message = BAD[case]
     with pytest.raises(error, match=message):
         make()
-    raised = errors(2, lambda c: PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, make, 2, communicator=c))
+    raised = errors(2, lambda c: PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, make, 2, process_set=c))
     assert [kind for kind, _ in raised] == [error, error]
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo(), SlowMo(), BMUF(), Averaging()], ids=lambda made: type(made).__name__)
 def test_what_cannot_be_asynchronous_says_so(algorithm: Algorithm) -> None:
     def work(communicator: Communicator) -> None:
-        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, algorithm, 2, asynchronous=True, communicator=communicator)
+        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, algorithm, 2, asynchronous=True, process_set=communicator)
 
     for kind, message in errors(2, work):
         assert kind is ValueError
@@ -232,7 +233,7 @@ class Claims(BMUF):
 
 def test_what_is_kept_with_an_asynchronous_center_is_refused() -> None:
     def work(communicator: Communicator) -> None:
-        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, Claims(), 2, asynchronous=True, communicator=communicator)
+        PeriodicOptimizer(SGD(0.1), {"x": np.zeros(1)}, Claims(), 2, asynchronous=True, process_set=communicator)
 
     for kind, message in errors(2, work):
         assert kind is ValueError
@@ -253,8 +254,8 @@ def test_a_local_optimizer_without_a_rate() -> None:
 
     with pytest.raises(TypeError, match="Unknown has no attribute `learning_rate`"):
         PeriodicOptimizer(Unknown(), {"x": np.zeros(1)}, SlowMo(), 2)
-    PeriodicOptimizer(Unknown(), {"x": np.zeros(1)}, DiLoCo(), 2, communicator=LocalCommunicator())
-    PeriodicOptimizer(Unknown(), {"x": np.zeros(1)}, AGN(), 2, communicator=LocalCommunicator())
+    PeriodicOptimizer(Unknown(), {"x": np.zeros(1)}, DiLoCo(), 2, process_set=LocalCommunicator())
+    PeriodicOptimizer(Unknown(), {"x": np.zeros(1)}, AGN(), 2, process_set=LocalCommunicator())
 
 
 def test_resuming_with_another_outer_optimizer_is_an_error() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, DiLoCo, PeriodicOptimizer, PostLocal, SlowMo
+from hvd_periodic import AGN, BMUF, EASGD, Averaging, DiLoCo, PostLocal, SlowMo
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.threads import ThreadCommunicator
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
 from tests.helpers import errors, random_arrays, readable, run_ranks
 from tests.overlap_oracle import PERIOD, expected
@@ -67,7 +68,7 @@ def train(
     rank, x = communicator.rank, np.array(oracle.START)
     inner = SGD(oracle.RATE, oracle.MOMENTUM)
     optimizer = PeriodicOptimizer(
-        inner, {"x": x}, ALGORITHMS[name](), schedule, communicator=late(communicator), overlap=overlap
+        inner, {"x": x}, ALGORITHMS[name](), schedule, process_set=late(communicator), overlap=overlap
     )
     seen = []
     for _ in range(steps):
@@ -111,7 +112,7 @@ def test_numbers_worked_out_by_hand() -> None:
     def run(communicator: Communicator) -> list[float]:
         curvature, minimum = ((0.5, 3.0), (1.0, -1.0))[communicator.rank]
         x, seen = np.zeros(1), []
-        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 3, communicator=late(communicator), overlap=1)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 3, process_set=late(communicator), overlap=1)
         for _ in range(7):
             optimizer.step([curvature * (x - minimum)])
             seen.append(float(x[0]))
@@ -143,7 +144,7 @@ def test_what_is_under_way_is_saved_and_resumed(name: str) -> None:
 
         def make(arrays: list[Any], inner: SGD) -> PeriodicOptimizer:
             return PeriodicOptimizer(
-                inner, list(zip("ab", arrays, strict=True)), ALGORITHMS[name](), PERIOD, communicator=communicator,
+                inner, list(zip("ab", arrays, strict=True)), ALGORITHMS[name](), PERIOD, process_set=communicator,
                 overlap=2,
             )  # fmt: skip
 
@@ -176,11 +177,11 @@ def test_what_is_under_way_is_saved_and_resumed(name: str) -> None:
 def test_a_state_with_an_exchange_under_way_needs_an_optimizer_that_overlaps() -> None:
     def run(communicator: Communicator) -> None:
         x = np.zeros(2)
-        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 2, communicator=communicator, overlap=1)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 2, process_set=communicator, overlap=1)
         for _ in range(2):
             optimizer.step([x - 1.0])
         state = optimizer.synchronizer.state_dict()
-        other = PeriodicOptimizer(SGD(0.1), {"x": np.zeros(2)}, Averaging(), 2, communicator=communicator)
+        other = PeriodicOptimizer(SGD(0.1), {"x": np.zeros(2)}, Averaging(), 2, process_set=communicator)
         with pytest.raises(ValueError, match="was saved while an exchange was under way: load it into an optimizer"):
             other.synchronizer.load_state_dict(state)
 
@@ -193,7 +194,7 @@ def test_ranks_with_other_numbers_of_steps(name: str) -> None:
 
     def run(communicator: Communicator) -> tuple[list[float], list[float], int]:
         x, algorithm = np.array([1.0, 2.0]), ALGORITHMS[name]()
-        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, algorithm, PERIOD, communicator=late(communicator), overlap=2)
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, algorithm, PERIOD, process_set=late(communicator), overlap=2)
         for step in range(5 + 3 * communicator.rank):
             optimizer.step([np.full(2, -1.0 * communicator.rank * (step == 0))])
         optimizer.synchronizer.finalize()
@@ -259,7 +260,7 @@ def test_refusals(options: dict[str, Any], error: type[Exception], text: str) ->
     def make(communicator: Communicator) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            PeriodicOptimizer(SGD(0.1), {"x": np.zeros(2)}, EASGD(0.25), 2, communicator=communicator, **options)
+            PeriodicOptimizer(SGD(0.1), {"x": np.zeros(2)}, EASGD(0.25), 2, process_set=communicator, **options)
 
     for kind, message in errors(2, make):
         assert kind is error
@@ -269,7 +270,7 @@ def test_refusals(options: dict[str, Any], error: type[Exception], text: str) ->
 def test_ranks_have_to_overlap_alike() -> None:
     def make(communicator: Communicator) -> None:
         PeriodicOptimizer(
-            SGD(0.1), {"x": np.zeros(2)}, EASGD(0.25), 2, communicator=communicator, overlap=1 + communicator.rank
+            SGD(0.1), {"x": np.zeros(2)}, EASGD(0.25), 2, process_set=communicator, overlap=1 + communicator.rank
         )
 
     for kind, message in errors(2, make):
@@ -289,7 +290,7 @@ def fall(communicator: Communicator, name: str, overlap: int | str, look_on: tup
     """Train with a scheduled rate; some ranks look at the center in mid-flight. Return the center at the end."""
     x = np.array(oracle.START)
     optimizer = PeriodicOptimizer(
-        Falling(oracle.RATE), {"x": x}, ALGORITHMS[name](), PERIOD, communicator=late(communicator), overlap=overlap
+        Falling(oracle.RATE), {"x": x}, ALGORITHMS[name](), PERIOD, process_set=late(communicator), overlap=overlap
     )
     for _ in range(steps):
         optimizer.step([np.array(oracle.gradient(communicator.rank, x.tolist()))])
@@ -319,7 +320,7 @@ def test_the_end_is_the_center_to_the_bit() -> None:
     def run(communicator: Communicator, name: str) -> None:
         x = random_arrays(communicator.rank, "float32")[3]
         optimizer = PeriodicOptimizer(
-            SGD(0.1), {"x": x}, ALGORITHMS[name](), PERIOD, communicator=late(communicator), overlap=2
+            SGD(0.1), {"x": x}, ALGORITHMS[name](), PERIOD, process_set=late(communicator), overlap=2
         )
         for step in range(2 * PERIOD):
             optimizer.step([0.3 * (x - 1 - communicator.rank - np.float32(0.1 * step))])
@@ -356,7 +357,7 @@ def test_an_exchange_that_fails_in_flight_is_an_error_on_all_ranks(caught: bool)
     def run(communicator: Any) -> str:
         communicator.__class__ = Broken
         arrays = {"a": np.zeros(3), "b": np.zeros(3, "float32")}
-        optimizer = PeriodicOptimizer(SGD(0.1), arrays, Averaging(), 2, communicator=communicator, overlap=1)
+        optimizer = PeriodicOptimizer(SGD(0.1), arrays, Averaging(), 2, process_set=communicator, overlap=1)
         for step in range(5):
             optimizer.step({name: np.ones(3, array.dtype) for name, array in arrays.items()})
             if caught and step == 1 and communicator.rank == 0:
@@ -430,7 +431,7 @@ def test_levels_cannot_overlap() -> None:
 def test_a_restarted_center_forgets_what_was_under_way() -> None:
     def run(communicator: Communicator) -> list[float]:
         x = np.zeros(2)
-        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 2, communicator=late(communicator), overlap=2)
+        optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 2, process_set=late(communicator), overlap=2)
         for _ in range(3):
             optimizer.step([x - 1.0 - communicator.rank])
         x[:] = 100.0
@@ -444,7 +445,7 @@ def test_a_restarted_center_forgets_what_was_under_way() -> None:
 def test_weights_are_put_into_the_model_after_landing() -> None:
     def run(communicator: Communicator) -> float:
         x = np.zeros(1)
-        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 2, communicator=late(communicator), overlap=1)
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 2, process_set=late(communicator), overlap=1)
         for _ in range(2):
             optimizer.step([np.array([-1.0 - communicator.rank])])
         optimizer.synchronizer.land()

@@ -89,7 +89,7 @@ def test_in_keras(way: str, asked: dict[str, Any], tmp_path: Path) -> None:
     copied = COPIES[way](optimizer)
     if way == "pickle":
         copied.attach(process_set=_Alone())
-        copied.inner_optimizer.attach(process_set=_Alone())
+        copied.inner.attach(process_set=_Alone())
     train(copied)
     copied.finalize()
     assert copied.synchronizer.rounds == 1
@@ -112,7 +112,7 @@ def test_the_file_of_an_asynchronous_center_stays_that_of_the_original(tmp_path:
 
 
 def test_none_is_written_where_none_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvd_periodic import SGD, ModelAverageOptimizer
+    from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 
     monkeypatch.setenv("HVD_PERIODIC_RUN_LOG", str(tmp_path / "run"))
     x = np.ones(3)

@@ -12,18 +12,17 @@ import pytest
 
 from hvd_periodic import (
     QSR,
-    SGD,
     AdaComm,
     Clock,
     Doubling,
     Every,
     LocalCommunicator,
-    ModelAverageOptimizer,
     Piecewise,
     PostLocal,
     Schedule,
     Seconds,
 )
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
 from hvd_periodic.sync.planning import ask, forecast
 from tests.helpers import readable
@@ -214,7 +213,7 @@ def test_a_function_of_the_step_is_told_of_the_clock(function: Callable[[Any], i
     with pytest.raises(TypeError, match=r"asked with a clock, not with a number of steps, which is clock\.step: "):
         as_schedule(function, "period")(Clock(step=3))
     with pytest.raises(TypeError, match=r"clock\.step"):
-        ModelAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, function, communicator=LocalCommunicator())
+        ModelAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, function, process_set=LocalCommunicator())
 
 
 def test_other_errors_of_a_function_stay_as_they_are() -> None:

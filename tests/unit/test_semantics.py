@@ -7,17 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    EASGD,
-    SGD,
-    AGNOptimizer,
-    Communicator,
-    ElasticAverageOptimizer,
-    LocalCommunicator,
-    ModelAverageOptimizer,
-    PeriodicOptimizer,
-)
+from hvd_periodic import EASGD, Communicator, LocalCommunicator
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer, PeriodicOptimizer
 from tests.helpers import Array, read_center, run_ranks
 
 Make = Callable[[dict[str, Array], Communicator], PeriodicOptimizer]
@@ -55,7 +47,7 @@ def test_elastic_averaging_of_one_worker(inside_threads: bool) -> None:
             parameters,
             communication_period=2,
             moving_rate=0.25,
-            communicator=communicator if inside_threads else LocalCommunicator(),
+            process_set=communicator if inside_threads else LocalCommunicator(),
         )
 
     x, c = trajectory(make, ONE, 6)
@@ -79,7 +71,7 @@ def test_rho_enters_through_the_local_gradient() -> None:
             communication_period=2,
             moving_rate=rate,
             rho=rate / learning_rate,
-            communicator=communicator,
+            process_set=communicator,
         ),
         ONE,
         4,
@@ -91,7 +83,7 @@ def test_rho_enters_through_the_local_gradient() -> None:
 def test_elastic_averaging_of_two_workers() -> None:
     x, c = trajectory(
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(1.0), parameters, communication_period=2, moving_rate=0.25, communicator=communicator
+            SGD(1.0), parameters, communication_period=2, moving_rate=0.25, process_set=communicator
         ),
         TWO,
         6,
@@ -112,7 +104,7 @@ def test_replicas_and_center_change_places_at_the_largest_rate() -> None:
     with pytest.warns(UserWarning, match="overshoot"):
         x, c = trajectory(
             lambda parameters, communicator: ElasticAverageOptimizer(
-                SGD(1.0), parameters, communication_period=2, moving_rate=1.0, communicator=communicator
+                SGD(1.0), parameters, communication_period=2, moving_rate=1.0, process_set=communicator
             ),
             ONE,
             6,
@@ -125,7 +117,7 @@ def test_the_default_moving_rate_of_two_workers() -> None:
     """α = 1/(n+1) = 1/3 for n = 2: the center is the mean of replicas and center after every exchange."""
     x, c = trajectory(
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(1.0), parameters, communication_period=2, communicator=communicator
+            SGD(1.0), parameters, communication_period=2, process_set=communicator
         ),
         TWO,
         4,
@@ -139,7 +131,7 @@ def test_the_default_moving_rate_of_two_workers() -> None:
 def test_beta_is_divided_by_the_number_of_workers_only(arguments: dict[str, float]) -> None:
     x, c = trajectory(
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(1.0), parameters, communication_period=2, communicator=communicator, **arguments
+            SGD(1.0), parameters, communication_period=2, process_set=communicator, **arguments
         ),
         TWO,
         4,
@@ -152,7 +144,7 @@ def test_beta_is_divided_by_the_number_of_workers_only(arguments: dict[str, floa
 def test_model_averaging_of_two_workers() -> None:
     x, c = trajectory(
         lambda parameters, communicator: ModelAverageOptimizer(
-            SGD(1.0), parameters, interval_steps=2, communicator=communicator
+            SGD(1.0), parameters, interval_steps=2, process_set=communicator
         ),
         TWO,
         4,
@@ -165,7 +157,7 @@ def test_model_averaging_of_two_workers() -> None:
 def test_accumulated_gradient_normalization_of_two_workers(op: str, first: float, second: float) -> None:
     x, c = trajectory(
         lambda parameters, communicator: AGNOptimizer(
-            SGD(0.1), parameters, communication_period=4, op=op, communicator=communicator
+            SGD(0.1), parameters, communication_period=4, op=op, process_set=communicator
         ),
         TWO,
         8,
@@ -178,7 +170,7 @@ def test_accumulated_gradient_normalization_of_two_workers(op: str, first: float
 def test_the_sum_is_the_default_of_agn() -> None:
     _, c = trajectory(
         lambda parameters, communicator: AGNOptimizer(
-            SGD(0.1), parameters, communication_period=4, communicator=communicator
+            SGD(0.1), parameters, communication_period=4, process_set=communicator
         ),
         TWO,
         4,
@@ -189,7 +181,7 @@ def test_the_sum_is_the_default_of_agn() -> None:
 def test_all_ranks_start_from_the_values_of_the_root() -> None:
     def work(communicator: Communicator) -> tuple[float, float]:
         x = np.array([10.0 + communicator.rank])
-        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, root_rank=1, communicator=communicator)
+        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, root_rank=1, process_set=communicator)
         return float(x[0]), float(read_center(optimizer, [x])[0][0])
 
     assert run_ranks(3, work) == [(11.0, 11.0)] * 3
@@ -199,7 +191,7 @@ def test_momentum_of_the_local_optimizer_stays_local() -> None:
     """η = 1, μ = .5, g = −1: v = −1, −1.5, −1.75, ...; the exchange moves x and leaves v alone (EAMSGD)."""
     x, c = trajectory(
         lambda parameters, communicator: ElasticAverageOptimizer(
-            SGD(1.0, momentum=0.5), parameters, 2, moving_rate=0.25, communicator=communicator
+            SGD(1.0, momentum=0.5), parameters, 2, moving_rate=0.25, process_set=communicator
         ),
         TWO,
         4,

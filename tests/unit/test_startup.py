@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, ElasticAverageOptimizer
+from hvd_periodic import Communicator
 from hvd_periodic.comm.meeting import Purpose, Record, cross_purposes, integers, records_of
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 from hvd_periodic.sync.startup import Moment, Standing, Start, decide
 from tests.helpers import errors, run_ranks
 
@@ -94,7 +95,7 @@ def test_arrays_that_are_set_after_construction(center: str) -> None:
     def work(communicator: Communicator) -> list[float]:
         x = np.zeros(3)
         optimizer = ElasticAverageOptimizer(
-            SGD(1.0), {"x": x}, 2, moving_rate=0.25, center=center, communicator=communicator
+            SGD(1.0), {"x": x}, 2, moving_rate=0.25, center=center, process_set=communicator
         )
         if communicator.rank == 0:
             x[:] = 5.0
@@ -112,9 +113,9 @@ def test_arrays_that_are_set_after_construction(center: str) -> None:
 def test_ranks_that_construct_another_number_of_optimizers() -> None:
     def work(communicator: Communicator) -> None:
         x = np.zeros(1)
-        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+        optimizer = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, process_set=communicator)
         if communicator.rank == 1:
-            ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, communicator=communicator)
+            ElasticAverageOptimizer(SGD(1.0), {"x": x}, 2, process_set=communicator)
         optimizer.step([np.ones(1)])
 
     for kind, text in errors(2, work):

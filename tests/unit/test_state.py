@@ -9,19 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import (
-    AGN,
-    EASGD,
-    SGD,
-    Algorithm,
-    Averaging,
-    Communicator,
-    Every,
-    LocalCommunicator,
-    PeriodicOptimizer,
-    PostLocal,
-    Schedule,
-)
+from hvd_periodic import AGN, EASGD, Algorithm, Averaging, Communicator, Every, LocalCommunicator, PostLocal, Schedule
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests.helpers import Array, NumpyTrainer, errors, random_arrays, run_ranks
 
 ALGORITHMS = [EASGD(), EASGD(0.2), EASGD(0.2, rho=0.3), EASGD(beta=0.5), Averaging(), AGN(), AGN("average")]
@@ -42,7 +31,7 @@ def new_trainer(communicator: Communicator, algorithm: Algorithm, schedule: Sche
         algorithm,
         schedule,
         optimizer=SGD(0.5, 0.5),
-        center_optimizer=SGD(0.25, 0.5),
+        outer_optimizer=SGD(0.25, 0.5),
     )
 
 

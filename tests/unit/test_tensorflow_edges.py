@@ -127,7 +127,7 @@ def test_settings_that_the_center_takes_over(options: dict[str, Any], expected: 
 
 def test_a_center_optimizer_that_cannot_be_saved_warns_at_saving_only() -> None:
     w, rate = parameter([0.0]), tf.constant(0.5)
-    optimizer = agn(keras.optimizers.SGD(1.0), period=1, center_optimizer=keras.optimizers.SGD(lambda: rate))
+    optimizer = agn(keras.optimizers.SGD(1.0), period=1, outer_optimizer=keras.optimizers.SGD(lambda: rate))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.build([w])

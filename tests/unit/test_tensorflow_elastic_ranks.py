@@ -67,7 +67,7 @@ class Worker:
 
     def saved(self) -> Any:
         """Return what a file holds; all ranks together."""
-        variables = [*self.optimizer.inner_optimizer.variables, self.moving.learning_rate]
+        variables = [*self.optimizer.inner.variables, self.moving.learning_rate]
         return (
             self.model.get_weights(),
             [np.array(variable) for variable in variables],
@@ -78,7 +78,7 @@ class Worker:
         """Load it; ``momentum``: that of the local optimizer as well."""
         weights, values, exchanges = saved
         self.model.set_weights(weights)
-        variables = [*self.optimizer.inner_optimizer.variables, self.moving.learning_rate]
+        variables = [*self.optimizer.inner.variables, self.moving.learning_rate]
         for variable, value in zip(variables, values, strict=True):
             if momentum or not variable.shape:
                 variable.assign(value)
@@ -250,7 +250,7 @@ def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:
     committed = {}
 
     def inner(worker: Worker) -> Any:
-        return worker.optimizer.inner_optimizer.synchronizer
+        return worker.optimizer.inner.synchronizer
 
     def center_of(worker: Worker) -> Any:
         return [c.numpy().ravel().tolist() for c in inner(worker).center_tensors()]

@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, Any] = {
         momentum(), None, hvdp.DiLoCo(), 2, outer_optimizer=adam(), fragments=2, **o
     ),
     "agn": lambda **o: hvdp.AGNOptimizer(momentum(), None, 2, **o),
-    "agn_nadam": lambda **o: hvdp.AGNOptimizer(momentum(), None, 2, center_optimizer=keras.optimizers.Nadam(0.1), **o),
+    "agn_nadam": lambda **o: hvdp.AGNOptimizer(momentum(), None, 2, outer_optimizer=keras.optimizers.Nadam(0.1), **o),
     "agn_of_adam_in_fragments": lambda **o: hvdp.AGNOptimizer(adam(), None, 2, fragments=2, **o),
 }
 
@@ -333,7 +333,7 @@ def test_the_rate_of_a_given_optimizer_is_set_where_it_was_given(options: Any) -
 
     def make(variables: Any, **arguments: Any) -> Any:
         given[id(variables)] = keras.optimizers.SGD(0.5)
-        return hvdp.AGNOptimizer(momentum(), None, 2, center_optimizer=given[id(variables)], **arguments)
+        return hvdp.AGNOptimizer(momentum(), None, 2, outer_optimizer=given[id(variables)], **arguments)
 
     (processes,) = lived(make, [(None, None, None)], **options)
 
@@ -379,7 +379,7 @@ class Counting(keras.optimizers.SGD):
 
 def test_an_optimizer_that_could_not_be_cut_anew() -> None:
     def make(variables: Any, **options: Any) -> Any:
-        return hvdp.AGNOptimizer(momentum(), None, 2, center_optimizer=Counting(0.1), **options)
+        return hvdp.AGNOptimizer(momentum(), None, 2, outer_optimizer=Counting(0.1), **options)
 
     constructed(Elastic(LocalCommunicator()), make, center="root")
     with pytest.raises(ValueError, match="Counting keeps something of each that has not its shape: use center='root'"):

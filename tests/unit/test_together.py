@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, Communicator, ElasticAverageOptimizer
+from hvd_periodic import Communicator
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 from tests.helpers import errors, run_ranks
 
 
@@ -29,7 +30,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 def make(communicator: Communicator, center: str) -> tuple[Any, np.ndarray]:
     """Return an optimizer that has taken a step of a period of two."""
     x = np.zeros((2, 3))
-    optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, 2, communicator=communicator, center=center)
+    optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, 2, process_set=communicator, center=center)
     optimizer.step([np.ones((2, 3))])
     return optimizer, x
 
@@ -82,7 +83,7 @@ def test_finalize_with_an_array_that_was_resized(overlap: int) -> None:
 
     def work(communicator: Communicator) -> None:
         x = np.zeros((2, 3))
-        optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, 2, communicator=communicator, overlap=overlap)
+        optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, 2, process_set=communicator, overlap=overlap)
         for _ in range(2 * overlap):
             optimizer.step([np.ones((2, 3))])
         if overlap == 0:

@@ -93,7 +93,7 @@ def test_a_constructor_that_cannot_be_called_again_is_refused() -> None:
 @pytest.mark.parametrize("common", [{}, {"center": "sharded"}, {"asynchronous": True}], ids=str)
 def test_sparse_adam_is_refused_at_construction(common: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(TypeError, match=r"SparseAdam takes sparse gradients only.*center_optimizer"):
+    with pytest.raises(TypeError, match=r"SparseAdam takes sparse gradients only.*outer_optimizer"):
         hvdp.AGNOptimizer(
             torch.optim.SparseAdam([parameter]), [("w", parameter)], process_set=LocalCommunicator(), **common
         )
@@ -108,7 +108,7 @@ def test_capturable_is_for_gpus(common: dict[str, Any]) -> None:
         center = torch.optim.Adam([parameter], lr=0.1, capturable=capturable)
         local = torch.optim.SGD([parameter], lr=0.1)
         optimizer = hvdp.AGNOptimizer(
-            local, [("w", parameter)], 2, center_optimizer=center, process_set=communicator, **common
+            local, [("w", parameter)], 2, outer_optimizer=center, process_set=communicator, **common
         )
         found = one_worker(optimizer, parameter, 2, 2)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

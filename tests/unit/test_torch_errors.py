@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing trainable": (
         lambda: hvdp.ModelAverageOptimizer(sgd([torch.zeros(2)]), [], **LOCAL),
         ValueError,
-        "named_parameters",
+        "`model` must hold",
     ),
     "all frozen": (lambda: frozen(), ValueError, "at least one trainable parameter"),
     "duplicate names": (
@@ -153,17 +153,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "lazy": (lambda: lazy(), ValueError, "one forward pass"),
     "complex": (lambda: complex_parameter(), TypeError, r"'w' must be float64.*complex64"),
     "center optimizer": (
-        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center_optimizer="adam", **LOCAL),
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, outer_optimizer="adam", **LOCAL),
         TypeError,
-        "center_optimizer.*Received: str",
+        "outer_optimizer.*Received: str",
     ),
     "center optimizer of others": (
-        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center_optimizer=sgd([W]), **LOCAL),
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, outer_optimizer=sgd([W]), **LOCAL),
         ValueError,
         "It lacks 2",
     ),
     "center optimizer that holds the model": (
-        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, center_optimizer=lambda groups: sgd(LINEAR), **LOCAL),
+        lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, outer_optimizer=lambda groups: sgd(LINEAR), **LOCAL),
         ValueError,
         "It lacks 2 of 2 and has 2 others",
     ),
@@ -333,7 +333,7 @@ def test_an_exchange_that_failed_on_one_rank_is_an_error_on_all_at_the_next() ->
         model = torch.nn.Linear(1, 1)
         make = Failing if communicator.rank == 1 else torch.optim.SGD
         optimizer = hvdp.AGNOptimizer(
-            sgd(model), model, 2, center_optimizer=lambda groups: make(groups, lr=0.1), process_set=communicator
+            sgd(model), model, 2, outer_optimizer=lambda groups: make(groups, lr=0.1), process_set=communicator
         )
         for _ in range(2):
             optimizer.step() if communicator.rank == 0 else _tolerate(optimizer.step)

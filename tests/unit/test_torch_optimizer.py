@@ -136,7 +136,7 @@ def test_lbfgs_with_its_many_evaluations(wrap: Wrap) -> None:
         optimizer = wrap(inner, model)
     except TypeError as error:  # AGN: the center has gradients, but no closure for LBFGS to call
         assert "LBFGS steps with a closure only" in str(error)  # noqa: PT017
-        optimizer = wrap(inner, model, center_optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+        optimizer = wrap(inner, model, outer_optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
     batch = next(batches())
 
     def closure() -> Any:
@@ -272,7 +272,7 @@ def test_resume_under_a_scheduler_follows_it(own: bool) -> None:
         inner = torch.optim.SGD([parameter], lr=1.0)
         center = torch.optim.SGD([parameter], lr=1.0) if own else None
         optimizer = hvdp.AGNOptimizer(
-            inner, [("w", parameter)], 2, center_optimizer=center, process_set=LocalCommunicator()
+            inner, [("w", parameter)], 2, outer_optimizer=center, process_set=LocalCommunicator()
         )
         return parameter, optimizer, torch.optim.lr_scheduler.StepLR(center if own else optimizer, 2, gamma=0.5)
 
@@ -436,9 +436,9 @@ def test_center_optimizer_has_the_groups_of_the_local_one() -> None:
         {"params": [model["frozen"]], "lr": 9.0},
         {"params": [model["fast"]], "lr": 0.3},
     ]
-    for center_optimizer in (None, lambda given: torch.optim.SGD([{**g, "lr": 0.1} for g in given])):
+    for outer_optimizer in (None, lambda given: torch.optim.SGD([{**g, "lr": 0.1} for g in given])):
         optimizer = hvdp.AGNOptimizer(
-            torch.optim.SGD(groups), model, 2, center_optimizer=center_optimizer, process_set=LocalCommunicator()
+            torch.optim.SGD(groups), model, 2, outer_optimizer=outer_optimizer, process_set=LocalCommunicator()
         )
         with torch.no_grad():
             for parameter in model.values():
@@ -449,7 +449,7 @@ def test_center_optimizer_has_the_groups_of_the_local_one() -> None:
             for parameter in (model["slow"], model["fast"]):
                 parameter.grad = torch.tensor([-1.0])
             optimizer.step()
-        fast = 0.6 if center_optimizer is None else 0.2
+        fast = 0.6 if outer_optimizer is None else 0.2
         assert [model[name].item() for name in ("slow", "frozen", "fast")] == pytest.approx([0.2, 0.0, fast])
 
 
@@ -467,7 +467,7 @@ def test_center_optimizer_of_another_class_has_its_own_state() -> None:
         inner,
         [("w", parameter)],
         3,
-        center_optimizer=torch.optim.Adam([parameter], lr=0.1),
+        outer_optimizer=torch.optim.Adam([parameter], lr=0.1),
         process_set=LocalCommunicator(),
     )
     for _ in range(3):

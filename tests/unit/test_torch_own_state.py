@@ -125,7 +125,7 @@ def centers(kind: Any, communicator: Any, own: bool, before: int = 0, **options:
     of = model()
     local = kind(of.parameters())
     train(local, of, before, 0)
-    given = {} if own else {"center_optimizer": lambda groups: kind([{"params": group["params"]} for group in groups])}
+    given = {} if own else {"outer_optimizer": lambda groups: kind([{"params": group["params"]} for group in groups])}
     optimizer = hvdp.AGNOptimizer(local, of, PERIOD, process_set=communicator, **given, **options)
     return train(optimizer, of, 6, communicator.rank)
 
@@ -148,7 +148,7 @@ def test_a_copy_counts_its_own_steps_asynchronously(kind: Any) -> None:
 
 
 def test_what_is_counted_in_an_attribute_cannot_be_shared() -> None:
-    message = r"CountsInAttribute changes its attribute 'count' when it steps.*Pass another `center_optimizer`"
+    message = r"CountsInAttribute changes its attribute 'count' when it steps.*Pass another `outer_optimizer`"
     with pytest.raises(ValueError, match=message):
         centers(CountsInAttribute, LocalCommunicator(), True, asynchronous=True)
 
@@ -232,7 +232,7 @@ def test_a_learned_step_size_is_the_centers_own() -> None:
 @pytest.mark.parametrize("where", ["sharded", "fragments"])
 def test_a_learned_step_size_needs_the_whole_center(where: str) -> None:
     by = r"center='sharded'" if where == "sharded" else "fragments"
-    message = rf"Learns learns 'd' .*divided here \(by {by}\). Pass another `center_optimizer`"
+    message = rf"Learns learns 'd' .*divided here \(by {by}\). Pass another `outer_optimizer`"
     with pytest.raises(ValueError, match=message):
         run(2, lambda c: centers(Learns, c, True, **EVERYWHERE[where]))
 
@@ -251,7 +251,7 @@ def test_what_ranks_learn_late_is_told_with_the_way_out() -> None:
         optimizer = hvdp.AGNOptimizer(LearnsLate(of.parameters()), of, PERIOD, process_set=communicator)
         train(optimizer, of, 40, communicator.rank)
 
-    with pytest.raises(ValueError, match=r"They differ in d of group 0 of the center optimizer.*`center_optimizer`"):
+    with pytest.raises(ValueError, match=r"They differ in d of group 0 of the center optimizer.*`outer_optimizer`"):
         run(2, work)
 
 
@@ -272,7 +272,7 @@ def test_an_optimizer_of_other_parameters_is_refused_before_it_steps() -> None:
     before = [parameter.tolist() for parameter in of.parameters()]
     made = torch.optim.SGD(of.parameters(), lr=1.0)
     with pytest.raises(ValueError, match="must hold the parameters of the model"):
-        hvdp.AGNOptimizer(made, of, PERIOD, center_optimizer=lambda groups: made, process_set=LocalCommunicator())
+        hvdp.AGNOptimizer(made, of, PERIOD, outer_optimizer=lambda groups: made, process_set=LocalCommunicator())
     assert [parameter.tolist() for parameter in of.parameters()] == before
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_periodic import AGN, BMUF, EASGD, SGD, Averaging, Communicator, Compression, DiLoCo, PeriodicOptimizer
+from hvd_periodic import AGN, BMUF, EASGD, Averaging, Communicator, Compression, DiLoCo
 from hvd_periodic.algorithms import Algorithm
+from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from tests import oracle
 from tests.helpers import Array, errors, run_ranks
 
@@ -106,7 +107,7 @@ def train(communicator: Communicator, name: str, **options: Any) -> tuple[Array,
     """Return replica and center at the end, and the counters."""
     x = np.array(oracle.START)
     optimizer = PeriodicOptimizer(
-        SGD(oracle.RATE, oracle.MOMENTUM), {"x": x}, ALGORITHMS[name](), PERIOD, communicator=communicator, **options
+        SGD(oracle.RATE, oracle.MOMENTUM), {"x": x}, ALGORITHMS[name](), PERIOD, process_set=communicator, **options
     )
     for step in range(1, oracle.STEPS + 1):
         g = spoiled(communicator.rank, step, oracle.gradient(communicator.rank, x.tolist()))
@@ -161,7 +162,7 @@ def test_replica_and_center_stay_finite_with_all_that_combines(name: str, option
             {"x": x, "y": y},
             ALGORITHMS[name](),
             4,
-            communicator=communicator,
+            process_set=communicator,
             nonfinite="skip",
             **options,
         )
@@ -194,7 +195,7 @@ def test_by_default_ranks_and_tensor_are_named_and_the_center_stays_clean(name: 
             {"x": x, "y": y},
             ALGORITHMS[name](),
             2,
-            communicator=communicator,
+            process_set=communicator,
             asynchronous=asynchronous,
         )
         for step in range(1, 5):
@@ -225,7 +226,7 @@ def test_large_but_finite_values_are_none() -> None:
 
     def run(communicator: Communicator) -> Array:
         x = np.full(3, 1e30, np.float32)
-        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator)
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 1, process_set=communicator)
         optimizer.step([np.zeros(3, np.float32)])
         return x
 
@@ -241,7 +242,7 @@ def test_another_policy_is_refused() -> None:
 def test_ranks_with_different_policies_are_refused() -> None:
     def run(communicator: Communicator) -> None:
         policy = ["raise", "skip"][communicator.rank]
-        PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, Averaging(), 1, communicator=communicator, nonfinite=policy)
+        PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, Averaging(), 1, process_set=communicator, nonfinite=policy)
 
     for kind, text in errors(2, run):
         assert kind is ValueError
@@ -289,7 +290,7 @@ def test_a_weighted_mean_by_hand(overlap: int | str) -> None:
             {"x": x},
             Averaging(),
             2,
-            communicator=communicator,
+            process_set=communicator,
             weight=[3, 1][communicator.rank],
             overlap=overlap,
         )
@@ -320,7 +321,7 @@ def test_a_rank_that_has_run_out_of_data_does_not_count() -> None:
             asked.append(1.0)
             return 1.0
 
-        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 2, communicator=communicator, weight=examples)
+        optimizer = PeriodicOptimizer(SGD(1.0), {"x": x}, Averaging(), 2, process_set=communicator, weight=examples)
         for _ in range([8, 3][communicator.rank]):
             optimizer.step([np.array([-1.0])])
         optimizer.synchronizer.finalize()
@@ -346,7 +347,7 @@ def test_no_weight(weight: Any, message: str) -> None:
         x = np.zeros(1)
         given = weight if communicator.rank else 1.0
         optimizer = PeriodicOptimizer(
-            SGD(1.0), {"x": x}, Averaging(), 1, communicator=communicator, weight=lambda: given
+            SGD(1.0), {"x": x}, Averaging(), 1, process_set=communicator, weight=lambda: given
         )
         optimizer.step([x])
 
@@ -364,7 +365,7 @@ def test_weights_that_make_no_sense_are_refused() -> None:
 
     def run(communicator: Communicator) -> None:
         weight = 2.0 if communicator.rank else None
-        PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, Averaging(), 1, communicator=communicator, weight=weight)
+        PeriodicOptimizer(SGD(1.0), {"x": np.zeros(1)}, Averaging(), 1, process_set=communicator, weight=weight)
 
     for kind, text in errors(2, run):
         assert kind is ValueError

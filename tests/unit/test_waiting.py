@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_periodic import SGD, ModelAverageOptimizer
 from hvd_periodic.comm.attendance import Attendance, Wait
 from hvd_periodic.comm.meeting import Purpose, Record
 from hvd_periodic.comm.presence import (
@@ -28,6 +27,7 @@ from hvd_periodic.comm.presence import (
     unpacked,
 )
 from hvd_periodic.comm.watcher import VARIABLE, Watcher, warn_seconds
+from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import tensorflow as tf
 
-_LOGGER = logging.getLogger("hvd_periodic")
+from hvd_periodic.logs import logger, set_up
+
 _told = False
 
 
@@ -15,7 +14,8 @@ def ignore_jobs(device: str) -> None:
     global _told
     if "/job:" in device and not _told:
         _told = True
-        _LOGGER.info(
+        set_up()
+        logger.info(
             "Device %r is ignored: with Horovod there are no parameter servers, every rank is its own worker", device
         )
 
