@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "LBFGS steps with a closure only",
     ),
-    "unknown argument": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, period=3, **LOCAL), TypeError, "'period'"),
+    "unknown argument": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, interval=3, **LOCAL), TypeError, "'interval'"),
     "no model to export": (lambda: hvdp.center_state_dict(LINEAR, sgd(LINEAR)), TypeError, "Received: Linear, SGD"),
     "another model to export": (
         lambda: hvdp.center_state_dict(torch.nn.Linear(2, 2), hvdp.ModelAverageOptimizer(sgd(LINEAR), LINEAR, **LOCAL)),
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing trainable": (
         lambda: hvdp.ModelAverageOptimizer(sgd([torch.zeros(2)]), [], **LOCAL),
         ValueError,
-        "`model` must hold",
+        "`model` must name every parameter",
     ),
     "all frozen": (lambda: frozen(), ValueError, "at least one trainable parameter"),
     "duplicate names": (
