@@ -112,7 +112,8 @@ def test_training_beside_other_packages(tmp_path: Path, monkeypatch: pytest.Monk
 CHECK_ON_CPU = ["--device", "cpu", "--algorithms", "average", "AGN"]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", thorough("mpirun")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_gpu_check(launcher: str) -> None:
     """Where there is no GPU, the check compares the CPU with itself."""
     command = ["-m", "tests.parallel.gpu_program", *CHECK_ON_CPU]

@@ -18,20 +18,27 @@ pytestmark = pytest.mark.timeout(600)
 Reports = list[dict[str, Any]]
 
 CHAINS = [
-    (("horovodrun --gloo", 2), ("python", 1)),
-    thorough((("mpirun", 3), ("mpirun", 2))),
+    (("horovodrun --gloo", 2, "exact"), ("python", 1, "among_others")),
+    thorough((("horovodrun --gloo", 2), ("python", 1, "among_others"))),
+    thorough((("mpirun", 3), ("mpirun", 2, "among_others"))),
 ]
-"""Jobs one after another, which find what those before have saved."""
+"""Jobs one after another, which find what those before have saved: launcher, ranks, and what they run; default: all."""
 
 
-@pytest.fixture(scope="module", params=CHAINS, ids=lambda chain: " ".join(f"{job[0]} {job[1]}" for job in chain))
+def _name(chain: Any) -> str:
+    return " ".join(str(word) for job in chain for word in job)
+
+
+whole = pytest.mark.parametrize("jobs", CHAINS[1:], ids=_name, indirect=True)
+
+
+@pytest.fixture(scope="module", params=CHAINS, ids=_name)
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Reports]:
     """What each rank of each job reports."""
     shared = tmp_path_factory.mktemp("chain") / "shared"
     shared.mkdir()
     reports: list[Reports] = []
-    for launcher, size in request.param:
-        only = ["among_others"] if reports else []
+    for launcher, size, *only in request.param:
         arguments = (launcher, size, "checkpoint_tensorflow_scenarios", tmp_path_factory.mktemp("job"), 280)
         reports.append(run_scenarios(*arguments, str(shared), framework="tensorflow", only=only))
     return reports
@@ -65,6 +72,7 @@ def test_other_numbers_of_ranks_start_from_the_center(jobs: list[Reports]) -> No
             assert end == found[0][case][-1], case
 
 
+@whole
 def test_the_file_of_the_root_alone(ranks: Reports) -> None:
     found = column(ranks, "the_file_of_the_root_alone")
     for case in found[0]:
@@ -75,6 +83,7 @@ def test_the_file_of_the_root_alone(ranks: Reports) -> None:
         assert len({report[2] for report in of_ranks}) == 1, case
 
 
+@whole
 def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
     last = len(ranks) - 1
     for rank, (other, other_step, loading, step) in enumerate(column(ranks, "damage")):
@@ -89,6 +98,7 @@ def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
         assert damaged in step
 
 
+@whole
 def test_the_callback_saves_epochs_and_steps(ranks: Reports) -> None:
     for sets, ends, values in column(ranks, "fit"):
         assert sets[0] == ["000002-step8", "000003-step12", "000004-step16"]
@@ -99,15 +109,18 @@ def test_the_callback_saves_epochs_and_steps(ranks: Reports) -> None:
         assert values == [0, "mine"]
 
 
+@whole
 def test_a_thread_that_writes_disturbs_no_collectives_of_the_user(ranks: Reports) -> None:
     assert column(ranks, "beside_collectives_of_the_user") == [[[], 3]] * len(ranks)
 
 
+@whole
 def test_an_exchange_of_a_compiled_step_completes_the_set(ranks: Reports) -> None:
     """Steps 3 and 6 exchange while a file is being written, step 9 after it."""
     assert column(ranks, "in_the_background_of_fit") == [[0] * 8 + [1] * 4] * len(ranks)
 
 
+@whole
 def test_loops_of_ones_own(ranks: Reports) -> None:
     for (uninterrupted, none), (resumed, first) in column(ranks, "a_loop_of_its_own"):
         assert (none, first) == (0, 5)

@@ -18,7 +18,10 @@ pytest.importorskip("horovod.tensorflow")
 
 pytestmark = pytest.mark.timeout(240)
 
-JOBS = [thorough(("mpirun", 2)), ("horovodrun --gloo", 3, "compressed_quadratics", "not_finite_on_the_last_rank")]
+OF_SIZE = ("compressed_quadratics", "not_finite_on_the_last_rank")
+"""What the number of ranks makes a difference for."""
+
+JOBS = [thorough(("mpirun", 2)), ("mpirun", 2, *OF_SIZE), thorough(("horovodrun --gloo", 3, *OF_SIZE))]
 """Launcher, ranks, and what the job runs; default: everything."""
 
 whole = pytest.mark.parametrize("ranks", JOBS[:1], ids=lambda job: f"{job[0]} {job[1]}", indirect=True)
