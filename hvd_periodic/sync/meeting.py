@@ -80,8 +80,21 @@ class Meeting:
         """Return what all ranks have come for, and where they stand; as :meth:`meet_with`."""
         return self.meet_with(purpose, problem)[0]
 
+    def standpoint(self) -> tuple[Standpoint, str | None]:
+        """Return what this rank knows by itself, and an error for all ranks if its learning rate cannot be read."""
+        try:
+            return self._ledger.standpoint(), None
+        except Exception as error:
+            problem = f"The learning rate of the local optimizer cannot be read: {type(error).__name__}: {error}"
+            return Standpoint(self._ledger.counters, self._ledger.notes), problem
+
     def meet_with(
-        self, purpose: Purpose, problem: str | None, enclosed: np.ndarray | None = None, left_out: bool = False
+        self,
+        purpose: Purpose,
+        problem: str | None,
+        enclosed: np.ndarray | None = None,
+        left_out: bool = False,
+        own: Standpoint | None = None,
     ) -> tuple[list[Record], list[np.ndarray]]:
         """Return what all ranks have come for and where they stand, and what they have enclosed.
 
@@ -90,15 +103,14 @@ class Meeting:
             problem: why it cannot go on, if it knows already.
             enclosed: integers that travel along.
             left_out: its replica is not finite, and it is left out.
+            own: the result of :meth:`standpoint`, if the caller has it.
 
         Raises:
             RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
         """
-        own = Standpoint(self._ledger.counters, self._ledger.notes)
-        try:
-            own = self._ledger.standpoint()
-        except Exception as error:
-            problem = problem or f"{type(error).__name__}: {error}"
+        if own is None:
+            own, unknown = self.standpoint()
+            problem = problem or unknown
         self.weigh(own, purpose)
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)

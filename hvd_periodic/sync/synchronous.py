@@ -122,8 +122,9 @@ class Synchronous(Course[V]):
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with all ranks; return whether some of them is still training."""
         setting, ledger = self.setting, self.setting.ledger
-        started, own = time.perf_counter(), ledger.standpoint()
-        purpose, problem = Purpose.LEAVE if leaving else Purpose.EXCHANGE, setting.exchanged.replica.misfit()
+        started, purpose = time.perf_counter(), Purpose.LEAVE if leaving else Purpose.EXCHANGE
+        own, problem = setting.meeting.standpoint()
+        problem = problem or setting.exchanged.replica.misfit()
         problem = problem or (self._moved_uncounted() if leaving else None)
         not_finite = None if problem else self.finite.problem(own.counters.local_steps)
         left_out = self.finite.skips and not_finite is not None
@@ -132,7 +133,7 @@ class Synchronous(Course[V]):
         foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and not (problem or left_out) else None
         messages = [] if foreseen is None else self.enclosed.messages(foreseen)
         with range_of(self, "meeting"):
-            records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out)
+            records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out, own)
         agreed = setting.meeting.agree(records, own)
         plan = setting.planner.following(agreed)
         setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))

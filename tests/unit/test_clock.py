@@ -257,6 +257,23 @@ def fail(clock: Clock) -> int:
     raise KeyError("broken")
 
 
+def test_a_learning_rate_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
+    def work(communicator: Communicator) -> None:
+        optimizer = optimizer_of(communicator, 2)
+        exchanges(optimizer, 2, lambda step: None)
+
+        def broken() -> float:
+            raise KeyError("no such group")
+
+        if communicator.rank == 1:
+            optimizer.synchronizer.learning_rate = broken
+        exchanges(optimizer, 2, lambda step: None)
+
+    texts = [text for _, text in errors(N, work)]
+    assert all("The learning rate of the local optimizer cannot be read: KeyError: 'no such group'" in t for t in texts)
+    assert [text.startswith("Rank 1 failed") for text in texts] == [True, False, True]
+
+
 @pytest.mark.parametrize("looks_at_the_rate", [False, True])
 @pytest.mark.parametrize(
     ("bad", "message"),
