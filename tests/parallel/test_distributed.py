@@ -21,7 +21,7 @@ JOBS = [
     ("mpirun", [[0, 3], [1, 2]]),
     thorough(("mpirun", [[0, 1], [2, 3], [4, 5]])),
     thorough(("mpirun", [[0, 2, 4], [1, 3]])),
-    ("horovodrun --gloo", [[0, 1], [2]]),
+    thorough(("horovodrun --gloo", [[0, 1], [2]])),
 ]
 
 Reports = list[dict[str, Any]]

@@ -66,7 +66,7 @@ def test_torch_distributed_trains_to_the_same_bit(results: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("loop", "algorithm"),
     [
-        ("fit", "easgd"),
+        thorough("fit", "easgd"),
         thorough("tape", "diloco"),
         thorough("fit", "allreduce"),
         thorough("tape", "average"),

@@ -23,7 +23,7 @@ JOBS = [
     ("mpirun", 3),
     ("horovodrun --gloo", 2),
     thorough(("horovodrun --gloo", 3)),
-    ("horovodrun --mpi", 2),
+    thorough(("horovodrun --mpi", 2)),
     ("torchrun", 2),
     thorough(("torchrun", 3)),
 ]

@@ -86,7 +86,7 @@ def test_a_recipe_of_the_page_as_it_stands(name: str, launcher: str, tmp_path: P
 
 FAILING = [
     ("lightning", "mpirun"),
-    ("huggingface", "torchrun"),
+    thorough("huggingface", "torchrun"),
     thorough("lightning", "torchrun"),
     thorough("huggingface", "mpirun"),
     thorough("ignite", "mpirun"),

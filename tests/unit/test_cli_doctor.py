@@ -241,7 +241,9 @@ def test_what_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 
 
 def test_what_crashes_is_told() -> None:
-    ended = processes.run([sys.executable, "-c", "import os; print('now', flush=True); os.abort()"], PATIENCE * 60, os.environ)
+    ended = processes.run(
+        [sys.executable, "-c", "import os; print('now', flush=True); os.abort()"], PATIENCE * 60, os.environ
+    )
     assert (ended.code, ended.report) == (-6, None)
     assert "now" in ended.output
     noise = "WARNING: All log messages before absl::InitializeLog() ...\nI0000 00:00:1.2 3 port.cc:153] oneDNN\n"

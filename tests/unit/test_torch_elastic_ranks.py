@@ -227,7 +227,7 @@ def test_ranks_are_removed(center: str, left: list[int]) -> None:
     assert found == [(3, 3, at_center, at_center), *(committed[rank] for rank in left)]
 
 
-@pytest.mark.parametrize("inside", [hvdp.EASGD, hvdp.DiLoCo])
+@pytest.mark.parametrize("inside", [hvdp.EASGD, thorough(hvdp.DiLoCo)])
 def test_a_rank_is_lost_in_sync_by_groups(inside: Any) -> None:
     """Those that are left are in other groups, of which each has one center, and replicas are what was committed."""
     committed = {}
