@@ -286,8 +286,9 @@ def test_in_turn_on_two_hosts(hosts: Reports) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_any_rank_saves_alone(restarted: tuple[Reports, Reports], mode: str) -> None:
-    for report in column(restarted[0], "save", mode):
-        assert max(report.values()) < 5, "seconds"
+    """While the others sleep: were they needed, all would wait for ever at the barrier that follows."""
+    for saved in column(restarted[0], "save", mode):
+        assert saved == ["easgd", "adam"]
 
 
 @pytest.mark.parametrize("mode", MODES)

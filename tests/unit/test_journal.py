@@ -146,7 +146,6 @@ def test_every_exchange_is_told(
     assert [report.steps for report in heard.reports] == [3, 3, 3, 1]
     assert [report.loss for report in heard.reports] == [2.0, 5.0, 8.0, 10.0]
     assert [report.learning_rate for report in heard.reports] == [0.125] * 4
-    assert sum(report.seconds for report in heard.reports) == pytest.approx(counters.exchange_seconds, rel=0.5)
     assert all(report.seconds > 0 and (report.step_seconds or 0) > 0 for report in heard.reports)
     assert all((report.waited is None) == asynchronous for report in heard.reports)
     times = [when for report in heard.reports for when in (report.came, report.time)]
@@ -160,6 +159,7 @@ def test_every_exchange_is_told(
     assert total.bytes_sent == counters.bytes_sent >= sum(report.bytes_sent for report in heard.reports) > 0
     assert total.closed == (None if asynchronous else pytest.approx(1 - (1 - 0.2) ** 4))
     assert total.wall_seconds > total.seconds == counters.exchange_seconds
+    assert total.wall_seconds > sum(report.seconds for report in heard.reports)
     began, *exchanged, ended = read_run_log(folder)[0]
     assert (began["event"], began["elements"], began["size"], began["period"]) == ("began", 100, 1, PERIOD)
     title = {"numpy": "numpy", "torch": "PyTorch"}.get(front_end, "TensorFlow")
