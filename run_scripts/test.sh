@@ -82,7 +82,7 @@ main() {
   export_job_variables
   export HVD_PERIODIC_TRAINERS="$STATE/trainers"
   # The ranks of a test share the cores: one thread each.
-  export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
+  export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=2
 
   cd "$PROJECT_ROOT"
   # Two at a time, each file by one: what leaves a core idle has company. Unit tests, which are short, come last.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.tensorflow.hosted import HostValues
 from hvd_periodic.vectors.coding import Coding
 
 _TYPES = {
@@ -100,3 +102,26 @@ class GraphCoding(Coding[Any]):
     def scattered(self, values: Any, places: Any, size: int) -> Any:
         """Return zeros with these values in them."""
         return tf.scatter_nd(places[:, None], values, [size])
+
+
+class ArrayCoding(Coding[np.ndarray]):
+    """Of arrays in host memory, and of the variables that they stand for.
+
+    Args:
+        values: reads the variables.
+    """
+
+    def __init__(self, values: HostValues) -> None:
+        self._values = values
+
+    def are_finite(self, tensors: Sequence[Any]) -> bool:
+        """Return whether no element is NaN or infinite, of those types that may be."""
+        return super().are_finite([self._array(tensor) for tensor in tensors if tensor.dtype.is_floating])
+
+    def is_finite_or(self, x: Any, other: Any) -> bool:
+        """Return whether every element is finite, or equal to that of another variable."""
+        return not x.dtype.is_floating or super().is_finite_or(self._array(x), self._array(other))
+
+    def _array(self, variable: Any) -> np.ndarray:
+        array = self._values.read(variable)
+        return array.astype(np.float32) if array.dtype.itemsize == 2 else array  # numpy has no product of bfloat16

@@ -9,6 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
@@ -18,25 +19,25 @@ from hvd_periodic.comm.subset import Subset
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
 """Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""
 
+_HOSTS_UPDATED = "Hosts were added or removed: all ranks begin anew, as where a HorovodAllreduce has failed"
+
 
 class TensorFlowCommunicator(HorovodCommunicator):
-    """The ranks of a Horovod process set, exchanging TensorFlow tensors.
+    """The ranks of a Horovod process set, exchanging TensorFlow tensors or numpy arrays; results are of the same kind.
 
-    ``allreduce`` and ``broadcast`` are operations of the graph that is being built, if one is. ``allgather_object`` is
-    done at once, also while a graph is built, and without eager execution in a session of its own.
+    ``allreduce`` and ``broadcast`` of tensors are operations of the graph that is being built, if one is.
+    ``allgather_object`` is done at once, also while a graph is built, and without eager execution in a session of its
+    own.
 
     Args:
         process_set: the ranks that exchange. Default: all.
-        hosted: Python runs exchanges, also those of compiled steps: what it runs meanwhile is not compiled, as where a
-            graph waits for Python a function may find no thread to run on. So it always is under elastic Horovod.
 
     Raises:
         RuntimeError, ValueError: as :class:`HorovodCommunicator`.
     """
 
-    def __init__(self, process_set: Any = None, hosted: bool = False) -> None:
+    def __init__(self, process_set: Any = None) -> None:
         super().__init__("horovod.tensorflow", process_set, tf.convert_to_tensor)
-        self._hosted = hosted or self.elastic
         self._compiled: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
@@ -67,33 +68,34 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
         """Give every rank its part, eagerly."""
         options = {"name": _label(name, "Alltoall"), "ignore_name_scope": True, "process_set": self.process_set}
+        value = _on_host(buffer) if isinstance(buffer, np.ndarray) else buffer
         with tf.device("CPU:0"):
             splits = tf.convert_to_tensor(counts)
-            received, given = self.attendance.during(lambda: self._hvd.alltoall(buffer, splits=splits, **options))
-        return lambda: (received, given)
+            received, given = self.attendance.during(lambda: self._hvd.alltoall(value, splits=splits, **options))
+        parts = np.asarray(received) if isinstance(buffer, np.ndarray) else received
+        return lambda: (parts, given)
 
     def repeated(self, buffer: Any, times: int) -> Any:
-        """Return a tensor several times."""
-        return tf.tile(buffer, [times])
+        """Return a tensor or an array several times."""
+        return np.tile(buffer, times) if isinstance(buffer, np.ndarray) else tf.tile(buffer, [times])
 
     def larger(self, x: Any, y: Any) -> Any:
         """Return the larger of both, of every element."""
-        return tf.maximum(x, y)
+        return np.maximum(x, y) if isinstance(x, np.ndarray) else tf.maximum(x, y)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather at once, under the name that the same has in a graph."""
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return super().gather_integers(values, name)
-            with tf.device("CPU:0"):
-                return np.asarray(self.allgather(tf.constant(values), name))
+            return np.asarray(self.allgather(values, name))
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
         """Broadcast; Horovod names the root by its global rank."""
         return self._run(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])
 
     def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
-        """Return the result of one collective, called as a function of its own.
+        """Return the result of one collective; in a graph, called as a function of its own.
 
         Horovod's operations claim to be free of side effects. As nodes of a graph, Grappler removes those whose result
         a rank does not use, merges those of equal inputs and computes those of constants once, on that rank alone: the
@@ -105,11 +107,12 @@ class TensorFlowCommunicator(HorovodCommunicator):
         def run(value: Any) -> Any:
             return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
 
-        if self._hosted and tf.executing_eagerly():  # Nobody has compiled it.
-            return run(buffer)
-        if not tf.executing_eagerly():
-            # Constants would be moved into the function, and the collective be computed when the graph is optimized.
-            buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
+        if isinstance(buffer, np.ndarray):
+            return np.asarray(self.attendance.during(lambda: run(_on_host(buffer))))
+        if tf.executing_eagerly():
+            return self.attendance.during(lambda: run(buffer))
+        # Constants would be moved into the function, and the collective be computed when the graph is optimized.
+        buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         key = (operation, name, tuple(options.values()), spec)
         if key not in self._compiled:
@@ -122,8 +125,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
             with tf.init_scope():
                 called = tf.function(called_apart, autograph=False, experimental_attributes={"_noinline": True})
                 self._compiled[key] = called.get_concrete_function(spec)
-        compiled = self._compiled[key]
-        return self.attendance.during(lambda: compiled(buffer)) if tf.executing_eagerly() else compiled(buffer)
+        return self._compiled[key](buffer)
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, eagerly or in a session of its own."""
@@ -139,7 +141,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
-        return TensorFlowCommunicator, (process_set, self._hosted)
+        return TensorFlowCommunicator, (process_set,)
 
 
 def communicator_of(process_set: Any) -> Communicator:
@@ -155,14 +157,43 @@ def communicator_of(process_set: Any) -> Communicator:
     if isinstance(process_set, Communicator):
         return process_set
     if isfunction(process_set):
-        return Subset(ranks_of(None, hosted=True), process_set)
+        return Subset(ranks_of(None), process_set)
     return ranks_of(process_set)
 
 
-def ranks_of(process_set: Any, hosted: bool = False) -> Communicator:
+def ranks_of(process_set: Any) -> Communicator:
     """Return the communicator over a process set; of None, over all ranks, as :func:`communicator_of`."""
     alone = None if process_set is not None or hvd.is_initialized() else only_rank()
-    return TensorFlowCommunicator(process_set, hosted) if alone is None else alone
+    return TensorFlowCommunicator(process_set) if alone is None else alone
+
+
+def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
+    """Return what Python runs for a compiled step of an elastic job, with the errors that hvd.elastic.run heeds.
+
+    It takes errors of TensorFlow that name a collective for a rank that was lost, and begins anew. Of others that are
+    ``UnknownError``, which most errors of Python become, it takes no notice, and the job would end as if it were done:
+    they become ValueErrors.
+    """
+
+    def call() -> None:
+        try:
+            run()
+        except tf.errors.OpError:
+            raise
+        except HostsUpdatedInterrupt as error:
+            raise RuntimeError(_HOSTS_UPDATED) from error
+        except HorovodInternalError as error:
+            raise RuntimeError(f"HorovodAllreduce: {error}") from error
+        except Exception as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    return call
+
+
+def _on_host(array: np.ndarray) -> tf.Tensor:
+    """Return an array as a tensor in host memory."""
+    with tf.device("CPU:0"):
+        return tf.constant(array)
 
 
 def _label(name: str, operation: str) -> str:

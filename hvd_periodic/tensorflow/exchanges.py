@@ -98,6 +98,8 @@ class Exchanges:
         if plan.asynchronous or options["center"] != "replicated" or sums:
             ranks = connection.ranks_of_file()  # What this rank holds of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
+        center, values = plan.center, replica.values
+        moving = None if center is None else VariableOuterOptimizer(center, named.parameters, values)
         self._synchronizer = synchronizer = VariableSynchronizer(
             self._new_variable,
             replica,
@@ -107,7 +109,7 @@ class Exchanges:
             root,
             connection.name,
             asynchronous=plan.asynchronous,
-            outer=None if plan.center is None else VariableOuterOptimizer(plan.center, named.parameters),
+            outer=moving,
             rates=KerasLearningRate(innermost(plan.optimizer)),
             local_optimizer=KerasOptimizerState(innermost(plan.optimizer), replica),
             learning_rate=lambda: native(getattr(plan.optimizer, "learning_rate", None)),

@@ -16,7 +16,7 @@ from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.telling import count_of
 from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
-from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
+from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
@@ -24,18 +24,21 @@ from hvd_periodic.tensorflow.meeting import audit_in_graph
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, VariableView
+from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.resharding import resharded
-from hvd_periodic.tensorflow.synchronous import GraphSynchronous, take_turn
+from hvd_periodic.tensorflow.synchronous import GraphSynchronous
 
 
 class VariableSynchronizer(ReplicaSynchronizer[Any]):
     """The synchronizer of the core with its counters in variables.
 
-    Outside of graphs it is the one of the core. In a graph, :meth:`step` is a ``tf.cond`` on those variables; the data
-    of an exchange stays in the graph, and what ranks tell each other before, some integers, is judged in Python.
+    Outside of graphs it is the one of the core. In a compiled function, :meth:`step` counts and compares, and waits for
+    Python where an exchange is due. In a graph of TensorFlow 1, the exchange is a branch of the graph, and what ranks
+    tell each other before, some integers, is judged in Python.
 
     Args:
         new_variable: makes the variables of the counters.
+        replica: the variables of this rank.
         arguments, options: those of :class:`hvd_periodic.sync.parts.Parts`.
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
 
@@ -44,9 +47,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             others.
         started: whether the ranks have agreed, and started from the same values.
         opened: whether the first step of an optimizer has found out who had loaded what.
-        rejoined: the ranks have come together in a ``State``: Python may run what compiled steps exchange.
-        after_exchange: called at the end of every step in which ranks have exchanged; of compiled steps, once ranks
-            have come together.
+        after_exchange: called at the end of every step in which ranks have exchanged.
         after_join: called where other ranks have joined: other variables may have come in the place of some.
         watched: variables that ``after_exchange`` reads.
     """
@@ -56,22 +57,27 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     view: VariableView
     checkpoint: VariableCheckpoint
     opening: Callable[[], object] | None = None
-    started = opened = rejoined = False
+    started = opened = False
     after_exchange: Callable[[], object] | None = None
     after_join: Callable[[], object] | None = None
 
     def __init__(
-        self, new_variable: NewVariable, *arguments: Any, learning_rate: Callable[[], Any] | None = None, **options: Any
+        self,
+        new_variable: NewVariable,
+        replica: VariableReplica,
+        *arguments: Any,
+        learning_rate: Callable[[], Any] | None = None,
+        **options: Any,
     ) -> None:
         forms = Forms(
-            lambda schedule: VariableLedger(new_variable, schedule, learning_rate),
+            lambda schedule: VariableLedger(new_variable, schedule, learning_rate, replica.values),
             (GraphSynchronous, GraphAsynchronous),
             GraphGradients,
             VariableCheckpoint,
             VariableView,
             cuts=False,
         )
-        super().__init__(*arguments, **options | {"forms": forms})
+        super().__init__(replica, *arguments, **options | {"forms": forms})
         self.watched: list[tf.Variable] = []
         self._local: KerasOptimizerState | None = options.get("local_optimizer")
         alone = self.course.worker is not None
@@ -111,10 +117,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     def rejoin(self, name: str) -> None:
         """Be of the ranks that Horovod has now, with the variables that there are; communicates nothing.
 
-        Compiled steps stay: their exchanges are run by Python, see ``hosted.py``, under elastic Horovod, in groups that
-        exchange in step, and where each is a commit. Where this rank
-        holds another part of the center, that has new variables, of zeros until they are given their values; but for a
-        state that was loaded before training began.
+        Compiled steps stay: Python runs their exchanges, with the variables that there are. Where this rank holds
+        another part of the center, that has new variables, of zeros until they are given their values; but for a state
+        that was loaded before training began.
 
         Args:
             name: prefix of the names of collectives, the same on all ranks.
@@ -122,14 +127,14 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Raises:
             ValueError: hyper-parameters that make no sense for so many ranks.
         """
-        communicator = self.membership.communicator.anew(TensorFlowCommunicator(hosted=True))
+        communicator = self.membership.communicator.anew(TensorFlowCommunicator())
         self.algorithm.check(communicator.size)
         loaded, checkpoint = self.checkpoint.state, self.checkpoint
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
         self.join(communicator, self.membership.asked_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
         self.meeting.rejoin()
-        self.beginning.begun, self.started, self.opened, self.rejoined = False, True, True, True
+        self.beginning.begun, self.started, self.opened = False, True, True
         if self._share is not None and not cut_for_others:
             self._share.assign(self._place)
         if loaded is not None:
@@ -163,7 +168,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     def sync(self) -> None:
         """Exchange now, on all ranks, whatever the schedule says; as in the core."""
         self._open()
-        super().sync()
+        if tf.executing_eagerly() or in_session():
+            super().sync()
+            return
+        refuse_xla()
+        self.view.refuse_inside("sync")
+        self.begin(Moment.AFTER_UPDATE)
+        self._in_python(self._exchange_now)()
 
     def leave(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center; as in the core."""
@@ -221,20 +232,20 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if tf.executing_eagerly():
             self.membership.refuse_others()
             exchanged = super().step(updated)
-            self._has_exchanged(exchanged)
+            if exchanged and self.after_exchange is not None:
+                self.after_exchange()
             return exchanged
         refuse_xla()
         self.view.refuse_inside("step")
         self.gradients.check(updated is not False)
         self.begin()  # What is being compiled has not run yet.
         due = self.count(updated)
+        restart: Callable[[], Any] = self.restart_center
+        exchange: Callable[[], Any] = self.course.exchange
+        if not in_session():
+            restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_now))
         if self.phase.until is not None:
-            tf.cond(tf.equal(self.steps_to_switch(), 0), self.restart_center, lambda: tf.constant(False))
-        run: Callable[[], Any] = self.course.exchange
-        commits = self.rejoined and self.after_exchange is not None
-        if self.membership.communicator.elastic or self.membership.in_step or commits:
-            run = self._hosted()
-        exchange = run if in_session() else apart(run)
+            tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
         return tf.cond(due, exchange, lambda: tf.constant(False))
 
     def count(self, updated: Any = True) -> Any:
@@ -258,44 +269,56 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             "average those of all variables?",
         )
 
-    def _hosted(self) -> Callable[[], Any]:
-        """Return what lets a graph wait for an exchange that Python runs; others of the graph come before or after."""
-        run = hosted(self._exchange_eagerly, self.seen())
-
-        def in_turn() -> Any:
-            with tf.control_dependencies(take_turn()):
-                return run()
-
-        return in_turn
+    def _in_python(self, run: Callable[[], object]) -> Callable[[], tf.Tensor]:
+        """Return a function that lets a graph wait for Python, and returns True."""
+        if self.membership.communicator.elastic:
+            run = as_elastic_jobs_heed(run)
+        return hosted(run, self.replica.values, *self._hosted_variables())
 
     def tells_end(self) -> tf.Operation:
         """Return what tells the journal that training is over, in a session of TensorFlow 1, if it has begun there."""
         journal = self.journal
         return self.ledger.told(lambda counters: journal.ended(count_of(counters)) if journal.begun else None)
 
-    def _exchange_eagerly(self) -> None:
-        """Exchange with the ranks that there are now."""
+    def _exchange_now(self) -> None:
+        """Exchange, for a compiled step, with the ranks that there are now."""
         self.membership.refuse_others()
         self.view.refuse_inside("step")
         self.course.exchange()
-        self._has_exchanged(True)
-
-    def _has_exchanged(self, exchanged: bool) -> None:
-        if exchanged and self.after_exchange is not None:
-            self.after_exchange()
+        if self.after_exchange is not None:
+            with self.replica.values.in_variables():
+                self.after_exchange()
 
     def seen(self) -> list[tf.Variable]:
-        """Return the variables that an exchange, or what comes after it, reads or changes, of those that steps use.
+        """Return the variables that steps use, and exchanges or :attr:`after_exchange` may read or write."""
+        return list({id(variable): variable for role in self._hosted_variables() for variable in role}.values())
 
-        Nothing but exchanges knows the center, whose variables are others where ranks have changed.
+    def _hosted_variables(self) -> tuple[list[tf.Variable], ...]:
+        """Return the variables that :func:`hosted` takes: of a compiled step, those that Python writes, reads, or both.
+
+        Where ranks may change, the center may have other variables then, and :attr:`after_exchange` may write any.
         """
-        named, ledger = self.replica.named, self.ledger
-        roles = (named.parameters, named.averaged, named.counted, named.followed, named.constants)
-        found = [variable for role in roles for _, variable in role] + self.watched
-        found += [v for group in self.tensor_groups for store in group.worker.values() for v in store.tensors()]
-        found += [*ledger.variables.values(), *ledger.note_variables.values()]
-        found += [] if self._local is None else self._local.variables()
-        return list({variable.ref(): variable for variable in found}.values())
+        named, ledger, groups = self.replica.named, self.ledger, self.tensor_groups
+        counted = [*ledger.variables.values(), *ledger.note_variables.values()]
+        roles = (named.parameters, named.averaged, named.counted, named.followed)
+        written = [variable for role in roles for _, variable in role]
+        written += [v for group in groups for store in group.worker.values() for v in store.tensors()]
+        read = [variable for _, variable in named.constants]
+        if not self.membership.communicator.elastic:
+            for group in groups:
+                moved = written if group.total is None else read
+                moved += [v for store in group.center_state.values() for v in store.tensors()]
+                for store in (group.total, group.outbox.unsent_sums):
+                    written += [] if store is None else store.tensors()
+        if self._local is not None:
+            kept = self.course.setting.optimizer_state is not None or self.course.finite.skips
+            for variable in self._local.variables():
+                (written if kept and variable.shape.rank else read).append(variable)
+        if self.after_exchange is not None:
+            written, read = [*written, *read, *self.watched], []
+        if not self.replica.in_host_memory:
+            return _distinct(counted, [], [*written, *read])
+        return _distinct([*counted, *written], read, [])
 
     def _open(self) -> None:
         if self.opening is not None:
@@ -318,6 +341,12 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             f"The state loaded on rank {self._place[0]} of {self._place[1]} was saved by rank {saved[0]} of "
             f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
         )
+
+
+def _distinct(*lists: list[tf.Variable]) -> tuple[list[tf.Variable], ...]:
+    """Return lists of variables without those that came before."""
+    known: set[int] = set()
+    return tuple([v for v in variables if not (id(v) in known or known.add(id(v)))] for variables in lists)  # type: ignore[func-returns-value]
 
 
 def apart(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -73,3 +75,14 @@ def in_session() -> bool:
     """Return whether a graph of TensorFlow 1 is being built, which sessions run; as opposed to a compiled function."""
     with tf.init_scope():
         return not tf.executing_eagerly()
+
+
+@cache
+def several_threads() -> bool:
+    """Return whether TensorFlow has more than one thread that runs operations.
+
+    A compiled step keeps the thread on which it waits for Python: where it is the only one, a compiled function that
+    Python calls meanwhile would never run.
+    """
+    chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0))
+    return (chosen or len(os.sched_getaffinity(0))) > 1

@@ -19,6 +19,7 @@ from hvd_periodic.sync.planning import ask
 from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.sync.turns import Since
 from hvd_periodic.tensorflow.host import Numbers, from_integers, in_session, packed
+from hvd_periodic.tensorflow.hosted import HostValues
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
@@ -46,6 +47,7 @@ class VariableLedger(Ledger):
         new_variable: makes the variables.
         schedule: as in the core.
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
+        values: reads and writes the variables outside of graphs.
 
     Attributes:
         variables: of the counters, by name.
@@ -53,9 +55,13 @@ class VariableLedger(Ledger):
     """
 
     def __init__(
-        self, new_variable: NewVariable, schedule: Schedule, learning_rate: Callable[[], Any] | None = None
+        self,
+        new_variable: NewVariable,
+        schedule: Schedule,
+        learning_rate: Callable[[], Any] | None,
+        values: HostValues,
     ) -> None:
-        self._new_variable, self._remembers = new_variable, schedule.remembers
+        self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values
         self._fragments = schedule.fragments if isinstance(schedule, Streamed) else 1
         self.learning_rate = learning_rate
         self.variables: dict[str, tf.Variable] = {}
@@ -79,13 +85,13 @@ class VariableLedger(Ledger):
     def counters(self) -> Counters:
         """Steps, rounds, bytes and seconds so far; outside of graphs."""
         with tf.init_scope():
-            return Counters(**{name: variable.numpy().item() for name, variable in self.variables.items()})
+            return Counters(**{name: self._number(name) for name in self.variables})
 
     @counters.setter
     def counters(self, counters: Counters) -> None:
         for field, value in zip(fields(Counters), astuple(counters), strict=True):
             if field.name in self.variables:
-                self.variables[field.name].assign(value)
+                self._set(self.variables[field.name], value)
             elif not (in_session() and field.name in ADDED):
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self.variables[field.name] = self._new_variable(field.name, (), dtype, value)
@@ -94,14 +100,16 @@ class VariableLedger(Ledger):
     def notes(self) -> Notes:
         """What this rank keeps for its schedule; outside of graphs."""
         with tf.init_scope():
-            return _notes_of({name: scalar.numpy().item() for name, scalar in self._noted_numbers().items()})
+            numbers: Numbers = {}
+            for owner, variable in self.note_variables.items():
+                numbers |= zip(self._names(owner), self._values.read(variable).tolist(), strict=True)
+            return _notes_of(numbers)
 
     @notes.setter
     def notes(self, notes: Notes) -> None:
         numbers = self.noted(notes)
         for name, variable in self.note_variables.items():
-            kept = np.reshape([numbers[each] for each in self._names(name)], variable.shape).astype(variable.dtype.name)
-            variable.assign(kept)
+            self._set(variable, [numbers[each] for each in self._names(name)])
 
     @property
     def is_new(self) -> bool:
@@ -111,12 +119,24 @@ class VariableLedger(Ledger):
     @property
     def local_steps(self) -> int:
         """Iterations so far; outside of graphs."""
-        return int(self.variables["local_steps"].numpy())
+        return int(self._number("local_steps"))
 
     @property
     def rounds(self) -> int:
         """Exchanges so far; outside of graphs."""
-        return int(self.variables["rounds"].numpy())
+        return int(self._number("rounds"))
+
+    def _number(self, name: str) -> Any:
+        """Return a counter."""
+        return self._values.read(self.variables[name]).item()
+
+    def _set(self, variable: tf.Variable, numbers: Any) -> None:
+        """Set a variable, outside of functions that are being compiled."""
+        array = np.array(numbers, variable.dtype.as_numpy_dtype)
+        if not self._values.holds(variable) and in_session():
+            variable.assign(array.reshape(variable.shape))
+        else:
+            self._values.write(variable, array.reshape(-1))
 
     def _first_exchange(self, schedule: Schedule) -> int:
         """Return the step of the first exchange; sessions of TensorFlow 1 do not decide it when training begins."""
@@ -128,7 +148,10 @@ class VariableLedger(Ledger):
         """Add to counters, by name; also in a graph."""
         for name, more in increments.items():
             variable = self.variables[name]
-            variable.assign_add(tf.cast(more, variable.dtype))
+            if self._values.holds(variable):
+                self._set(variable, self._number(name) + more)
+            else:
+                variable.assign_add(tf.cast(more, variable.dtype))
 
     def count(self, updated: Any) -> Any:
         """Count one iteration; return whether an exchange is due then, as a boolean scalar."""

@@ -84,12 +84,13 @@ class KerasOptimizerState:
 
     def reset(self) -> None:
         """Set all to what a new optimizer has: zeros, the variables, or what its settings say."""
-        of_name = dict(self._replica.named.parameters)
+        of_name, values = dict(self._replica.named.parameters), self._replica.values
         for entry, pairs in self.entries().items():
             start = self._start.get(entry, 0.0)
             for name, variable in pairs:
-                value = of_name[name] if start is None else tf.fill(variable.shape, start)
-                variable.assign(tf.cast(value, variable.dtype))
+                parameter = values.read(of_name[name])
+                value = parameter if start is None else np.full(parameter.shape, start)
+                values.write(variable, value.astype(variable.dtype.as_numpy_dtype))
 
 
 def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:

@@ -14,6 +14,7 @@ from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
+from hvd_periodic.tensorflow.hosted import HostValues
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
@@ -51,10 +52,14 @@ class VariableOuterOptimizer(FollowsRate):
     Args:
         moved: makes and steps the optimizer.
         parameters: the variables that are exchanged, by name, in the order of their layout.
+        values: holds the variables, where Python exchanges for a compiled step.
     """
 
-    def __init__(self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]]) -> None:
+    def __init__(
+        self, moved: Any, parameters: Sequence[tuple[str, tf.Variable]], values: HostValues | None = None
+    ) -> None:
         self._moved: CenterOptimizer = moved
+        self._values = values
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self._initial: list[Any] = []
@@ -62,7 +67,7 @@ class VariableOuterOptimizer(FollowsRate):
 
     def another(self) -> VariableOuterOptimizer:
         """Return one like this that has no center yet."""
-        return VariableOuterOptimizer(self._moved.another(), self._parameters)
+        return VariableOuterOptimizer(self._moved.another(), self._parameters, self._values)
 
     def divided(self, fragments: Sequence[Fragment]) -> DividedVariables:
         """Return one of these for each fragment."""
@@ -100,7 +105,7 @@ class VariableOuterOptimizer(FollowsRate):
     def step(self) -> None:
         """Apply one step."""
         if self._host is None:
-            self._moved.step(self.maximum)
+            self._moved.step(self.maximum, self._values)
         else:
             self._moved.step_host(*self._host)
 
@@ -230,7 +235,8 @@ class KerasLearningRate(FollowsRate, LearningRates):
     def follow(self, settings: Any) -> None:
         """Take that of another rank, or this rank's own of now; in a graph, a tensor of it."""
         given = None if settings is None else settings["learning_rate"]
-        self._now = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
+        rate = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
+        self._now = float(rate) if tf.executing_eagerly() else rate
 
     def stretches(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
         """Yield the whole bucket."""

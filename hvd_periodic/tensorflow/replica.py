@@ -14,9 +14,11 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import SOME, Replica
+from hvd_periodic.tensorflow.host import in_session
+from hvd_periodic.tensorflow.hosted import HostValues, is_in_host_memory
 from hvd_periodic.tensorflow.ledger import NewVariable
-from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.tensorflow.store import CenterStore, VariableStore, array_of, layout_of
+from hvd_periodic.tensorflow.space import HostSpace, TensorSpace
+from hvd_periodic.tensorflow.store import ArrayStore, CenterStore, VariableStore, array_of, layout_of
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
@@ -68,6 +70,8 @@ class VariableReplica(Replica[Any]):
         forget_variable: called with the name of one that is no longer used.
 
     Attributes:
+        values: reads and writes the variables while Python exchanges for a compiled step.
+        tensor_space: the verbs of the local rule, which a step runs on tensors.
         gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
         seen: the places of parameters that have had a gradient, in a step that ran or was compiled.
 
@@ -108,7 +112,12 @@ class VariableReplica(Replica[Any]):
         self.bucket_bytes = bucket_bytes
         self.gradients: list[Any] = [None] * len(named.parameters)
         self.seen: set[int] = set()
-        self.space: VectorSpace[Any] = TensorSpace()
+        self.values = HostValues()
+        exchanged = (named.parameters, named.averaged, named.counted, named.followed)
+        here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
+        self.in_host_memory = here and not in_session()
+        self.tensor_space = TensorSpace()
+        self.space: VectorSpace[Any] = HostSpace(self.values) if self.in_host_memory else self.tensor_space
         self._new_variable, self._forget_variable = new_variable, forget_variable
         self._made: dict[str, int] = {}
         self.parameters: Store[Any] = self.store_of(named.parameters)
@@ -153,10 +162,13 @@ class VariableReplica(Replica[Any]):
 
     def constrain(self, center: Store[Any]) -> None:
         """Make parameters and center obey the constraints of the parameters, where they are here."""
-        for variables in (self.parameters.tensors(), center.tensors()):
-            for variable, constraint in zip(variables, self.named.constraints, strict=False):
-                if constraint is not None:
-                    variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
+        if not any(self.named.constraints):
+            return
+        with self.values.in_variables():
+            for variables in (self.parameters.tensors(), center.tensors()):
+                for variable, constraint in zip(variables, self.named.constraints, strict=False):
+                    if constraint is not None:
+                        variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
         """Return which have had one."""
@@ -184,8 +196,9 @@ class VariableReplica(Replica[Any]):
 
     def follow_weights(self) -> None:
         """Let layers compute with their weights of now."""
-        for layer in self.named.deriving:
-            layer.finalize_state()
+        with self.values.in_variables():
+            for layer in self.named.deriving:
+                layer.finalize_state()
 
     def changes(self) -> str | None:
         """Return None: variables keep dtype and shape, and the optimizer refuses unknown ones."""
@@ -193,11 +206,11 @@ class VariableReplica(Replica[Any]):
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return variables of zeros, one per variable of the layout."""
-        return VariableStore(layout, self._new_variables(layout, name))
+        return self._stored(layout, self._new_variables(layout, name), VariableStore)
 
     def new_resting_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return such variables that change in place."""
-        return CenterStore(layout, self._new_variables(layout, name))
+        return self._stored(layout, self._new_variables(layout, name), CenterStore)
 
     def _new_variables(self, layout: Layout, name: str) -> list[tf.Variable]:
         self._made[name] = len(layout.specs)
@@ -231,7 +244,7 @@ class VariableReplica(Replica[Any]):
             if self.gradients[i] is not None:
                 present = 1
                 of_variable = {key: variables[i] for key, variables in vectors.items()}
-                self.gradients[i], _ = algorithm.local(self.space, variable, self.gradients[i], of_variable)
+                self.gradients[i], _ = algorithm.local(self.tensor_space, variable, self.gradients[i], of_variable)
         return present
 
     def discard_gradients(self) -> None:
@@ -243,12 +256,12 @@ class VariableReplica(Replica[Any]):
         ]
 
     def to_host(self, value: Any, bucket: Bucket) -> np.ndarray:
-        """Return an array of an eager tensor."""
+        """Return an array of an eager tensor, or the array."""
         return np.asarray(value)
 
     def from_host(self, array: np.ndarray, bucket: Bucket) -> Any:
-        """Return a tensor."""
-        return tf.constant(array)
+        """Return a tensor, or the array."""
+        return array if self.in_host_memory else tf.constant(array)
 
     def to_bytes(self, value: Any) -> bytes:
         """Return the raw memory."""
@@ -268,4 +281,7 @@ class VariableReplica(Replica[Any]):
 
     def store_of(self, named: Named) -> Store[Any]:
         """Return named variables as a store."""
-        return VariableStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named])
+        return self._stored(layout_of(named, self.bucket_bytes), [variable for _, variable in named], VariableStore)
+
+    def _stored(self, layout: Layout, variables: Sequence[tf.Variable], on_device: type[VariableStore]) -> Store[Any]:
+        return ArrayStore(layout, variables, self.values) if self.in_host_memory else on_device(layout, variables)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.coding import GraphCoding
+from hvd_periodic.tensorflow.coding import ArrayCoding, GraphCoding
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
+from hvd_periodic.tensorflow.hosted import HostValues
 from hvd_periodic.vectors.space import VectorSpace
 
 
@@ -77,6 +79,17 @@ class TensorSpace(VectorSpace[Any]):
     def dot(self, x: Any, y: Any) -> Any:
         """Return the inner product, as a scalar tensor of float64, whatever the dtype of the bucket."""
         return tf.cast(tf.reduce_sum(x * y), tf.float64)
+
+
+class HostSpace(VectorSpace[np.ndarray]):
+    """Arrays in host memory.
+
+    Args:
+        values: reads the variables that they stand for.
+    """
+
+    def __init__(self, values: HostValues) -> None:
+        self.coding = ArrayCoding(values)
 
 
 def scaled(a: Any, x: Any) -> Any:

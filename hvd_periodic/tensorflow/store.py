@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
+from hvd_periodic.tensorflow.hosted import HostValues
 from hvd_periodic.vectors.layout import Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.store import Store
@@ -78,6 +79,47 @@ class CenterStore(VariableStore):
         piece = bucket.pieces[0]
         whole = (piece.start, piece.stop) == (0, self.layout.specs[piece.tensor].size)
         return FlatVariable(self._variables[piece.tensor]) if whole else None
+
+
+class ArrayStore(VariableStore):
+    """Variables in host memory, outside of graphs: they are read as arrays, and assigned from arrays.
+
+    Args:
+        layout, variables: those of :class:`VariableStore`.
+        values: reads and writes the variables.
+    """
+
+    def __init__(self, layout: Layout, variables: Sequence[tf.Variable], values: HostValues) -> None:
+        super().__init__(layout, variables)
+        self._values = values
+
+    def read(self, bucket: Bucket, out: Any = None) -> np.ndarray:
+        """Return the values of a bucket, in ``out`` if given, else in an array that must not be changed."""
+        arrays = [self._values.read(self._variables[piece.tensor])[piece.start : piece.stop] for piece in bucket.pieces]
+        if out is None and len(arrays) == 1:
+            return arrays[0].astype(bucket.kind, copy=False)
+        out = np.empty(bucket.size, bucket.kind) if out is None else out
+        for piece, array in zip(bucket.pieces, arrays, strict=True):
+            out[piece.offset : piece.offset + array.size] = array
+        return cast(np.ndarray, out)
+
+    def write(self, bucket: Bucket, value: Any) -> None:
+        """Assign what a bucket completes."""
+        for piece in bucket.pieces:
+            part, ends = value[piece.offset : piece.offset + piece.stop - piece.start], self.layout.ends
+            if piece.start == 0 or bucket.index - 1 in ends:  # also where an exchange failed halfway
+                self._begun = piece.start, []
+            start, parts = self._begun
+            parts.append(part)
+            if piece.stop == self.layout.specs[piece.tensor].size or bucket.index in ends:
+                self._assign_array(self._variables[piece.tensor], start, piece.stop, parts)
+
+    def _assign_array(self, variable: Any, start: int, stop: int, parts: list[np.ndarray]) -> None:
+        if stop - start < np.prod(variable.shape):
+            flat = self._values.read(variable)
+            parts = [flat[:start], *parts, flat[stop:]]
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._values.write(variable, value.astype(variable.dtype.as_numpy_dtype, copy=False))
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:

@@ -112,7 +112,7 @@ class Synchronizer(VariableSynchronizer):
                 root,
                 name,
                 asynchronous=asynchronous,
-                outer=None if moved is None else VariableOuterOptimizer(moved, named.parameters),
+                outer=None if moved is None else VariableOuterOptimizer(moved, named.parameters, replica.values),
                 rates=None if optimizer is None else KerasLearningRate(optimizer),
                 local_optimizer=None if optimizer is None else KerasOptimizerState(optimizer, replica),
                 **of_exchange(options),

@@ -17,7 +17,7 @@ from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.comm.packing import is_real
 from hvd_periodic.sync.left_out import tell
 from hvd_periodic.sync.synchronous import Synchronous
-from hvd_periodic.tensorflow.host import Numbers, in_session, on_host, outside, to_integers, unpacked
+from hvd_periodic.tensorflow.host import Numbers, on_host, to_integers, unpacked
 from hvd_periodic.tensorflow.ledger import seconds
 from hvd_periodic.tensorflow.meeting import GraphMeeting, audit_in_graph, ledger_of
 from hvd_periodic.tensorflow.outer import FollowsRate
@@ -75,9 +75,8 @@ class GraphSynchronous(Synchronous[Any]):
             return super().exchange(leaving)
         setting, ledger, started = self.setting, ledger_of(self.setting), seconds()
         hyperparameters = setting.exchanged.hyperparameters
-        with tf.control_dependencies(take_turn()):
-            meeting = GraphMeeting(setting, self.finite, self._distance())
-            concluded, decided = self._decided(meeting)
+        meeting = GraphMeeting(setting, self.finite, self._distance())
+        concluded, decided = self._decided(meeting)
         plan = _Decided(**{field.name: decided.pop(field.name) for field in fields(_Decided)})
         checks = [concluded, *self._started_alike(concluded)]
         if isinstance(hyperparameters, FollowsRate):
@@ -223,19 +222,3 @@ def _in_graph(size: int, period: tf.Tensor, gradients: tf.Tensor, weight: Any) -
 def _names_of(fragment: Fragment) -> tuple[str, str]:
     """Return the names of the period and of the gradients of a fragment, of which there are none if it has no turn."""
     return f"period of fragment {fragment.index}", f"gradients of fragment {fragment.index}"
-
-
-_turns: list[tf.Variable] = []
-
-
-def take_turn() -> list[tf.Operation]:
-    """Return what lets exchanges of one compiled function happen one after another, in the order of the program.
-
-    All optimizers meet under one name, of which no process can have two collectives under way.
-    """
-    if in_session():
-        return []
-    with outside():
-        if not _turns:
-            _turns.append(tf.Variable(0, dtype=tf.int64, trainable=False))
-    return [_turns[0].assign_add(1).op]

@@ -60,36 +60,26 @@ def on_torch(algorithm: Any, schedule: Any, communicator: Communicator) -> Traje
     return seen
 
 
-class OnTensors(Communicator):
-    """A communicator of arrays, for TensorFlow's eager tensors."""
+class Delegate(Communicator):
+    """Hands collectives on to another communicator; changes no buffer."""
 
-    def __init__(self, arrays: Communicator) -> None:
-        self.rank, self.size, self._arrays = arrays.rank, arrays.size, arrays
+    def __init__(self, other: Communicator) -> None:
+        self.rank, self.size, self._other = other.rank, other.size, other
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Any:
-        import tensorflow as tf
-
-        wait = self._arrays.allreduce(np.array(buffer), name, op)
-        return lambda: tf.constant(wait())
+        return self._other.allreduce(np.array(buffer), name, op)
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
-        import tensorflow as tf
-
-        return tf.constant(self._arrays.broadcast(np.array(buffer), name, root))
+        return self._other.broadcast(np.array(buffer), name, root)
 
     def reducescatter(self, buffer: Any, name: str) -> Any:
-        import tensorflow as tf
-
-        wait = self._arrays.reducescatter(np.array(buffer), name)
-        return lambda: tf.constant(wait())
+        return self._other.reducescatter(np.array(buffer), name)
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
-        import tensorflow as tf
-
-        return tf.constant(self._arrays.allgather(np.array(buffer), name))
+        return self._other.allgather(np.array(buffer), name)
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
-        return self._arrays.allgather_object(value, name)
+        return self._other.allgather_object(value, name)
 
 
 def on_tensorflow(algorithm: Any, schedule: Any, communicator: Communicator) -> Trajectory:
@@ -106,7 +96,7 @@ def on_tensorflow(algorithm: Any, schedule: Any, communicator: Communicator) -> 
         schedule,
         optimizer=keras.optimizers.SGD(RATE),
         outer_optimizer=center,
-        process_set=OnTensors(communicator),
+        process_set=Delegate(communicator),
     )
     seen = []
     for step in range(STEPS):

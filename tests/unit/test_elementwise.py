@@ -10,7 +10,7 @@ import pytest
 from hvd_periodic.numpy import SGD, AGNOptimizer
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.vectors.layout import Layout, TensorSpec
-from tests.conformance.test_front_ends import OnTensors
+from tests.conformance.test_front_ends import Delegate
 from tests.helpers import errors, run_ranks
 
 WHOLE = Layout([TensorSpec("w", (7, 5), "float64", 8)])
@@ -89,7 +89,7 @@ def test_keras(name: str) -> None:
 
     def work(communicator: Any) -> None:
         made = keras.optimizers.SGD(0.1, **{name: 1.0}) if "clip" in name else getattr(keras.optimizers, name)(0.1)
-        optimizer = hvdp.AGNOptimizer(made, None, 2, center="sharded", process_set=OnTensors(communicator))
+        optimizer = hvdp.AGNOptimizer(made, None, 2, center="sharded", process_set=Delegate(communicator))
         optimizer.build([keras.Variable(np.zeros((7, 5)), dtype="float32")])
 
     if name in ("Lamb", "clipnorm", "global_clipnorm"):

@@ -14,7 +14,7 @@ tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import Communicator  # noqa: E402
-from tests.conformance.test_front_ends import OnTensors  # noqa: E402
+from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
 from tests.unit.test_keras_optimizer import wrap  # noqa: E402
 
@@ -70,7 +70,7 @@ def test_a_step_that_is_compiled_with_what_layers_were_adapted_to() -> None:
         normalization = keras.layers.Normalization()
         normalization.adapt(np.arange(12.0).reshape(4, 3))
         model = keras.Sequential([keras.Input((3,)), normalization, keras.layers.Dense(2)])
-        ranks = OnTensors(communicator)
+        ranks = Delegate(communicator)
         optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1), model, 1, process_set=ranks)
         if communicator.rank == 1:
             normalization.adapt(np.ones((4, 3)) * [1.0, 5.0, 9.0])

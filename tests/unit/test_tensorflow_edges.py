@@ -21,7 +21,7 @@ tf = pytest.importorskip("tensorflow")
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import Communicator, LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.store import VariableStore, layout_of  # noqa: E402
-from tests.conformance.test_front_ends import OnTensors  # noqa: E402
+from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
@@ -139,7 +139,7 @@ def on_two_ranks(make: Callable[[Any], Any], steps: Callable[[int], int], overfl
     """Return weight and center per rank, after gradients of −1; rank 1 may overflow at a step."""
 
     def work(communicator: Communicator) -> Any:
-        w, optimizer = parameter([0.0]), make(OnTensors(communicator))
+        w, optimizer = parameter([0.0]), make(Delegate(communicator))
         optimizer.build([w])
         for step in range(steps(communicator.rank)):
             lost = communicator.rank == 1 and step == overflow

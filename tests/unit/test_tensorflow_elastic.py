@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,8 @@ import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
-from hvd_periodic.tensorflow.hosted import hosted  # noqa: E402
+from hvd_periodic.tensorflow.communicator import as_elastic_jobs_heed  # noqa: E402
+from hvd_periodic.tensorflow.hosted import HostValues, hosted  # noqa: E402
 
 
 def network() -> Any:
@@ -128,7 +127,7 @@ def test_callbacks_of_horovod_commit_in_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert held == {5: (1, 4), 6: (2, 0)}
     model.fit(*data, batch_size=1, callbacks=callbacks[:2], verbose=0)
     made.learning_rate.assign(0.3)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda hosted: Changing())
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda: Changing())
     state.reset()
     assert (made.synchronizer.local_steps, int(made.iterations), state.epoch, state.batch) == (10, 10, 2, 0)
     assert float(inner.inner_optimizer.learning_rate) == pytest.approx(0.1)
@@ -181,7 +180,7 @@ def test_errors_of_python_in_a_compiled_step() -> None:
         def run() -> None:
             raise error
 
-        return tf.function(hosted(run, [tf.Variable(1.0)]))
+        return tf.function(hosted(as_elastic_jobs_heed(run), HostValues(), []))
 
     for error in (HostsUpdatedInterrupt(skip_sync=True), HorovodInternalError("lost")):
         with pytest.raises(tf.errors.UnknownError, match="HorovodAllreduce"):
@@ -189,59 +188,6 @@ def test_errors_of_python_in_a_compiled_step() -> None:
     for error in (RuntimeError("No way"), ValueError("No way"), KeyError("No way")):
         with pytest.raises(tf.errors.InvalidArgumentError, match="No way"):
             raising(error)()
-
-
-def test_a_compiled_step_waits_for_python_and_python_for_it() -> None:
-    variable, seen = tf.Variable(0), []
-
-    def run() -> None:
-        seen.append(int(variable))
-        variable.assign_add(10)
-
-    @tf.function
-    def steps() -> Any:
-        variable.assign_add(1)
-        hosted(run, [variable])()
-        variable.assign_add(1)
-        hosted(run, [variable])()
-        return variable.read_value()
-
-    assert (int(steps()), seen) == (22, [1, 12])
-
-
-TWO_DEVICES = """
-import tensorflow as tf
-from hvd_periodic.tensorflow.hosted import hosted
-
-(processor,) = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)
-variables, seen = [], []
-for device in ("CPU:0", "CPU:1"):
-    with tf.device(device):
-        variables.append(tf.Variable(0))
-
-def run():
-    seen.append([int(variable) for variable in variables])
-    for variable in variables:
-        variable.assign_add(10)
-
-@tf.function
-def steps(due):
-    for _ in range(2):
-        for variable in variables:
-            variable.assign_add(1)
-        tf.cond(due, hosted(run, variables), lambda: tf.constant(False))
-    return [variable.read_value() for variable in variables]
-
-print([int(value) for value in steps(tf.constant(True))], seen)
-"""
-
-
-def test_variables_may_be_on_another_device() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert found.stdout.splitlines()[-1:] == ["[22, 22] [[1, 1], [12, 12]]"], found.stderr
 
 
 def test_a_rank_alone_meets_nobody_until_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic.comm.base import Communicator  # noqa: E402
 from hvd_periodic.comm.subset import Subset  # noqa: E402
 from tests import losing  # noqa: E402
-from tests.conformance.test_front_ends import OnTensors  # noqa: E402
+from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.parallel.tiers import thorough  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,7 +33,7 @@ CONSTRUCTING = threading.Lock()
 """Keras counts names per process."""
 
 
-class Elastic(OnTensors):
+class Elastic(Delegate):
     """Ranks that may change."""
 
     elastic = True
@@ -109,7 +109,7 @@ class Worker:
 @pytest.fixture(autouse=True)
 def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvd_periodic.tensorflow.elastic.communicator_of", lambda _: HERE.communicator)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda hosted: HERE.communicator)
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda: HERE.communicator)
     monkeypatch.setattr(hvdp.elastic.State, "check_host_updates", lambda _: None)
 
 

@@ -20,7 +20,7 @@ import keras  # noqa: E402
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import Communicator, LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.replica import VariableReplica  # noqa: E402
-from tests.conformance.test_front_ends import OnTensors  # noqa: E402
+from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.helpers import errors, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,7 +32,7 @@ NOW = threading.local()
 """The ranks of a thread, as Horovod would tell."""
 
 
-class Elastic(OnTensors):
+class Elastic(Delegate):
     """Ranks that may change."""
 
     elastic = True
@@ -48,7 +48,7 @@ def _ranks_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 6 elements: some parameters are in several buckets."""
     monkeypatch.setattr(VariableReplica, "__init__", partialmethod(VariableReplica.__init__, bucket_bytes=48))
     monkeypatch.setattr("hvd_periodic.tensorflow.elastic.communicator_of", lambda _: NOW.ranks)
-    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda hosted: NOW.ranks)
+    monkeypatch.setattr("hvd_periodic.tensorflow.graph.TensorFlowCommunicator", lambda: NOW.ranks)
     monkeypatch.setattr(hvdp.elastic.State, "check_host_updates", lambda _: None)
 
 
@@ -416,7 +416,7 @@ def test_a_center_of_another_number_of_fragments_is_refused(saved: int, now: int
 
     def made(fragments: int, center: str) -> tuple[Any, Any]:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
-        ranks = OnTensors(LocalCommunicator())
+        ranks = Delegate(LocalCommunicator())
         return model, hvdp.AGNOptimizer(adam(), model, 2, process_set=ranks, fragments=fragments, center=center)
 
     model, optimizer = made(saved, "root")

@@ -1,0 +1,184 @@
+"""Python code for which a compiled function waits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+pytest.importorskip("horovod.tensorflow")
+
+import keras  # noqa: E402
+
+import hvd_periodic.tensorflow as hvdp  # noqa: E402
+from hvd_periodic import LocalCommunicator  # noqa: E402
+from hvd_periodic.tensorflow.hosted import HostValues, hosted  # noqa: E402
+
+
+def test_a_compiled_function_waits_for_python_and_python_for_it() -> None:
+    values, x, c, seen = HostValues(), tf.Variable([0, 0]), tf.Variable(0), []
+
+    def run() -> None:
+        seen.append((values.read(x).tolist(), values.read(c).tolist()))
+        values.write(x, values.read(x) + 10)
+        values.write(c, values.read(c) + 100)
+        assert values.read(x).tolist() == [seen[-1][0][0] + 10] * 2
+
+    @tf.function
+    def steps() -> Any:
+        for _ in range(2):
+            x.assign_add([1, 1])
+            hosted(run, values, [x], [c])()
+        return x.read_value()
+
+    assert steps().numpy().tolist() == [22, 22]
+    assert seen == [([1, 1], [0]), ([12, 12], [100])]
+    assert int(c) == 200
+    assert not values.holds(x)
+
+
+def test_code_that_knows_the_variables_alone() -> None:
+    """It sees what was written before, and what it assigns is read and written after it."""
+    values, x, y, seen = HostValues(), tf.Variable([1.0]), tf.Variable([2.0]), []
+
+    def run() -> None:
+        values.write(x, values.read(y))
+        with values.in_variables():
+            seen.append((float(x[0]), float(y[0])))
+            x.assign([5.0])
+        values.write(y, values.read(x) + 1)
+
+    tf.function(hosted(run, values, [x, y]))()
+    assert seen == [(2.0, 2.0)]
+    assert (float(x[0]), float(y[0])) == (5.0, 6.0)
+
+
+def test_two_variables_may_get_the_same_array() -> None:
+    values, x, c = HostValues(), tf.Variable(tf.zeros(1000)), tf.Variable(tf.zeros(1000))
+
+    def run() -> None:
+        both = np.ones(1000, np.float32)
+        values.write(x, both)
+        values.write(c, both)
+
+    @tf.function
+    def step() -> None:
+        hosted(run, values, [x, c])()
+        x.assign_add(tf.ones(1000))
+
+    step()
+    assert (float(x[0]), float(c[0])) == (2.0, 1.0)
+
+
+def test_an_error_of_python_is_cited() -> None:
+    def run() -> None:
+        raise LookupError("There is none")
+
+    with pytest.raises(tf.errors.OpError, match="LookupError: There is none"):
+        tf.function(hosted(run, HostValues(), [tf.Variable(1.0)]))()
+
+
+def test_an_array_of_a_variable_must_not_be_changed() -> None:
+    values, x = HostValues(), tf.Variable([1.0, 2.0])
+    with pytest.raises(ValueError, match="read-only"):
+        values.read(x)[0] = 3.0
+
+    def run() -> None:
+        values.read(x)[0] = 3.0
+
+    with pytest.raises(tf.errors.OpError, match="read-only"):
+        tf.function(hosted(run, values, [x]))()
+
+
+TWO_DEVICES = """
+import tensorflow as tf
+from hvd_periodic.tensorflow.hosted import HostValues, hosted
+
+(processor,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)
+values, variables, seen = HostValues(), [], []
+for device in ("CPU:0", "CPU:1", "CPU:0"):
+    with tf.device(device):
+        variables.append(tf.Variable(0))
+
+def run():
+    seen.append([values.read(variable).item() for variable in variables])
+    for variable in variables:
+        values.write(variable, values.read(variable) + 10)
+
+@tf.function
+def steps(due):
+    for _ in range(2):
+        for variable in variables:
+            variable.assign_add(1)
+        tf.cond(due, hosted(run, values, variables[:2], [], variables[2:]), lambda: tf.constant(False))
+    return [variable.read_value() for variable in variables]
+
+print([int(value) for value in steps(tf.constant(True))], seen)
+"""
+
+
+def test_variables_may_be_on_another_device() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert found.stdout.splitlines()[-1:] == ["[22, 22, 22] [[1, 1, 1], [12, 12, 12]]"], found.stderr
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+
+
+def trained(algorithm: Any, rate: Any, compiled: bool) -> tuple[list[Any], Any]:
+    """Return the weights after every step, and the optimizer."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+    inner = keras.optimizers.SGD(rate, momentum=0.9)
+    made = hvdp.PeriodicOptimizer(inner, model, algorithm, 2, process_set=LocalCommunicator(), buffers="average")
+
+    def descend(gradient: tf.Tensor) -> None:
+        made.apply([tf.fill(variable.shape, gradient) for variable in model.trainable_variables])
+        model.layers[-1].moving_mean.assign_add([gradient] * 3)
+
+    step = tf.function(descend) if compiled else descend
+    weights = []
+    for number in range(6):
+        if number == 3 and isinstance(rate, float):
+            made.learning_rate = rate / 2
+        step(tf.constant(1.0 + number))
+        weights.append([np.array(weight) for weight in model.weights])
+    return weights, made
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rate"),
+    [
+        (hvdp.EASGD(0.3), 0.1),
+        (hvdp.AGN(), 0.1),
+        (hvdp.AGN(), SCHEDULE),
+        (hvdp.SlowMo(0.5), 0.1),
+        (hvdp.DiLoCo(), 0.1),
+    ],
+    ids=["elastic", "AGN", "AGN scheduled", "SlowMo", "DiLoCo"],
+)
+def test_compiled_steps_go_where_eager_ones_go(algorithm: Any, rate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, whether the optimizer of the center is compiled or not; a rate that changes is none compiled in."""
+    eager, _ = trained(algorithm, rate, compiled=False)
+    for threads in (2, 1):
+        monkeypatch.setattr("hvd_periodic.tensorflow.center_optimizer.several_threads", lambda n=threads: n > 1)
+        compiled, made = trained(algorithm, rate, compiled=True)
+        for ours, theirs in zip(compiled, eager, strict=True):
+            assert all(map(np.array_equal, ours, theirs))
+        assert made.synchronizer.counters.rounds == 3
+
+
+def test_the_optimizer_of_the_center_is_compiled_again_only_if_its_settings_change() -> None:
+    _, made = trained(hvdp.AGN(), 0.1, compiled=True)
+    center = made._center
+    compiled = center._compiled_apply()
+    assert center._compiled_apply() is compiled
+    center.optimizer.momentum = 0.5
+    assert center._compiled_apply() is not compiled
