@@ -13,8 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.arguments import outer_name
-from hvd_periodic.tensorflow.host import several_threads
-from hvd_periodic.tensorflow.hosted import HostValues
 from hvd_periodic.tensorflow.model import described
 from hvd_periodic.tensorflow.store import array_of
 
@@ -27,7 +25,7 @@ _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
 
 
 _PLAIN = (bool, int, float, str, type(None))
-"""Types of settings, which a compiled function has taken as they were."""
+"""Types of settings that a compiled function takes as they are."""
 
 _MARK = 0.73918246
 """A value that no state of an optimizer starts from by itself."""
@@ -73,7 +71,6 @@ class CenterOptimizer:
         self._given_rate: Any = None
         self._parameters: list[Any] = []
         self._centers: list[Any] = []
-        self._compiled: tuple[dict[str, Any], Callable[..., object]] | None = None
 
     def another(self) -> CenterOptimizer:
         """Return one like this that has no center yet, and takes the learning rate of this one before every step."""
@@ -127,7 +124,6 @@ class CenterOptimizer:
         pairs = zip(parameters, centers, strict=True)
         self._centers = [_named(path, center) for (path, _), center in pairs]
         self._parameters, self._gradients = [variable for _, variable in parameters], list(gradients)
-        self._compiled = None
         self.follow_exclusions()
         self._build()
 
@@ -164,42 +160,35 @@ class CenterOptimizer:
             pairs = zip(self._parameters, self._centers, strict=True)
             spared = [center for parameter, center in pairs if not self._followed._use_weight_decay(parameter)]
             self.optimizer.exclude_from_weight_decay(var_list=spared)
-            self._compiled = None
         for other in self.others:
             other.follow_exclusions()
 
-    def step(self, maximum: Callable[[Any], Any], values: HostValues | None = None) -> None:
+    def step(self, maximum: Callable[[Any], Any]) -> None:
         """Move the centers by their gradients.
 
         Args:
             maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped
                 updates or have fewer steps are behind in it, and all take the rate of those that are not.
-            values: holds the gradients, where Python exchanges for a compiled step.
         """
+        self.prepare(maximum)
+        self.apply()
+
+    def prepare(self, maximum: Callable[[Any], Any]) -> None:
+        """Take the learning rate of the next step, as :meth:`step` does."""
         if self._followed is not None:
             self.optimizer.learning_rate = rate_of_now(self._followed, self.rate, maximum)
         elif self._given_rate is not None:
             self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # else taken for its own
-        if values is None or not all(map(values.holds, self._gradients)):
-            self._apply(*self._gradients)
-            return
-        gradients = [tf.constant(values.read(each).reshape(each.shape)) for each in self._gradients]
-        apply = self._compiled_apply() if several_threads() else self._apply
-        apply(*gradients)
-        values.refresh([center.value for center in self._centers])
 
-    def _apply(self, *gradients: Any) -> None:
-        self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients], self._centers)
+    def apply(self) -> None:
+        """Apply the gradients."""
+        self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
-    def _compiled_apply(self) -> Callable[..., object]:
-        """Return a compiled function that applies gradients: its operations take a tenth of the time of single ones."""
-        settings = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, _PLAIN)}
-        known, compiled = self._compiled or (None, self._apply)
-        if known != settings:
-            specs = [tf.TensorSpec(gradient.shape, gradient.dtype) for gradient in self._gradients]
-            compiled = tf.function(self._apply, autograph=False).get_concrete_function(*specs)
-            self._compiled = settings, compiled
-        return compiled
+    def constants(self) -> dict[str, object]:
+        """Return the settings that a compiled function of :meth:`apply` would take as they are now."""
+        plain = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, _PLAIN)}
+        spared = [self.optimizer._use_weight_decay(center) for center in self._centers]
+        return {**plain, "weight decay": spared}
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over centers of these: ask a copy."""

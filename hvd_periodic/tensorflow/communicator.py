@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from inspect import isfunction
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,6 +19,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
+from hvd_periodic.tensorflow.hosted import as_tensor
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
 """Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""
@@ -39,17 +44,16 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def __init__(self, process_set: Any = None) -> None:
         super().__init__("horovod.tensorflow", process_set, tf.convert_to_tensor)
         self._compiled: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
+        self._thread = _Thread()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Reduce; the result is a new tensor."""
         operation = {"sum": self._hvd.Sum, "max": self._hvd.Max}[op]
-        total = self._run(self._hvd.allreduce, buffer, name, op=operation)
-        return lambda: total
+        return self._begin(self._hvd.allreduce, buffer, name, op=operation)
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Reduce and scatter; the result is a new tensor."""
-        part = self._run(self._hvd.reducescatter, buffer, name, op=self._hvd.Sum)
-        return lambda: part
+        return self._begin(self._hvd.reducescatter, buffer, name, op=self._hvd.Sum)
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Gather; the result is a new tensor."""
@@ -57,23 +61,25 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Gather; the result is a new tensor."""
-        gathered = self.allgather(buffer, name)
-        return lambda: gathered
+        return self._begin(self._hvd.allgather, buffer, name)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Exchange parts; the result is a new tensor."""
-        parts = self._run(self._hvd.alltoall, buffer, name)
-        return lambda: parts
+        return self._begin(self._hvd.alltoall, buffer, name)
 
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
         """Give every rank its part, eagerly."""
         options = {"name": _label(name, "Alltoall"), "ignore_name_scope": True, "process_set": self.process_set}
-        value = _on_host(buffer) if isinstance(buffer, np.ndarray) else buffer
-        with tf.device("CPU:0"):
-            splits = tf.convert_to_tensor(counts)
-            received, given = self.attendance.during(lambda: self._hvd.alltoall(value, splits=splits, **options))
-        parts = np.asarray(received) if isinstance(buffer, np.ndarray) else received
-        return lambda: (parts, given)
+        of_arrays = isinstance(buffer, np.ndarray)
+        value, splits = as_tensor(buffer) if of_arrays else buffer, as_tensor(counts)
+
+        def run() -> tuple[Any, Any]:
+            with tf.device("CPU:0"):
+                received, given = self._hvd.alltoall(value, splits=splits, **options)
+            return np.asarray(received) if of_arrays else received, given
+
+        parts = self.attendance.during(lambda: self._thread.submit(run).result())
+        return lambda: parts
 
     def repeated(self, buffer: Any, times: int) -> Any:
         """Return a tensor or an array several times."""
@@ -95,27 +101,42 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return self._run(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])
 
     def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
-        """Return the result of one collective; in a graph, called as a function of its own.
+        """Return the result of one collective."""
+        return self._begin(operation, buffer, name, **options)()
 
-        Horovod's operations claim to be free of side effects. As nodes of a graph, Grappler removes those whose result
-        a rank does not use, merges those of equal inputs and computes those of constants once, on that rank alone: the
-        others wait for ever. A function that is not inlined keeps them apart, and keeps their names, by which a rank
-        that runs one eagerly meets others that compiled it.
-        """
+    def _begin(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Callable[[], Any]:
+        """Start one collective; return a function that waits for its result. That of a tensor is there at once."""
         label = _label(name, operation.__name__.capitalize())
 
         def run(value: Any) -> Any:
             return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
 
         if isinstance(buffer, np.ndarray):
-            return np.asarray(self.attendance.during(lambda: run(_on_host(buffer))))
+            number, tensor = self.attendance.come(), as_tensor(buffer)
+            future = self._thread.submit(lambda: np.asarray(run(tensor)))
+
+            def finish() -> np.ndarray:
+                self.attendance.wait_for(number, future.done)
+                return future.result()
+
+            return finish
         if tf.executing_eagerly():
-            return self.attendance.during(lambda: run(buffer))
+            result = self.attendance.during(lambda: run(buffer))
+        else:
+            result = self._apart(run, buffer, (operation, name, *options.values()))
+        return lambda: result
+
+    def _apart(self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]) -> tf.Tensor:
+        """Return the result of one collective in a graph, called as a function of its own.
+
+        Horovod's operations claim to be free of side effects. As nodes of a graph, Grappler removes those whose result
+        a rank does not use, merges those of equal inputs and computes those of constants once, on that rank alone: the
+        others wait for ever. A function that is not inlined keeps them apart, and keeps their names.
+        """
         # Constants would be moved into the function, and the collective be computed when the graph is optimized.
         buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
-        key = (operation, name, tuple(options.values()), spec)
-        if key not in self._compiled:
+        if (*key, spec) not in self._compiled:
 
             def called_apart(value: Any) -> Any:
                 result = run(value)
@@ -124,8 +145,8 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
             with tf.init_scope():
                 called = tf.function(called_apart, autograph=False, experimental_attributes={"_noinline": True})
-                self._compiled[key] = called.get_concrete_function(spec)
-        return self._compiled[key](buffer)
+                self._compiled[*key, spec] = called.get_concrete_function(spec)
+        return self._compiled[*key, spec](buffer)
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, eagerly or in a session of its own."""
@@ -142,6 +163,34 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def __reduce__(self) -> tuple[Any, ...]:
         process_set = None if self.process_set.process_set_id == 0 else self.process_set
         return TensorFlowCommunicator, (process_set,)
+
+
+class _Thread:
+    """A thread that runs functions one after another; it does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._started = False
+        weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, run: Callable[[], Any]) -> Future[Any]:
+        """Run a function after those before; return where its result or error will be."""
+        if not self._started:
+            Thread(target=_run_all, args=(self._queue,), name="hvd_periodic collectives", daemon=True).start()
+            self._started = True
+        future: Future[Any] = Future()
+        self._queue.put((future, run))
+        return future
+
+
+def _run_all(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := queue.get()) is not None:
+        future, run = item
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, future, run
 
 
 def communicator_of(process_set: Any) -> Communicator:
@@ -188,12 +237,6 @@ def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     return call
-
-
-def _on_host(array: np.ndarray) -> tf.Tensor:
-    """Return an array as a tensor in host memory."""
-    with tf.device("CPU:0"):
-        return tf.constant(array)
 
 
 def _label(name: str, operation: str) -> str:

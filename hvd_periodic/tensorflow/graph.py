@@ -27,6 +27,7 @@ from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, 
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.resharding import resharded
 from hvd_periodic.tensorflow.synchronous import GraphSynchronous
+from hvd_periodic.vectors.store import Store
 
 
 class VariableSynchronizer(ReplicaSynchronizer[Any]):
@@ -286,39 +287,36 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.view.refuse_inside("step")
         self.course.exchange()
         if self.after_exchange is not None:
-            with self.replica.values.in_variables():
-                self.after_exchange()
+            self.replica.values.release()
+            self.after_exchange()
 
     def seen(self) -> list[tf.Variable]:
-        """Return the variables that steps use, and exchanges or :attr:`after_exchange` may read or write."""
-        return list({id(variable): variable for role in self._hosted_variables() for variable in role}.values())
+        """Return the variables that steps use, and exchanges or :attr:`after_exchange` may read or assign."""
+        stores, others = self._hosted_variables()
+        found = [*(variable for store in stores for variable in store.tensors()), *others]
+        return list({id(variable): variable for variable in found}.values())
 
-    def _hosted_variables(self) -> tuple[list[tf.Variable], ...]:
-        """Return the variables that :func:`hosted` takes: of a compiled step, those that Python writes, reads, or both.
+    def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable]]:
+        """Return the stores that an exchange of a compiled step reads and writes, and variables besides.
 
-        Where ranks may change, the center may have other variables then, and :attr:`after_exchange` may write any.
+        Where ranks may change, the center may have other variables then, and is read and written by Python itself.
         """
-        named, ledger, groups = self.replica.named, self.ledger, self.tensor_groups
-        counted = [*ledger.variables.values(), *ledger.note_variables.values()]
-        roles = (named.parameters, named.averaged, named.counted, named.followed)
-        written = [variable for role in roles for _, variable in role]
-        written += [v for group in groups for store in group.worker.values() for v in store.tensors()]
-        read = [variable for _, variable in named.constants]
+        replica, groups = self.replica, list(self.tensor_groups)
+        stores = [store for group in groups for store in (group.values, *group.worker.values())]
         if not self.membership.communicator.elastic:
             for group in groups:
-                moved = written if group.total is None else read
-                moved += [v for store in group.center_state.values() for v in store.tensors()]
-                for store in (group.total, group.outbox.unsent_sums):
-                    written += [] if store is None else store.tensors()
+                center = (*group.center_state.values(), group.total, group.outbox.unsent_sums)
+                stores += [store for store in center if store is not None]
+        others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
         if self._local is not None:
-            kept = self.course.setting.optimizer_state is not None or self.course.finite.skips
-            for variable in self._local.variables():
-                (written if kept and variable.shape.rank else read).append(variable)
-        if self.after_exchange is not None:
-            written, read = [*written, *read, *self.watched], []
-        if not self.replica.in_host_memory:
-            return _distinct(counted, [], [*written, *read])
-        return _distinct([*counted, *written], read, [])
+            if self.course.setting.optimizer_state is not None or self.course.finite.skips:
+                stores += self._local.stores()
+            state = self._local.variables()
+            others += state if self.after_exchange is not None else [v for v in state if v.shape.rank == 0]
+        if not replica.in_host_memory:
+            others += [variable for store in stores for variable in store.tensors()]
+            stores = []
+        return [self.ledger.store(), *{id(store): store for store in stores}.values()], others
 
     def _open(self) -> None:
         if self.opening is not None:
@@ -341,12 +339,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             f"The state loaded on rank {self._place[0]} of {self._place[1]} was saved by rank {saved[0]} of "
             f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
         )
-
-
-def _distinct(*lists: list[tf.Variable]) -> tuple[list[tf.Variable], ...]:
-    """Return lists of variables without those that came before."""
-    known: set[int] = set()
-    return tuple([v for v in variables if not (id(v) in known or known.add(id(v)))] for variables in lists)  # type: ignore[func-returns-value]
 
 
 def apart(run: Callable[[], Any]) -> Callable[[], Any]:

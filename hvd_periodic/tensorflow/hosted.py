@@ -4,88 +4,174 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.host import outside
+from hvd_periodic.vectors.blocks import cut_into_blocks
+from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.store import Store
+
+_ALIGNMENT = 64
+"""Bytes."""
+
+_BLOCK_BYTES = 512 * 2**10
+"""Operations on as many take much longer than to start them."""
+
+Key = tuple[int, int, int]
+"""Identity of a store, index of one of its buckets, and first element of a block of that."""
+
+
+class _Place(NamedTuple):
+    """Elements ``[start, stop)`` of a variable, which begin at an offset in a block."""
+
+    key: Key
+    offset: int
+    start: int
+    stop: int
 
 
 class HostValues:
     """The values of variables as flat numpy arrays.
 
-    While a compiled step waits for Python, arrays stand for its variables: an operation that Python starts takes as
-    long as ten that a graph starts. Elsewhere, a variable is read and assigned at once.
+    While a compiled step waits for Python, arrays stand for the variables of its stores, one for each block: the graph
+    packs small variables and hands over the memory of large ones, as an operation that Python starts takes ten times as
+    long. Elsewhere, a variable is read and assigned at once. An array that was read is valid until the next write, and
+    must not be changed.
     """
 
     def __init__(self) -> None:
-        self._variables: dict[int, Any] = {}
-        self._arrays: dict[int, np.ndarray] = {}
-        self._changed: set[int] = set()
-        self._only_read: set[int] = set()
+        self._blocks: dict[tuple[int, int], list[tuple[Key, Bucket]]] = {}
+        self._stores: dict[int, Store[Any]] = {}
+        self._places: dict[int, list[_Place]] = {}
+        self._arrays: dict[Key, np.ndarray] = {}
+        self._changed: set[Key] = set()
+        self._copied: set[Key] = set()
 
     def holds(self, variable: Any) -> bool:
-        """Return whether an array stands for a variable now."""
-        return id(variable) in self._arrays
+        """Return whether arrays stand for a variable now."""
+        return id(variable) in self._places
 
     def read(self, variable: Any) -> np.ndarray:
-        """Return the elements of a variable; the array must not be changed, and later assignments do not change it."""
-        array = self._arrays.get(id(variable))
-        return _memory_of(variable) if array is None else array
+        """Return the elements of a variable."""
+        if not self.holds(variable):
+            return _memory_of(variable)
+        parts = [self._arrays[key][at : at + stop - start] for key, at, start, stop in self._places[id(variable)]]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write(self, variable: Any, array: np.ndarray) -> None:
-        """Set the elements of a variable; the array must not be changed any more."""
-        name = id(variable)
-        if name in self._arrays:
-            self._arrays[name] = array
-            self._changed.add(name)
-        if name not in self._arrays or name in self._only_read:
-            value = tf.constant(array.reshape(variable.shape))
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+        """Set the elements of a variable."""
+        if not self.holds(variable):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.constant(array.reshape(variable.shape)))
+            return
+        for key, offset, start, stop in self._places[id(variable)]:
+            self._copy_of(key)[offset : offset + stop - start] = array[start:stop]
+            self._changed.add(key)
+
+    def read_bucket(self, store: Store[Any], bucket: Bucket) -> np.ndarray | None:
+        """Return a bucket of a store, or a part of one; None where no array stands for it now."""
+        parts = [self._arrays[key][within] for key, within, _ in self._parts(store, bucket)]
+        if len(parts) > 1:
+            return np.concatenate(parts)
+        return parts[0] if parts else None
+
+    def write_bucket(self, store: Store[Any], bucket: Bucket, array: np.ndarray) -> bool:
+        """Set a bucket of a store, or a part of one; return False where no array stands for it now."""
+        parts = self._parts(store, bucket)
+        for key, within, of_bucket in parts:
+            if within == slice(0, self._arrays[key].size):
+                self._arrays[key] = array[of_bucket]
+                self._copied.discard(key)
+            else:
+                self._copy_of(key)[within] = array[of_bucket]
+            self._changed.add(key)
+        return bool(parts)
+
+    def _parts(self, store: Store[Any], bucket: Bucket) -> list[tuple[Key, slice, slice]]:
+        """Return in which blocks a bucket or a part of one is: the elements in each, and those of it."""
+        return [
+            (
+                key,
+                slice(max(bucket.start - block.start, 0), min(bucket.stop, block.stop) - block.start),
+                slice(max(block.start - bucket.start, 0), min(bucket.stop, block.stop) - bucket.start),
+            )
+            for key, block in self._blocks.get((id(store), bucket.index), ())
+            if bucket.start < block.stop and block.start < bucket.stop
+        ]
+
+    def _copy_of(self, key: Key) -> np.ndarray:
+        """Return an array that may be changed, in the place of one that may not."""
+        if key not in self._copied:
+            self._arrays[key] = self._arrays[key].copy()
+            self._copied.add(key)
+        return self._arrays[key]
+
+    def changed(self, store: Store[Any], block: Bucket) -> bool:
+        """Return whether the variables do not have the values of a block yet."""
+        return _key(store, block) in self._changed
+
+    def assigned(self, store: Store[Any], block: Bucket) -> None:
+        """Note that the variables have the values of a block."""
+        self._changed.discard(_key(store, block))
 
     @contextmanager
-    def standing_for(self, written: Sequence[Any], read: Sequence[Any], arrays: Sequence[np.ndarray]) -> Iterator[None]:
-        """Let arrays stand for variables inside the block.
-
-        Args:
-            written: variables that the caller assigns afterwards.
-            read: variables that it does not assign: a write assigns them at once.
-            arrays: the elements of all of them.
-        """
-        variables = (*written, *read)
-        self._variables = {id(variable): variable for variable in variables}
-        self._arrays = {id(variable): array for variable, array in zip(variables, arrays, strict=True)}
-        self._changed, self._only_read = set(), {id(variable) for variable in read}
+    def standing_for(self, stores: Sequence[Store[Any]], arrays: Sequence[np.ndarray]) -> Iterator[None]:
+        """Let arrays stand for the variables of stores inside the block, in the order of their blocks."""
+        blocks = [(store, block) for store in stores for run in runs_of(store) for block in run]
+        for (store, block), array in zip(blocks, arrays, strict=True):
+            key, variables = _key(store, block), store.tensors()
+            self._stores[id(store)], self._arrays[key] = store, array
+            self._blocks.setdefault((id(store), block.index), []).append((key, block))
+            for piece in block.pieces:
+                place = _Place(key, piece.offset, piece.start, piece.stop)
+                self._places.setdefault(id(variables[piece.tensor]), []).append(place)
         try:
             yield
         finally:
-            self._variables, self._arrays = {}, {}
+            self._forget()
 
-    @contextmanager
-    def in_variables(self) -> Iterator[None]:
-        """Let the variables themselves have the values inside the block, for code that reads or assigns them."""
-        variables, arrays, changed = self._variables, self._arrays, self._changed
-        self._variables, self._arrays, self._changed = {}, {}, set()
-        for name in changed:
-            self.write(variables[name], arrays[name])
-        try:
-            yield
-        finally:
-            self._variables = variables
-            self._arrays = {name: _memory_of(variable) for name, variable in variables.items()}
+    def release(self) -> None:
+        """Give the variables their values, for code that reads or assigns the variables themselves."""
+        written = [
+            (store, block, self._arrays[_key(store, block)])
+            for store in self._stores.values()
+            for run in runs_of(store)
+            if any(self.changed(store, block) for block in run)
+            for block in run
+        ]
+        self._forget()
+        for store, block, array in written:
+            store.write(block, array)
 
-    def refresh(self, variables: Sequence[Any]) -> None:
-        """Let arrays have what others have assigned to these variables."""
-        self._arrays.update({id(variable): _memory_of(variable) for variable in variables if self.holds(variable)})
+    def _forget(self) -> None:
+        for known in (self._blocks, self._stores, self._places, self._arrays, self._changed, self._copied):
+            known.clear()
+
+
+def _key(store: Store[Any], block: Bucket) -> Key:
+    return id(store), block.index, block.start
+
+
+def blocks_of(bucket: Bucket) -> Sequence[Bucket]:
+    """Return parts of a bucket that are whole variables, or parts of those that are larger; small ones share a part."""
+    return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize, cut_tensors=False) if bucket.size else ()
+
+
+def runs_of(store: Store[Any]) -> list[list[Bucket]]:
+    """Return the blocks of a store, in the groups that are written together."""
+    runs: list[list[Bucket]] = [[]]
+    for bucket in store.layout.buckets:
+        runs[-1].extend(blocks_of(bucket))
+        if bucket.index in store.layout.ends:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 def hosted(
-    run: Callable[[], object],
-    values: HostValues,
-    written: Sequence[Any],
-    read: Sequence[Any] = (),
-    others: Sequence[Any] = (),
+    run: Callable[[], object], values: HostValues, stores: Sequence[Store[Any]], others: Sequence[Any] = ()
 ) -> Callable[[], tf.Tensor]:
     """Return a function that lets a graph wait for Python, and returns True.
 
@@ -94,37 +180,50 @@ def hosted(
 
     Args:
         run: Python code that reads and writes variables through ``values``.
-        values: holds variables meanwhile.
-        written: variables that Python may write through ``values``.
-        read: variables that it only reads so.
-        others: variables that it reads or assigns themselves, as all are that are in the memory of other devices. They
-            only keep their order.
+        values: arrays that stand for the variables of ``stores`` meanwhile.
+        stores: variables whose order the graph knows from this.
+        others: variables that Python reads or assigns themselves; the graph keeps their order as well.
     """
-    here = [variable for variable in written if is_in_host_memory(variable)]
-    read_here = [variable for variable in read if is_in_host_memory(variable)]
-    elsewhere = [variable for variable in (*written, *read) if not is_in_host_memory(variable)] + list(others)
+    runs = [(store, run_of_blocks) for store in stores for run_of_blocks in runs_of(store)]
+    blocks = [(store, block) for store, run_of_blocks in runs for block in run_of_blocks]
 
     def call(*arrays: np.ndarray) -> list[np.ndarray]:
-        with values.standing_for(here, read_here, [_flat(array) for array in arrays]):
+        for array in arrays:
+            array.flags.writeable = False  # It may be the memory of a variable.
+        with values.standing_for(stores, arrays):
             run()
-            after = [_own(values.read(variable)).reshape(variable.shape) for variable in here]
-        return [np.array(True), *after]
+            changed = [any(values.changed(store, block) for block in of_run) for store, of_run in runs]
+            after = [
+                _own(store.read(block)) if is_changed else np.empty(0, block.kind)
+                for is_changed, (store, of_run) in zip(changed, runs, strict=True)
+                for block in of_run
+            ]
+        return [np.array(changed), *after]
 
     def wait() -> tf.Tensor:
         turn = _turn()
-        before = [turn.assign_add(1).op, *(variable.read_value().op for variable in elsewhere)]
-        with tf.control_dependencies(before), tf.device("CPU:0"):
-            taken = [variable.read_value() for variable in (*here, *read_here)]
-            done, *after = tf.numpy_function(call, taken, [tf.bool, *(variable.dtype for variable in here)])
-        for variable, value in zip(here, after, strict=True):
-            variable.assign(tf.ensure_shape(value, variable.shape))
-        with tf.control_dependencies([done]):
+        with tf.control_dependencies([turn.assign_add(1).op, *(variable.read_value().op for variable in others)]):
+            taken = [store.read(block) for store, block in blocks]
+            with tf.device("CPU:0"):
+                changed, *after = tf.numpy_function(call, taken, [tf.bool, *(block.kind for _, block in blocks)])
+            are_changed = tf.unstack(changed, len(runs))
+        for is_changed, (store, of_run) in zip(are_changed, runs, strict=True):
+            vectors, after = after[: len(of_run)], after[len(of_run) :]
+            tf.cond(is_changed, partial(_assign, store, of_run, vectors), lambda: tf.constant(False))
+        with tf.control_dependencies([changed]):
             turn.assign_add(1)
-            for variable in elsewhere:
+            for variable in others:
                 variable.assign(variable.read_value())
-            return tf.ensure_shape(tf.identity(done), [])
+            return tf.constant(True)
 
     return wait
+
+
+def _assign(store: Store[Any], buckets: Sequence[Bucket], vectors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Assign buckets in a graph."""
+    for bucket, vector in zip(buckets, vectors, strict=True):
+        store.write(bucket, tf.ensure_shape(vector, [bucket.size]))
+    return tf.constant(True)
 
 
 _turns: list[tf.Variable] = []
@@ -147,14 +246,25 @@ def is_in_host_memory(variable: Any) -> bool:
 def _memory_of(variable: Any) -> np.ndarray:
     """Return the memory of a variable, flat; an assignment gives the variable other memory."""
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
-    return _flat(np.asarray(value))
-
-
-def _flat(array: np.ndarray) -> np.ndarray:
-    """Return the elements of an array that TensorFlow owns."""
-    flat = np.reshape(array, -1)
+    flat = np.reshape(np.asarray(value), -1)
     flat.flags.writeable = False
     return flat
+
+
+def empty(size: int, dtype: Any) -> np.ndarray:
+    """Return an array at an address where TensorFlow takes its memory over, and does not copy it."""
+    nbytes = size * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype)
+
+
+def as_tensor(array: np.ndarray) -> tf.Tensor:
+    """Return a tensor of an array, in whose memory if possible: both must not be changed."""
+    with tf.device("CPU:0"):
+        if array.ctypes.data % _ALIGNMENT or not (array.flags.writeable and array.flags.c_contiguous and array.size):
+            return tf.constant(array)
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
 def _own(array: np.ndarray) -> np.ndarray:
@@ -162,4 +272,8 @@ def _own(array: np.ndarray) -> np.ndarray:
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    return array if owner.base is None else array.copy()
+    if owner.base is None:
+        return array
+    copied = empty(array.size, array.dtype)
+    copied[:] = array
+    return copied

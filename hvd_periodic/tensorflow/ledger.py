@@ -20,6 +20,9 @@ from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.sync.turns import Since
 from hvd_periodic.tensorflow.host import Numbers, from_integers, in_session, packed
 from hvd_periodic.tensorflow.hosted import HostValues
+from hvd_periodic.tensorflow.store import ArrayStore, layout_of
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
+from hvd_periodic.vectors.store import Store
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
@@ -125,6 +128,11 @@ class VariableLedger(Ledger):
     def rounds(self) -> int:
         """Exchanges so far; outside of graphs."""
         return int(self._number("rounds"))
+
+    def store(self) -> Store[Any]:
+        """Return all variables as a store."""
+        named = [*self.variables.items(), *self.note_variables.items()]
+        return ArrayStore(layout_of(named, DEFAULT_BUCKET_BYTES), [variable for _, variable in named], self._values)
 
     def _number(self, name: str) -> Any:
         """Return a counter."""

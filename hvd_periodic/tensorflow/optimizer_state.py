@@ -66,6 +66,10 @@ class KerasOptimizerState:
         """Return variables as a store."""
         return self._replica.store_of(pairs)
 
+    def stores(self) -> list[Store[Any]]:
+        """Return all entries as stores; none of several optimizers, whose state no exchange touches."""
+        return [] if self._of_several else [self.store(pairs) for pairs in self.entries().values()]
+
     def learn_start(self) -> None:
         """Build a copy, and look.
 

@@ -11,13 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.outer.divided import Divided
+from hvd_periodic.outer.divided import Divided, Slice
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
-from hvd_periodic.tensorflow.hosted import HostValues
+from hvd_periodic.tensorflow.host import several_threads
+from hvd_periodic.tensorflow.hosted import HostValues, as_tensor, blocks_of
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
+
+_Whole = tuple[Store[Any], list[Bucket]]
 
 Maximum = Callable[[Any], Any]
 """Returns the largest value of all ranks, of a scalar."""
@@ -60,6 +63,8 @@ class VariableOuterOptimizer(FollowsRate):
     ) -> None:
         self._moved: CenterOptimizer = moved
         self._values = values
+        self._stores: tuple[_Whole, _Whole]
+        self._compiled: tuple[dict[str, object], Callable[..., list[tf.Tensor]]] | None = None
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
         self._initial: list[Any] = []
@@ -101,13 +106,59 @@ class VariableOuterOptimizer(FollowsRate):
         self._require_elementwise(center.layout, whole)
         self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
+        self._stores, self._compiled = (_whole(center), _whole(gradient)), None
 
     def step(self) -> None:
         """Apply one step."""
-        if self._host is None:
-            self._moved.step(self.maximum, self._values)
-        else:
+        if self._host is not None:
             self._moved.step_host(*self._host)
+        elif self._values is None or not all(map(self._values.holds, self._variables())):
+            self._moved.step(self.maximum)
+        elif several_threads() and not self._center_changed(self._values):
+            self._step_compiled(self._values)
+        else:
+            self._values.release()
+            self._moved.step(self.maximum)
+
+    def _center_changed(self, values: HostValues) -> bool:
+        """Return whether the variables do not have the center's values yet, as where a rank starts from it again."""
+        center, blocks = self._stores[0]
+        return any(values.changed(center, block) for block in blocks)
+
+    def _variables(self) -> list[Any]:
+        """Return the variables of the center and of its gradient."""
+        return [variable for store, _ in self._stores for variable in store.tensors()]
+
+    def _step_compiled(self, values: HostValues) -> None:
+        """Apply one step, while arrays stand for the variables.
+
+        It is compiled: single operations, which Python starts, take ten times as long.
+        """
+        (center, places), (gradient, filled) = self._stores
+        self._moved.prepare(self.maximum)
+        constants = self._moved.constants()
+        if self._compiled is None or self._compiled[0] != constants:
+            self._compiled = constants, self._compile()
+        moved = self._compiled[1](*(as_tensor(gradient.read(block)) for block in filled))
+        for block in filled:
+            values.assigned(gradient, block)
+        for block, vector in zip(places, moved, strict=True):
+            center.write(block, np.asarray(vector))
+            values.assigned(center, block)
+
+    def _compile(self) -> Callable[..., list[tf.Tensor]]:
+        """Return a function that takes the blocks of the gradient, and returns those of the center."""
+        (center, places), (gradient, filled) = self._stores
+
+        def step(*vectors: tf.Tensor) -> list[tf.Tensor]:
+            for block, vector in zip(filled, vectors, strict=True):
+                gradient.write(block, vector)
+            self._moved.apply()
+            return [center.read(block) for block in places]
+
+        specs = [tf.TensorSpec([block.size], block.kind) for block in filled]
+        compiled: Callable[..., list[tf.Tensor]] = tf.function(step, autograph=False).get_concrete_function(*specs)
+        return compiled
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters."""
@@ -159,6 +210,12 @@ class VariableOuterOptimizer(FollowsRate):
     def _require_elementwise(self, share: Layout, whole: Layout) -> None:
         if share.specs and share is not whole:
             require_elementwise(self.name, share, whole, self._moved.steps)
+
+
+def _whole(store: Store[Any]) -> _Whole:
+    """Return a store that is no fragment of another, and the blocks of the given one."""
+    of, buckets = (store.store, store.fragment.buckets) if isinstance(store, Slice) else (store, store.layout.buckets)
+    return of, [block for bucket in buckets for block in blocks_of(of.layout.buckets[bucket.index])]
 
 
 class DividedVariables(Divided, FollowsRate):

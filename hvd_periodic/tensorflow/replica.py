@@ -15,19 +15,15 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.host import in_session
-from hvd_periodic.tensorflow.hosted import HostValues, is_in_host_memory
+from hvd_periodic.tensorflow.hosted import HostValues, blocks_of, is_in_host_memory
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import HostSpace, TensorSpace
 from hvd_periodic.tensorflow.store import ArrayStore, CenterStore, VariableStore, array_of, layout_of
-from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import FlatStore, Store
 
 Named = Sequence[tuple[str, tf.Variable]]
-
-_BLOCK_BYTES = 512 * 2**10
-"""Operations on as many take much longer than to start them."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +160,11 @@ class VariableReplica(Replica[Any]):
         """Make parameters and center obey the constraints of the parameters, where they are here."""
         if not any(self.named.constraints):
             return
-        with self.values.in_variables():
-            for variables in (self.parameters.tensors(), center.tensors()):
-                for variable, constraint in zip(variables, self.named.constraints, strict=False):
-                    if constraint is not None:
-                        variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
+        self.values.release()
+        for variables in (self.parameters.tensors(), center.tensors()):
+            for variable, constraint in zip(variables, self.named.constraints, strict=False):
+                if constraint is not None:
+                    variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
         """Return which have had one."""
@@ -196,9 +192,10 @@ class VariableReplica(Replica[Any]):
 
     def follow_weights(self) -> None:
         """Let layers compute with their weights of now."""
-        with self.values.in_variables():
-            for layer in self.named.deriving:
-                layer.finalize_state()
+        if self.named.deriving:
+            self.values.release()
+        for layer in self.named.deriving:
+            layer.finalize_state()
 
     def changes(self) -> str | None:
         """Return None: variables keep dtype and shape, and the optimizer refuses unknown ones."""
@@ -234,7 +231,7 @@ class VariableReplica(Replica[Any]):
 
     def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
         """Return parts that are whole variables, so that nothing but messages is joined; small ones share a part."""
-        return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize, cut_tensors=False)
+        return blocks_of(bucket)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Run the local rule on one variable at a time; the state changes in place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from hvd_periodic.tensorflow.coding import ArrayCoding, GraphCoding
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
-from hvd_periodic.tensorflow.hosted import HostValues
+from hvd_periodic.tensorflow.hosted import HostValues, empty
+from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
 
 
@@ -82,7 +83,7 @@ class TensorSpace(VectorSpace[Any]):
 
 
 class HostSpace(VectorSpace[np.ndarray]):
-    """Arrays in host memory.
+    """Arrays in host memory, in new memory that TensorFlow takes over as it is.
 
     Args:
         values: reads the variables that they stand for.
@@ -90,6 +91,48 @@ class HostSpace(VectorSpace[np.ndarray]):
 
     def __init__(self, values: HostValues) -> None:
         self.coding = ArrayCoding(values)
+
+    def sub(self, x: Any, y: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return ``x - y``."""
+        return np.subtract(x, y, out=empty(x.size, np.result_type(x, y)))
+
+    def axpy(self, a: float, x: Any, y: Any) -> np.ndarray:
+        """Return ``a x + y``, block by block, which stay in the processor's cache."""
+        out = empty(y.size, y.dtype)
+        for place in _blocks(y.size):
+            np.multiply(x[place], a, out=out[place])
+            out[place] += y[place]
+        return out
+
+    def scale(self, a: float, x: Any) -> np.ndarray:
+        """Return ``a x``."""
+        return np.multiply(x, a, out=empty(x.size, x.dtype))
+
+    def lerp(self, x: Any, y: Any, weight: float) -> np.ndarray:
+        """Return ``x + weight (y - x)``, block by block."""
+        out = empty(x.size, x.dtype)
+        for place in _blocks(x.size):
+            np.subtract(y[place], x[place], out=out[place])
+            out[place] *= weight
+            out[place] += x[place]
+        return out
+
+    def copy(self, x: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a copy."""
+        copied = empty(x.size, x.dtype)
+        copied[:] = x
+        return copied
+
+    def zeros_like(self, x: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return zeros."""
+        zeros = empty(x.size, x.dtype)
+        zeros[:] = 0
+        return zeros
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    """Yield the places of blocks."""
+    return (slice(start, start + BLOCK) for start in range(0, size, BLOCK))
 
 
 def scaled(a: Any, x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -43,22 +43,29 @@ class VariableStore(Store[Any]):
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Assign what a bucket completes."""
-        parts = tf.split(value, [piece.stop - piece.start for piece in bucket.pieces]) if bucket.pieces else []
-        for piece, part in zip(bucket.pieces, parts, strict=True):
-            spec, ends = self.layout.specs[piece.tensor], self.layout.ends
+        self._write_pieces(bucket, value)
+
+    def _write_pieces(self, bucket: Bucket, value: Any) -> None:
+        for piece, part in zip(bucket.pieces, self._split(bucket, value), strict=True):
+            ends = self.layout.ends
             if piece.start == 0 or bucket.index - 1 in ends:  # also where an exchange failed halfway
                 self._begun = piece.start, []
-            start, parts_of_tensor = self._begun
-            parts_of_tensor.append(part)
-            if piece.stop == spec.size or bucket.index in ends:
-                self._assign_part(piece.tensor, start, piece.stop, tf.concat(parts_of_tensor, axis=0))
+            start, parts = self._begun
+            parts.append(part)
+            if piece.stop == self.layout.specs[piece.tensor].size or bucket.index in ends:
+                self._assign_part(piece.tensor, start, piece.stop, parts)
+
+    def _split(self, bucket: Bucket, value: Any) -> list[Any]:
+        """Return the pieces of a bucket."""
+        return tf.split(value, [piece.stop - piece.start for piece in bucket.pieces]) if bucket.pieces else []
 
     def tensors(self) -> list[Any]:
         """Return the variables."""
         return list(self._variables)
 
-    def _assign_part(self, index: int, start: int, stop: int, value: tf.Tensor) -> None:
-        spec = self.layout.specs[index]
+    def _assign_part(self, index: int, start: int, stop: int, parts: list[Any]) -> None:
+        """Assign elements of a variable, given parts of them."""
+        spec, value = self.layout.specs[index], tf.concat(parts, axis=0)
         if stop - start < spec.size:
             flat = tf.reshape(self._variables[index], [-1])
             value = tf.concat([flat[:start], tf.cast(value, flat.dtype), flat[stop:]], axis=0)
@@ -82,44 +89,50 @@ class CenterStore(VariableStore):
 
 
 class ArrayStore(VariableStore):
-    """Variables in host memory, outside of graphs: they are read as arrays, and assigned from arrays.
+    """Variables in host memory: outside of graphs, they are read as arrays, and assigned from arrays.
 
     Args:
         layout, variables: those of :class:`VariableStore`.
-        values: reads and writes the variables.
+        values: reads and writes the variables outside of graphs.
     """
 
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable], values: HostValues) -> None:
         super().__init__(layout, variables)
         self._values = values
 
-    def read(self, bucket: Bucket, out: Any = None) -> np.ndarray:
-        """Return the values of a bucket, in ``out`` if given, else in an array that must not be changed."""
+    def read(self, bucket: Bucket, out: Any = None) -> Any:
+        """Return the values of a bucket; outside of graphs, an array that must not be changed."""
+        if not tf.executing_eagerly():
+            return super().read(bucket)
+        held = self._values.read_bucket(self, bucket)
+        if held is not None:
+            return held
         arrays = [self._values.read(self._variables[piece.tensor])[piece.start : piece.stop] for piece in bucket.pieces]
-        if out is None and len(arrays) == 1:
+        if len(arrays) == 1:
             return arrays[0].astype(bucket.kind, copy=False)
-        out = np.empty(bucket.size, bucket.kind) if out is None else out
-        for piece, array in zip(bucket.pieces, arrays, strict=True):
-            out[piece.offset : piece.offset + array.size] = array
-        return cast(np.ndarray, out)
+        return np.concatenate(arrays, dtype=bucket.kind) if arrays else np.empty(0, bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Assign what a bucket completes."""
-        for piece in bucket.pieces:
-            part, ends = value[piece.offset : piece.offset + piece.stop - piece.start], self.layout.ends
-            if piece.start == 0 or bucket.index - 1 in ends:  # also where an exchange failed halfway
-                self._begun = piece.start, []
-            start, parts = self._begun
-            parts.append(part)
-            if piece.stop == self.layout.specs[piece.tensor].size or bucket.index in ends:
-                self._assign_array(self._variables[piece.tensor], start, piece.stop, parts)
+        if not tf.executing_eagerly():
+            super().write(bucket, value)
+        elif not self._values.write_bucket(self, bucket, value.astype(bucket.kind, copy=False)):
+            self._write_pieces(bucket, value)
 
-    def _assign_array(self, variable: Any, start: int, stop: int, parts: list[np.ndarray]) -> None:
-        if stop - start < np.prod(variable.shape):
+    def _split(self, bucket: Bucket, value: Any) -> list[Any]:
+        if isinstance(value, np.ndarray):
+            return [value[piece.offset : piece.offset + piece.stop - piece.start] for piece in bucket.pieces]
+        return super()._split(bucket, value)
+
+    def _assign_part(self, index: int, start: int, stop: int, parts: list[Any]) -> None:
+        if not isinstance(parts[0], np.ndarray):
+            super()._assign_part(index, start, stop, parts)
+            return
+        variable = self._variables[index]
+        if stop - start < self.layout.specs[index].size:
             flat = self._values.read(variable)
             parts = [flat[:start], *parts, flat[stop:]]
-        value = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._values.write(variable, value.astype(variable.dtype.as_numpy_dtype, copy=False))
+        self._values.write(variable, np.concatenate(parts, dtype=variable.dtype.as_numpy_dtype))
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:
