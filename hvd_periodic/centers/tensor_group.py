@@ -103,7 +103,7 @@ class TensorGroup(GroupVectors[V]):
             blocks.append(block)
         message = formed[0] if len(blocks) == 1 else room
         message = self._replica.space.concatenate(formed) if message is None else message
-        shared = self.travelling is self.total or (self._spent is not None and len(blocks) > 1)
+        shared = self.travelling is self.total or (self._spent is not None and len(blocks) > 1 and room is not None)
         lent = message if shared else blocks[0].worker.get(self._spent or "")
         sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
         for block in blocks:

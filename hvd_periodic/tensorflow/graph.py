@@ -305,7 +305,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         stores = [store for group in groups for store in (group.values, *group.worker.values())]
         if not self.membership.communicator.elastic:
             for group in groups:
-                center = (*group.center_state.values(), group.total, group.outbox.unsent_sums)
+                center: tuple[Store[Any] | None, ...] = (group.total, group.outbox.unsent_sums)
+                if group.total is None or group.algorithm.reads_before:  # else its optimizer alone reads it
+                    center += tuple(group.center_state.values())
                 stores += [store for store in center if store is not None]
         others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
         if self._local is not None:

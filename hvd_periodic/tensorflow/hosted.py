@@ -44,10 +44,11 @@ class HostValues:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, int], list[tuple[Key, Bucket]]] = {}
         self._stores: dict[int, Store[Any]] = {}
+        self._blocks: dict[tuple[int, int], list[tuple[Key, Bucket]]] = {}
         self._places: dict[int, list[_Place]] = {}
         self._arrays: dict[Key, np.ndarray] = {}
+        self._buckets: dict[tuple[int, int], np.ndarray] = {}
         self._changed: set[Key] = set()
         self._copied: set[Key] = set()
 
@@ -69,10 +70,12 @@ class HostValues:
             return
         for key, offset, start, stop in self._places[id(variable)]:
             self._copy_of(key)[offset : offset + stop - start] = array[start:stop]
-            self._changed.add(key)
 
     def read_bucket(self, store: Store[Any], bucket: Bucket) -> np.ndarray | None:
         """Return a bucket of a store, or a part of one; None where no array stands for it now."""
+        whole = self._buckets.get((id(store), bucket.index))
+        if whole is not None and whole.size == bucket.size:
+            return whole
         parts = [self._arrays[key][within] for key, within, _ in self._parts(store, bucket)]
         if len(parts) > 1:
             return np.concatenate(parts)
@@ -83,12 +86,33 @@ class HostValues:
         parts = self._parts(store, bucket)
         for key, within, of_bucket in parts:
             if within == slice(0, self._arrays[key].size):
-                self._arrays[key] = array[of_bucket]
-                self._copied.discard(key)
+                self._replace(key, array[of_bucket])
             else:
                 self._copy_of(key)[within] = array[of_bucket]
-            self._changed.add(key)
+        if len(parts) > 1 and len(parts) == len(self._blocks[id(store), bucket.index]):
+            self._buckets[id(store), bucket.index] = array
         return bool(parts)
+
+    def lend(self, store: Store[Any], block: Bucket, array: np.ndarray) -> None:
+        """Let an array stand for a block of a store, whose variables have its values already."""
+        if _key(store, block) not in self._arrays:
+            self._add(store, block, array)
+        self._replace(_key(store, block), array)
+        self._changed.discard(_key(store, block))
+
+    def _add(self, store: Store[Any], block: Bucket, array: np.ndarray) -> None:
+        key, variables = _key(store, block), store.tensors()
+        self._stores[id(store)], self._arrays[key] = store, array
+        self._blocks.setdefault((id(store), block.index), []).append((key, block))
+        for piece in block.pieces:
+            place = _Place(key, piece.offset, piece.start, piece.stop)
+            self._places.setdefault(id(variables[piece.tensor]), []).append(place)
+
+    def _replace(self, key: Key, array: np.ndarray) -> None:
+        self._arrays[key] = array
+        self._buckets.pop(key[:2], None)
+        self._copied.discard(key)
+        self._changed.add(key)
 
     def _parts(self, store: Store[Any], bucket: Bucket) -> list[tuple[Key, slice, slice]]:
         """Return in which blocks a bucket or a part of one is: the elements in each, and those of it."""
@@ -103,10 +127,12 @@ class HostValues:
         ]
 
     def _copy_of(self, key: Key) -> np.ndarray:
-        """Return an array that may be changed, in the place of one that may not."""
+        """Return an array that is about to be changed, in the place of one that may not."""
         if key not in self._copied:
-            self._arrays[key] = self._arrays[key].copy()
+            self._replace(key, self._arrays[key].copy())
             self._copied.add(key)
+        self._buckets.pop(key[:2], None)
+        self._changed.add(key)
         return self._arrays[key]
 
     def changed(self, store: Store[Any], block: Bucket) -> bool:
@@ -122,12 +148,7 @@ class HostValues:
         """Let arrays stand for the variables of stores inside the block, in the order of their blocks."""
         blocks = [(store, block) for store in stores for run in runs_of(store) for block in run]
         for (store, block), array in zip(blocks, arrays, strict=True):
-            key, variables = _key(store, block), store.tensors()
-            self._stores[id(store)], self._arrays[key] = store, array
-            self._blocks.setdefault((id(store), block.index), []).append((key, block))
-            for piece in block.pieces:
-                place = _Place(key, piece.offset, piece.start, piece.stop)
-                self._places.setdefault(id(variables[piece.tensor]), []).append(place)
+            self._add(store, block, array)
         try:
             yield
         finally:
@@ -135,20 +156,27 @@ class HostValues:
 
     def release(self) -> None:
         """Give the variables their values, for code that reads or assigns the variables themselves."""
-        written = [
+        unassigned = self.unassigned()
+        self._forget()
+        for store, block, array in unassigned:
+            store.write(block, array)
+
+    def unassigned(self, but: Sequence[Store[Any]] = ()) -> list[tuple[Store[Any], Bucket, np.ndarray]]:
+        """Return blocks of stores, but some, whose values variables do not have yet, and those written with them."""
+        return [
             (store, block, self._arrays[_key(store, block)])
             for store in self._stores.values()
+            if all(store is not other for other in but)
             for run in runs_of(store)
             if any(self.changed(store, block) for block in run)
             for block in run
         ]
-        self._forget()
-        for store, block, array in written:
-            store.write(block, array)
 
     def _forget(self) -> None:
-        for known in (self._blocks, self._stores, self._places, self._arrays, self._changed, self._copied):
+        for known in (self._stores, self._blocks, self._places, self._arrays, self._buckets):
             known.clear()
+        self._changed.clear()
+        self._copied.clear()
 
 
 def _key(store: Store[Any], block: Bucket) -> Key:
@@ -198,7 +226,10 @@ def hosted(
                 for is_changed, (store, of_run) in zip(changed, runs, strict=True)
                 for block in of_run
             ]
-        return [np.array(changed), *after]
+            unassigned = values.unassigned(but=stores)
+        for store, block, array in unassigned:
+            store.write(block, array)
+        return [np.array(changed, bool), *after]
 
     def wait() -> tf.Tensor:
         turn = _turn()

@@ -20,8 +20,6 @@ from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
-_Whole = tuple[Store[Any], list[Bucket]]
-
 Maximum = Callable[[Any], Any]
 """Returns the largest value of all ranks, of a scalar."""
 
@@ -63,7 +61,10 @@ class VariableOuterOptimizer(FollowsRate):
     ) -> None:
         self._moved: CenterOptimizer = moved
         self._values = values
-        self._stores: tuple[_Whole, _Whole]
+        self._center: Store[Any]
+        self._gradient: Store[Any]
+        self._buckets: list[Bucket]
+        self._blocks: list[Bucket]
         self._compiled: tuple[dict[str, object], Callable[..., list[tf.Tensor]]] | None = None
         self._parameters = list(parameters)
         self._host: tuple[list[np.ndarray], list[np.ndarray]] | None = None
@@ -106,57 +107,49 @@ class VariableOuterOptimizer(FollowsRate):
         self._require_elementwise(center.layout, whole)
         self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
-        self._stores, self._compiled = (_whole(center), _whole(gradient)), None
+        self._center, self._gradient, self._buckets = center, gradient, [b for b in center.layout.buckets if b.size]
+        if isinstance(center, Slice) and isinstance(gradient, Slice):
+            self._center, self._gradient = center.store, gradient.store
+            self._buckets = [self._center.layout.buckets[bucket.index] for bucket in self._buckets]
+        self._blocks = [block for bucket in self._buckets for block in blocks_of(bucket)]
+        self._compiled = None
 
     def step(self) -> None:
         """Apply one step."""
+        values = self._values
         if self._host is not None:
             self._moved.step_host(*self._host)
-        elif self._values is None or not all(map(self._values.holds, self._variables())):
+        elif values is None or not all(map(values.holds, self._gradient.tensors())):
             self._moved.step(self.maximum)
-        elif several_threads() and not self._center_changed(self._values):
-            self._step_compiled(self._values)
+        elif several_threads() and not any(values.changed(self._center, block) for block in self._blocks):
+            self._step_compiled(values)
         else:
-            self._values.release()
+            values.release()
             self._moved.step(self.maximum)
-
-    def _center_changed(self, values: HostValues) -> bool:
-        """Return whether the variables do not have the center's values yet, as where a rank starts from it again."""
-        center, blocks = self._stores[0]
-        return any(values.changed(center, block) for block in blocks)
-
-    def _variables(self) -> list[Any]:
-        """Return the variables of the center and of its gradient."""
-        return [variable for store, _ in self._stores for variable in store.tensors()]
 
     def _step_compiled(self, values: HostValues) -> None:
         """Apply one step, while arrays stand for the variables.
 
         It is compiled: single operations, which Python starts, take ten times as long.
         """
-        (center, places), (gradient, filled) = self._stores
         self._moved.prepare(self.maximum)
         constants = self._moved.constants()
         if self._compiled is None or self._compiled[0] != constants:
             self._compiled = constants, self._compile()
-        moved = self._compiled[1](*(as_tensor(gradient.read(block)) for block in filled))
-        for block in filled:
-            values.assigned(gradient, block)
-        for block, vector in zip(places, moved, strict=True):
-            center.write(block, np.asarray(vector))
-            values.assigned(center, block)
+        moved = self._compiled[1](*(as_tensor(self._gradient.read(bucket)) for bucket in self._buckets))
+        for block, vector in zip(self._blocks, moved, strict=True):
+            values.lend(self._center, block, np.asarray(vector))
 
     def _compile(self) -> Callable[..., list[tf.Tensor]]:
-        """Return a function that takes the blocks of the gradient, and returns those of the center."""
-        (center, places), (gradient, filled) = self._stores
+        """Return a function that takes the buckets of the gradient, and returns the blocks of the center."""
 
-        def step(*vectors: tf.Tensor) -> list[tf.Tensor]:
-            for block, vector in zip(filled, vectors, strict=True):
-                gradient.write(block, vector)
+        def step(*gradient: tf.Tensor) -> list[tf.Tensor]:
+            for bucket, vector in zip(self._buckets, gradient, strict=True):
+                self._gradient.write(bucket, vector)
             self._moved.apply()
-            return [center.read(block) for block in places]
+            return [self._center.read(block) for block in self._blocks]
 
-        specs = [tf.TensorSpec([block.size], block.kind) for block in filled]
+        specs = [tf.TensorSpec([bucket.size], bucket.kind) for bucket in self._buckets]
         compiled: Callable[..., list[tf.Tensor]] = tf.function(step, autograph=False).get_concrete_function(*specs)
         return compiled
 
@@ -210,12 +203,6 @@ class VariableOuterOptimizer(FollowsRate):
     def _require_elementwise(self, share: Layout, whole: Layout) -> None:
         if share.specs and share is not whole:
             require_elementwise(self.name, share, whole, self._moved.steps)
-
-
-def _whole(store: Store[Any]) -> _Whole:
-    """Return a store that is no fragment of another, and the blocks of the given one."""
-    of, buckets = (store.store, store.fragment.buckets) if isinstance(store, Slice) else (store, store.layout.buckets)
-    return of, [block for bucket in buckets for block in blocks_of(of.layout.buckets[bucket.index])]
 
 
 class DividedVariables(Divided, FollowsRate):

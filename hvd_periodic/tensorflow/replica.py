@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.host import in_session
-from hvd_periodic.tensorflow.hosted import HostValues, blocks_of, is_in_host_memory
+from hvd_periodic.tensorflow.hosted import HostValues, blocks_of, empty, is_in_host_memory
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import HostSpace, TensorSpace
 from hvd_periodic.tensorflow.store import ArrayStore, CenterStore, VariableStore, array_of, layout_of
@@ -225,9 +225,9 @@ class VariableReplica(Replica[Any]):
         """Return arrays: what is saved is numpy's."""
         return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
 
-    def scratch(self, bucket: Bucket, slot: int) -> None:
-        """TensorFlow allocates as it goes."""
-        return
+    def scratch(self, bucket: Bucket, slot: int) -> Any:
+        """Return room for a message in host memory; TensorFlow allocates as it goes."""
+        return empty(bucket.size, bucket.kind) if self.in_host_memory and slot % 2 else None
 
     def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
         """Return parts that are whole variables, so that nothing but messages is joined; small ones share a part."""

@@ -93,8 +93,9 @@ class HostSpace(VectorSpace[np.ndarray]):
         self.coding = ArrayCoding(values)
 
     def sub(self, x: Any, y: Any, out: np.ndarray | None = None) -> np.ndarray:
-        """Return ``x - y``."""
-        return np.subtract(x, y, out=empty(x.size, np.result_type(x, y)))
+        """Return ``x - y``, in ``out`` if that may be written."""
+        fresh = out is None or not out.flags.writeable
+        return np.subtract(x, y, out=empty(x.size, np.result_type(x, y)) if fresh else out)
 
     def axpy(self, a: float, x: Any, y: Any) -> np.ndarray:
         """Return ``a x + y``, block by block, which stay in the processor's cache."""
@@ -118,8 +119,8 @@ class HostSpace(VectorSpace[np.ndarray]):
         return out
 
     def copy(self, x: Any, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy."""
-        copied = empty(x.size, x.dtype)
+        """Return a copy, in ``out`` if that may be written."""
+        copied = empty(x.size, x.dtype) if out is None or not out.flags.writeable else out
         copied[:] = x
         return copied
 

@@ -16,29 +16,68 @@ import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
-from hvd_periodic.tensorflow.hosted import HostValues, hosted  # noqa: E402
+from hvd_periodic.tensorflow.hosted import HostValues, as_tensor, empty, hosted  # noqa: E402
+from hvd_periodic.tensorflow.store import ArrayStore, layout_of  # noqa: E402
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES  # noqa: E402
+
+
+def store_of(values: HostValues, *variables: Any) -> ArrayStore:
+    layout = layout_of([(str(i), variable) for i, variable in enumerate(variables)], DEFAULT_BUCKET_BYTES)
+    return ArrayStore(layout, variables, values)
 
 
 def test_a_compiled_function_waits_for_python_and_python_for_it() -> None:
     values, x, c, seen = HostValues(), tf.Variable([0, 0]), tf.Variable(0), []
 
     def run() -> None:
-        seen.append((values.read(x).tolist(), values.read(c).tolist()))
+        seen.append((values.read(x).tolist(), int(c)))
         values.write(x, values.read(x) + 10)
-        values.write(c, values.read(c) + 100)
+        c.assign_add(100)
         assert values.read(x).tolist() == [seen[-1][0][0] + 10] * 2
 
     @tf.function
     def steps() -> Any:
         for _ in range(2):
             x.assign_add([1, 1])
-            hosted(run, values, [x], [c])()
+            c.assign_add(1)
+            hosted(run, values, [store_of(values, x)], [c])()
         return x.read_value()
 
     assert steps().numpy().tolist() == [22, 22]
-    assert seen == [([1, 1], [0]), ([12, 12], [100])]
-    assert int(c) == 200
+    assert seen == [([1, 1], 1), ([12, 12], 102)]
+    assert int(c) == 202
     assert not values.holds(x)
+
+
+@pytest.mark.parametrize("size", [3, 100_000, 6_000_000], ids=["a block", "of several blocks", "of several buckets"])
+def test_buckets_and_variables_are_read_and_written(size: int) -> None:
+    values = HostValues()
+    variables = [tf.Variable(np.full(size, i, np.float32)) for i in range(3)] + [tf.Variable(7, dtype=tf.int64)]
+    store = store_of(values, *variables)
+
+    def run() -> None:
+        for bucket in store.layout.buckets:
+            if bucket.kind == "float32":
+                store.write(bucket, store.read(bucket) + 1)
+        values.write(variables[0], values.read(variables[2]) * 10)
+        assert [set(values.read(variable).tolist()) for variable in variables] == [{30}, {2}, {3}, {7}]
+        bucket = store.layout.buckets[0]
+        middle = bucket.part(1, 3)
+        store.write(middle, np.full(2, 50, np.float32))
+        assert store.read(bucket)[:4].tolist() == [30, 50, 50, store.read(bucket)[3]]
+
+    tf.function(hosted(run, values, [store]))()
+    found = [variable.numpy() for variable in variables]
+    assert found[0][:3].tolist() == [30, 50, 50]
+    assert (set(found[0][3:].tolist()) | {30}, set(found[1].tolist()), set(found[2].tolist())) == ({30}, {2}, {3})
+    assert found[3] == 7
+
+
+def test_what_python_does_not_change_stays() -> None:
+    values, x, y = HostValues(), tf.Variable([1.0]), tf.Variable([2.0])
+    stores = [store_of(values, x), store_of(values, y)]
+    tf.function(hosted(lambda: values.write(y, values.read(x)), values, stores))()
+    assert (float(x[0]), float(y[0])) == (1.0, 1.0)
 
 
 def test_code_that_knows_the_variables_alone() -> None:
@@ -47,27 +86,51 @@ def test_code_that_knows_the_variables_alone() -> None:
 
     def run() -> None:
         values.write(x, values.read(y))
-        with values.in_variables():
-            seen.append((float(x[0]), float(y[0])))
-            x.assign([5.0])
+        values.release()
+        seen.append((float(x[0]), float(y[0])))
+        x.assign([5.0])
         values.write(y, values.read(x) + 1)
 
-    tf.function(hosted(run, values, [x, y]))()
+    tf.function(hosted(run, values, [store_of(values, x), store_of(values, y)]))()
     assert seen == [(2.0, 2.0)]
     assert (float(x[0]), float(y[0])) == (5.0, 6.0)
+
+
+def test_arrays_that_are_lent() -> None:
+    """They stand for variables that have their values; what is written then reaches the variables."""
+    values, x = HostValues(), tf.Variable([1.0, 2.0])
+    store = store_of(values, x)
+    (bucket,) = store.layout.buckets
+
+    def run() -> None:
+        values.lend(store, bucket, np.array([3.0, 4.0], np.float32))
+        assert store.read(bucket).tolist() == [3.0, 4.0]
+        if float(x[0]) == 3.0:
+            store.write(bucket, np.array([5.0, 6.0], np.float32))
+
+    step = tf.function(hosted(run, values, []))
+    step()
+    assert x.numpy().tolist() == [1.0, 2.0]
+    x.assign([3.0, 4.0])
+    step()
+    assert x.numpy().tolist() == [5.0, 6.0]
 
 
 def test_two_variables_may_get_the_same_array() -> None:
     values, x, c = HostValues(), tf.Variable(tf.zeros(1000)), tf.Variable(tf.zeros(1000))
 
     def run() -> None:
-        both = np.ones(1000, np.float32)
+        both = empty(1000, np.float32)
+        both[:] = 1
         values.write(x, both)
-        values.write(c, both)
+        for store in stores:
+            store.write(store.layout.buckets[0], both)
+
+    stores = [store_of(values, x), store_of(values, c)]
 
     @tf.function
     def step() -> None:
-        hosted(run, values, [x, c])()
+        hosted(run, values, stores)()
         x.assign_add(tf.ones(1000))
 
     step()
@@ -79,7 +142,7 @@ def test_an_error_of_python_is_cited() -> None:
         raise LookupError("There is none")
 
     with pytest.raises(tf.errors.OpError, match="LookupError: There is none"):
-        tf.function(hosted(run, HostValues(), [tf.Variable(1.0)]))()
+        tf.function(hosted(run, HostValues(), []))()
 
 
 def test_an_array_of_a_variable_must_not_be_changed() -> None:
@@ -91,7 +154,19 @@ def test_an_array_of_a_variable_must_not_be_changed() -> None:
         values.read(x)[0] = 3.0
 
     with pytest.raises(tf.errors.OpError, match="read-only"):
-        tf.function(hosted(run, values, [x]))()
+        tf.function(hosted(run, values, [store_of(values, x)]))()
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+def test_a_tensor_of_an_array(shift: int) -> None:
+    array = empty(1000, np.float32)[shift:]
+    array[:] = np.arange(array.size)
+    tensor = as_tensor(array)
+    assert np.array_equal(tensor, array)
+    array[0] = 7
+    assert float(tensor[0]) == (0 if shift else 7)
+    array.flags.writeable = False
+    assert np.array_equal(as_tensor(array), array)
 
 
 TWO_DEVICES = """
@@ -101,21 +176,21 @@ from hvd_periodic.tensorflow.hosted import HostValues, hosted
 (processor,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)
 values, variables, seen = HostValues(), [], []
-for device in ("CPU:0", "CPU:1", "CPU:0"):
+for device in ("CPU:0", "CPU:1"):
     with tf.device(device):
         variables.append(tf.Variable(0))
 
 def run():
-    seen.append([values.read(variable).item() for variable in variables])
+    seen.append([int(variable) for variable in variables])
     for variable in variables:
-        values.write(variable, values.read(variable) + 10)
+        variable.assign_add(10)
 
 @tf.function
 def steps(due):
     for _ in range(2):
         for variable in variables:
             variable.assign_add(1)
-        tf.cond(due, hosted(run, values, variables[:2], [], variables[2:]), lambda: tf.constant(False))
+        tf.cond(due, hosted(run, values, [], variables), lambda: tf.constant(False))
     return [variable.read_value() for variable in variables]
 
 print([int(value) for value in steps(tf.constant(True))], seen)
@@ -126,7 +201,7 @@ def test_variables_may_be_on_another_device() -> None:
     found = subprocess.run(
         [sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True, check=False, timeout=120
     )
-    assert found.stdout.splitlines()[-1:] == ["[22, 22, 22] [[1, 1, 1], [12, 12, 12]]"], found.stderr
+    assert found.stdout.splitlines()[-1:] == ["[22, 22] [[1, 1], [12, 12]]"], found.stderr
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
@@ -168,7 +243,7 @@ def test_compiled_steps_go_where_eager_ones_go(algorithm: Any, rate: Any, monkey
     """To the bit, whether the optimizer of the center is compiled or not; a rate that changes is none compiled in."""
     eager, _ = trained(algorithm, rate, compiled=False)
     for threads in (2, 1):
-        monkeypatch.setattr("hvd_periodic.tensorflow.center_optimizer.several_threads", lambda n=threads: n > 1)
+        monkeypatch.setattr("hvd_periodic.tensorflow.outer.several_threads", lambda n=threads: n > 1)
         compiled, made = trained(algorithm, rate, compiled=True)
         for ours, theirs in zip(compiled, eager, strict=True):
             assert all(map(np.array_equal, ours, theirs))
@@ -177,8 +252,8 @@ def test_compiled_steps_go_where_eager_ones_go(algorithm: Any, rate: Any, monkey
 
 def test_the_optimizer_of_the_center_is_compiled_again_only_if_its_settings_change() -> None:
     _, made = trained(hvdp.AGN(), 0.1, compiled=True)
-    center = made._center
-    compiled = center._compiled_apply()
-    assert center._compiled_apply() is compiled
-    center.optimizer.momentum = 0.5
-    assert center._compiled_apply() is not compiled
+    first = made._center.constants()
+    made.apply([tf.ones(variable.shape) for variable in made._trainable_variables])
+    assert made._center.constants() == first
+    made._center.optimizer.momentum = 0.5
+    assert made._center.constants() != first
