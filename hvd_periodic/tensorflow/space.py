@@ -119,8 +119,8 @@ class HostSpace(VectorSpace[np.ndarray]):
         return out
 
     def copy(self, x: Any, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy, in ``out`` if that may be written."""
-        copied = empty(x.size, x.dtype) if out is None or not out.flags.writeable else out
+        """Return a copy; not in ``out``, which may be a copy itself, so that a store would not hear of it."""
+        copied = empty(x.size, x.dtype)
         copied[:] = x
         return copied
 
