@@ -61,7 +61,7 @@ class HostValues:
         if not self.holds(variable):
             return _memory_of(variable)
         parts = [self._arrays[key][at : at + stop - start] for key, at, start, stop in self._places[id(variable)]]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else joined(parts, parts[0].dtype)
 
     def write(self, variable: Any, array: np.ndarray) -> None:
         """Set the elements of a variable."""
@@ -78,7 +78,7 @@ class HostValues:
             return whole
         parts = [self._arrays[key][within] for key, within, _ in self._parts(store, bucket)]
         if len(parts) > 1:
-            return np.concatenate(parts)
+            return joined(parts, bucket.kind)
         return parts[0] if parts else None
 
     def write_bucket(self, store: Store[Any], bucket: Bucket, array: np.ndarray) -> bool:
@@ -288,6 +288,12 @@ def empty(size: int, dtype: Any) -> np.ndarray:
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + nbytes].view(dtype)
+
+
+def joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """Return one array of several, in another type if need be."""
+    out = empty(sum(part.size for part in parts), dtype)
+    return np.concatenate(parts, out=out, casting="unsafe") if parts else out
 
 
 def as_tensor(array: np.ndarray) -> tf.Tensor:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvd_periodic.tensorflow.coding import ArrayCoding, GraphCoding
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
-from hvd_periodic.tensorflow.hosted import HostValues, empty
+from hvd_periodic.tensorflow.hosted import HostValues, empty, joined
 from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
 
@@ -129,6 +129,10 @@ class HostSpace(VectorSpace[np.ndarray]):
         zeros = empty(x.size, x.dtype)
         zeros[:] = 0
         return zeros
+
+    def concatenate(self, parts: Sequence[Any]) -> np.ndarray:
+        """Return one array of several."""
+        return joined(parts, parts[0].dtype)
 
 
 def _blocks(size: int) -> Iterator[slice]:

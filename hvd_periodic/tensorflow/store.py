@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
-from hvd_periodic.tensorflow.hosted import HostValues
+from hvd_periodic.tensorflow.hosted import HostValues, joined
 from hvd_periodic.vectors.layout import Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.store import Store
@@ -110,7 +110,7 @@ class ArrayStore(VariableStore):
         arrays = [self._values.read(self._variables[piece.tensor])[piece.start : piece.stop] for piece in bucket.pieces]
         if len(arrays) == 1:
             return arrays[0].astype(bucket.kind, copy=False)
-        return np.concatenate(arrays, dtype=bucket.kind) if arrays else np.empty(0, bucket.kind)
+        return joined(arrays, bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
         """Assign what a bucket completes."""
@@ -132,7 +132,7 @@ class ArrayStore(VariableStore):
         if stop - start < self.layout.specs[index].size:
             flat = self._values.read(variable)
             parts = [flat[:start], *parts, flat[stop:]]
-        self._values.write(variable, np.concatenate(parts, dtype=variable.dtype.as_numpy_dtype))
+        self._values.write(variable, joined(parts, variable.dtype.as_numpy_dtype))
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:
