@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.tensorflow.hosted import HostValues
+from hvd_periodic.tensorflow.host_values import HostValues
 from hvd_periodic.vectors.coding import Coding
 
 _TYPES = {

@@ -19,7 +19,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
-from hvd_periodic.tensorflow.hosted import as_tensor
+from hvd_periodic.tensorflow.host_values import as_tensor
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
 """Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""

@@ -292,23 +292,23 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def seen(self) -> list[tf.Variable]:
         """Return the variables that steps use, and exchanges or :attr:`after_exchange` may read or assign."""
-        stores, others = self._hosted_variables()
+        stores, others, _ = self._hosted_variables()
         found = [*(variable for store in stores for variable in store.tensors()), *others]
         return list({id(variable): variable for variable in found}.values())
 
-    def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable]]:
+    def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable], list[Store[Any]]]:
         """Return the stores that an exchange of a compiled step reads and writes, and variables besides.
 
-        Where ranks may change, the center may have other variables then, and is read and written by Python itself.
+        Where ranks may change, the center may have other variables then, and is read and assigned by Python itself.
         """
         replica, groups = self.replica, list(self.tensor_groups)
+        lent: list[Store[Any]] = []
         stores = [store for group in groups for store in (group.values, *group.worker.values())]
         if not self.membership.communicator.elastic:
             for group in groups:
-                center: tuple[Store[Any] | None, ...] = (group.total, group.outbox.unsent_sums)
-                if group.total is None or group.algorithm.reads_before:  # else its optimizer alone reads it
-                    center += tuple(group.center_state.values())
-                stores += [store for store in center if store is not None]
+                moved = group.total is None or group.algorithm.reads_before
+                (stores if moved else lent).extend(group.center_state.values())  # else its optimizer alone reads it
+                stores += [store for store in (group.total, group.outbox.unsent_sums) if store is not None]
         others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
         if self._local is not None:
             if self.course.setting.optimizer_state is not None or self.course.finite.skips:
@@ -316,9 +316,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             state = self._local.variables()
             others += state if self.after_exchange is not None else [v for v in state if v.shape.rank == 0]
         if not replica.in_host_memory:
-            others += [variable for store in stores for variable in store.tensors()]
-            stores = []
-        return [self.ledger.store(), *{id(store): store for store in stores}.values()], others
+            others += [variable for store in (*stores, *lent) for variable in store.tensors()]
+            stores, lent = [], []
+        return [self.ledger.store(), *{id(store): store for store in stores}.values()], others, lent
 
     def _open(self) -> None:
         if self.opening is not None:

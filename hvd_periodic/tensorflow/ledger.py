@@ -19,7 +19,7 @@ from hvd_periodic.sync.planning import ask
 from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.sync.turns import Since
 from hvd_periodic.tensorflow.host import Numbers, from_integers, in_session, packed
-from hvd_periodic.tensorflow.hosted import HostValues
+from hvd_periodic.tensorflow.host_values import HostValues
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.vectors.store import Store

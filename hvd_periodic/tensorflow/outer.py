@@ -15,7 +15,7 @@ from hvd_periodic.outer.divided import Divided, Slice
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
 from hvd_periodic.tensorflow.host import several_threads
-from hvd_periodic.tensorflow.hosted import HostValues, as_tensor, blocks_of
+from hvd_periodic.tensorflow.host_values import HostValues, as_tensor, blocks_of
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
@@ -121,7 +121,7 @@ class VariableOuterOptimizer(FollowsRate):
             self._moved.step_host(*self._host)
         elif values is None or not all(map(values.holds, self._gradient.tensors())):
             self._moved.step(self.maximum)
-        elif several_threads() and not any(values.changed(self._center, block) for block in self._blocks):
+        elif several_threads() and not values.changed(self._center, self._blocks):
             self._step_compiled(values)
         else:
             values.release()

@@ -15,7 +15,8 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.host import in_session
-from hvd_periodic.tensorflow.hosted import HostValues, blocks_of, empty, is_in_host_memory
+from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty
+from hvd_periodic.tensorflow.hosted import is_in_host_memory
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.space import HostSpace, TensorSpace
 from hvd_periodic.tensorflow.store import ArrayStore, CenterStore, VariableStore, array_of, layout_of

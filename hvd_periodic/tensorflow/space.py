@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvd_periodic.tensorflow.coding import ArrayCoding, GraphCoding
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
-from hvd_periodic.tensorflow.hosted import HostValues, empty, joined
+from hvd_periodic.tensorflow.host_values import HostValues, empty, joined
 from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
 

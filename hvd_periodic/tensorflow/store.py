@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.flat_variable import FlatVariable
-from hvd_periodic.tensorflow.hosted import HostValues, joined
+from hvd_periodic.tensorflow.host_values import HostValues, joined
 from hvd_periodic.vectors.layout import Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
 from hvd_periodic.vectors.store import Store

@@ -16,7 +16,8 @@ import keras  # noqa: E402
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
-from hvd_periodic.tensorflow.hosted import HostValues, as_tensor, empty, hosted  # noqa: E402
+from hvd_periodic.tensorflow.host_values import HostValues, as_tensor, empty  # noqa: E402
+from hvd_periodic.tensorflow.hosted import hosted  # noqa: E402
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of  # noqa: E402
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES  # noqa: E402
 
@@ -108,7 +109,7 @@ def test_arrays_that_are_lent() -> None:
         if float(x[0]) == 3.0:
             store.write(bucket, np.array([5.0, 6.0], np.float32))
 
-    step = tf.function(hosted(run, values, []))
+    step = tf.function(hosted(run, values, [], lent=[store]))
     step()
     assert x.numpy().tolist() == [1.0, 2.0]
     x.assign([3.0, 4.0])
@@ -171,7 +172,8 @@ def test_a_tensor_of_an_array(shift: int) -> None:
 
 TWO_DEVICES = """
 import tensorflow as tf
-from hvd_periodic.tensorflow.hosted import HostValues, hosted
+from hvd_periodic.tensorflow.host_values import HostValues
+from hvd_periodic.tensorflow.hosted import hosted
 
 (processor,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)

@@ -15,7 +15,8 @@ import keras  # noqa: E402
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.communicator import as_elastic_jobs_heed  # noqa: E402
-from hvd_periodic.tensorflow.hosted import HostValues, hosted  # noqa: E402
+from hvd_periodic.tensorflow.host_values import HostValues  # noqa: E402
+from hvd_periodic.tensorflow.hosted import hosted  # noqa: E402
 
 
 def network() -> Any:

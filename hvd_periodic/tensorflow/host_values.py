@@ -1,0 +1,237 @@
+"""Arrays that stand for variables while a compiled step waits for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.vectors.blocks import cut_into_blocks
+from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.store import Store
+
+_BLOCK_BYTES = 512 * 2**10
+"""Operations on as many bytes take much longer than to start them."""
+
+_ALIGNMENT = 64
+"""Addresses in bytes at which TensorFlow and numpy can share memory."""
+
+Key = tuple[int, int, int]
+"""Identity of a store, index of one of its buckets, and first element of a block of that."""
+
+
+class _Place(NamedTuple):
+    """Elements ``[start, stop)`` of a variable, which begin at an offset in a block."""
+
+    key: Key
+    offset: int
+    start: int
+    stop: int
+
+
+class Blocks:
+    """The blocks of stores: whole variables, or parts of large ones; small variables share a block.
+
+    Args:
+        stores: the stores.
+
+    Attributes:
+        runs: the blocks of each store, in the groups that are written together, with their stores.
+        of_bucket: the blocks of a bucket, by the identity of its store and its index.
+        of_variable: where the elements of a variable are, by the identity of the variable.
+    """
+
+    def __init__(self, stores: Sequence[Store[Any]]) -> None:
+        self.runs: list[tuple[Store[Any], list[Bucket]]] = []
+        self.of_bucket: dict[tuple[int, int], list[tuple[Key, Bucket]]] = {}
+        self.of_variable: dict[int, list[_Place]] = {}
+        for store in stores:
+            self._add(store)
+
+    def _add(self, store: Store[Any]) -> None:
+        run: list[Bucket] = []
+        variables = store.tensors()
+        for bucket in store.layout.buckets:
+            blocks = blocks_of(bucket) if bucket.size else ()
+            run += blocks
+            self.of_bucket[id(store), bucket.index] = [(key_of(store, block), block) for block in blocks]
+            for block in blocks:
+                for piece in block.pieces:
+                    place = _Place(key_of(store, block), piece.offset, piece.start, piece.stop)
+                    self.of_variable.setdefault(id(variables[piece.tensor]), []).append(place)
+            if bucket.index in store.layout.ends or bucket is store.layout.buckets[-1]:
+                self.runs += [(store, run)] if run else []
+                run = []
+
+
+class HostValues:
+    """The values of variables as flat numpy arrays.
+
+    While a compiled step waits for Python, an array stands for each block of its stores: the graph packs small
+    variables and hands over the memory of large ones, as an operation that Python starts takes ten times as long.
+    Elsewhere, a variable is read and assigned at once. An array that was read is valid until the next write, and must
+    not be changed.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = Blocks([])
+        self._arrays: dict[Key, np.ndarray] = {}
+        self._whole: dict[tuple[int, int], np.ndarray] = {}
+        self._changed: set[Key] = set()
+        self._own: set[Key] = set()
+
+    @contextmanager
+    def standing_for(self, blocks: Blocks, arrays: Iterable[tuple[Key, np.ndarray]]) -> Iterator[None]:
+        """Let arrays stand for blocks, or for some of them, inside the ``with`` block."""
+        self._blocks, self._arrays = blocks, dict(arrays)
+        try:
+            yield
+        finally:
+            self._forget()
+
+    def holds(self, variable: Any) -> bool:
+        """Return whether arrays stand for a variable now."""
+        places = self._blocks.of_variable.get(id(variable), ())
+        return bool(places) and all(place.key in self._arrays for place in places)
+
+    def read(self, variable: Any) -> np.ndarray:
+        """Return the elements of a variable."""
+        if not self.holds(variable):
+            return _memory_of(variable)
+        places = self._blocks.of_variable[id(variable)]
+        parts = [self._arrays[key][offset : offset + stop - start] for key, offset, start, stop in places]
+        return parts[0] if len(parts) == 1 else joined(parts, parts[0].dtype)
+
+    def write(self, variable: Any, array: np.ndarray) -> None:
+        """Set the elements of a variable."""
+        if not self.holds(variable):
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.constant(array.reshape(variable.shape)))
+            return
+        for key, offset, start, stop in self._blocks.of_variable[id(variable)]:
+            self._copy_of(key)[offset : offset + stop - start] = array[start:stop]
+
+    def read_bucket(self, store: Store[Any], bucket: Bucket) -> np.ndarray | None:
+        """Return a bucket of a store, or a part of one; None where no array stands for it now."""
+        whole = self._whole.get((id(store), bucket.index))
+        if whole is not None and whole.size == bucket.size:
+            return whole
+        parts = [self._arrays[key][within] for key, within, _ in self._parts(store, bucket)]
+        if len(parts) > 1:
+            return joined(parts, bucket.kind)
+        return parts[0] if parts else None
+
+    def write_bucket(self, store: Store[Any], bucket: Bucket, array: np.ndarray) -> bool:
+        """Set a bucket of a store, or a part of one; return False where no array stands for it now."""
+        parts = self._parts(store, bucket)
+        for key, within, of_bucket in parts:
+            if within == slice(0, self._arrays[key].size):
+                self._replace(key, array[of_bucket])
+            else:
+                self._copy_of(key)[within] = array[of_bucket]
+        if len(parts) > 1 and bucket.size == store.layout.buckets[bucket.index].size:
+            self._whole[id(store), bucket.index] = array
+        return bool(parts)
+
+    def lend(self, store: Store[Any], block: Bucket, array: np.ndarray) -> None:
+        """Let an array stand for a block whose variables have its values already."""
+        self._replace(key_of(store, block), array)
+        self._changed.discard(key_of(store, block))
+
+    def changed(self, store: Store[Any], blocks: Iterable[Bucket]) -> bool:
+        """Return whether some of the variables do not have the values of these blocks yet."""
+        return any(key_of(store, block) in self._changed for block in blocks)
+
+    def release(self, but: Sequence[Store[Any]] = ()) -> None:
+        """Give the variables their values, for code that reads or assigns them; but not those of some stores."""
+        written = [
+            (store, block, self._arrays[key_of(store, block)])
+            for store, run in self._blocks.runs
+            if self.changed(store, run) and all(store is not other for other in but)
+            for block in run
+        ]
+        self._forget()
+        for store, block, array in written:
+            store.write(block, array)
+
+    def _parts(self, store: Store[Any], bucket: Bucket) -> list[tuple[Key, slice, slice]]:
+        """Return in which blocks a bucket or a part of one is: the elements in each, and those of it."""
+        return [
+            (
+                key,
+                slice(max(bucket.start - block.start, 0), min(bucket.stop, block.stop) - block.start),
+                slice(max(block.start - bucket.start, 0), min(bucket.stop, block.stop) - bucket.start),
+            )
+            for key, block in self._blocks.of_bucket.get((id(store), bucket.index), ())
+            if bucket.start < block.stop and block.start < bucket.stop and key in self._arrays
+        ]
+
+    def _replace(self, key: Key, array: np.ndarray) -> None:
+        self._arrays[key] = array
+        self._whole.pop(key[:2], None)
+        self._own.discard(key)
+        self._changed.add(key)
+
+    def _copy_of(self, key: Key) -> np.ndarray:
+        """Return an array that is about to be changed, in the place of one that may not."""
+        if key not in self._own:
+            self._replace(key, self._arrays[key].copy())
+            self._own.add(key)
+        self._whole.pop(key[:2], None)
+        self._changed.add(key)
+        return self._arrays[key]
+
+    def _forget(self) -> None:
+        self._blocks, self._arrays, self._whole = Blocks([]), {}, {}
+        self._changed.clear()
+        self._own.clear()
+
+
+def key_of(store: Store[Any], block: Bucket) -> Key:
+    """Return the key of a block of a store."""
+    return id(store), block.index, block.start
+
+
+def blocks_of(bucket: Bucket) -> Sequence[Bucket]:
+    """Return parts of a bucket that are whole variables, or parts of those that are larger; small ones share a part."""
+    return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize, cut_tensors=False)
+
+
+def empty(size: int, dtype: Any) -> np.ndarray:
+    """Return an array whose memory TensorFlow takes over, and does not copy."""
+    nbytes = size * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype)
+
+
+def joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """Return one array of several, in another type if need be."""
+    out = empty(sum(part.size for part in parts), dtype)
+    return np.concatenate(parts, out=out, casting="unsafe") if parts else out
+
+
+def as_tensor(array: np.ndarray) -> tf.Tensor:
+    """Return a tensor of an array, in whose memory if possible: neither may be changed."""
+    with tf.device("CPU:0"):
+        if array.ctypes.data % _ALIGNMENT or not (array.flags.writeable and array.flags.c_contiguous and array.size):
+            return tf.constant(array)
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
+def own(array: np.ndarray) -> np.ndarray:
+    """Return an array that is not memory of TensorFlow: one that is would keep the array of each exchange before."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return array if owner.base is None else joined([array], array.dtype)
+
+
+def _memory_of(variable: Any) -> np.ndarray:
+    """Return the memory of a variable, flat; an assignment gives the variable other memory."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
+    flat = np.reshape(np.asarray(value), -1)
+    flat.flags.writeable = False
+    return flat
