@@ -221,12 +221,18 @@ def as_tensor(array: np.ndarray) -> tf.Tensor:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
-def own(array: np.ndarray) -> np.ndarray:
-    """Return an array that is not memory of TensorFlow: one that is would keep the array of each exchange before."""
+def apart_from(array: np.ndarray, given: set[int]) -> np.ndarray:
+    """Return an array, or a copy if it is in memory at one of these addresses, or a part of that."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    return array if owner.base is None else joined([array], array.dtype)
+    return joined([array], array.dtype) if address_of(owner) in given else array
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return the address of the first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _memory_of(variable: Any) -> np.ndarray:

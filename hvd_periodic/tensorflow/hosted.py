@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.host_values import Blocks, HostValues, key_of, own
+from hvd_periodic.tensorflow.host_values import Blocks, HostValues, address_of, apart_from, key_of
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 
@@ -41,11 +41,12 @@ def hosted(
     def call(*arrays: np.ndarray) -> list[np.ndarray]:
         for array in arrays:
             array.flags.writeable = False  # It may be the memory of a variable.
+        theirs = set(map(address_of, arrays))  # A result there would keep the arrays of all exchanges before.
         with values.standing_for(held, zip(keys, arrays, strict=True)):
             run()
             changed = [values.changed(store, of_run) for store, of_run in given.runs]
             after = [
-                own(store.read(block)) if is_changed else np.empty(0, block.kind)
+                apart_from(store.read(block), theirs) if is_changed else np.empty(0, block.kind)
                 for is_changed, (store, of_run) in zip(changed, given.runs, strict=True)
                 for block in of_run
             ]
