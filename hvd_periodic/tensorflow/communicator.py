@@ -19,7 +19,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
-from hvd_periodic.tensorflow.host_values import as_tensor
+from hvd_periodic.tensorflow.host_values import as_array, as_tensor
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
 """Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""
@@ -76,7 +76,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         def run() -> tuple[Any, Any]:
             with tf.device("CPU:0"):
                 received, given = self._hvd.alltoall(value, splits=splits, **options)
-            return np.asarray(received) if of_arrays else received, given
+            return as_array(received) if of_arrays else received, given
 
         parts = self.attendance.during(lambda: self._thread.submit(run).result())
         return lambda: parts
@@ -113,7 +113,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
         if isinstance(buffer, np.ndarray):
             number, tensor = self.attendance.come(), as_tensor(buffer)
-            future = self._thread.submit(lambda: np.asarray(run(tensor)))
+            future = self._thread.submit(lambda: as_array(run(tensor)))
 
             def finish() -> np.ndarray:
                 self.attendance.wait_for(number, future.done)

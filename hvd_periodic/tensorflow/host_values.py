@@ -221,6 +221,20 @@ def as_tensor(array: np.ndarray) -> tf.Tensor:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
+def as_array(tensor: tf.Tensor) -> np.ndarray:
+    """Return an array in the memory of a tensor that nothing else uses any more; it may be changed."""
+    return np.asarray(_Memory(tensor))
+
+
+class _Memory:
+    """The memory of a tensor, which TensorFlow itself only lets numpy read."""
+
+    def __init__(self, tensor: tf.Tensor) -> None:
+        array = np.asarray(tensor)
+        self.__array_interface__ = array.__array_interface__ | {"data": (address_of(array), False)}
+        self._array = array  # keeps the memory
+
+
 def apart_from(array: np.ndarray, given: set[int]) -> np.ndarray:
     """Return an array, or a copy if it is in memory at one of these addresses, or a part of that."""
     owner = array
