@@ -45,8 +45,8 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
-    ``tf.function``, where counters are variables and an exchange is a branch of the graph. Learning rate, iterations,
-    loss scale, clipping, weight decay and moving averages are those of the wrapped one, also where they are set here.
+    ``tf.function``, whose steps wait for Python where an exchange is due. Learning rate, iterations, loss scale,
+    clipping, weight decay and moving averages are those of the wrapped one, also where they are set here.
 
     Args:
         optimizer: the local optimizer; also an ``hvd.DistributedOptimizer``, whose averaging of gradients is then done
