@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from inspect import isfunction
@@ -44,7 +43,6 @@ class TensorFlowCommunicator(HorovodCommunicator):
     def __init__(self, process_set: Any = None) -> None:
         super().__init__("horovod.tensorflow", process_set, tf.convert_to_tensor)
         self._compiled: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
-        self._thread = _Thread()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Reduce; the result is a new tensor."""
@@ -78,7 +76,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
                 received, given = self._hvd.alltoall(value, splits=splits, **options)
             return as_array(received) if of_arrays else received, given
 
-        parts = self.attendance.during(lambda: self._thread.submit(run).result())
+        parts = self.attendance.during(lambda: _THREAD.submit(run).result())
         return lambda: parts
 
     def repeated(self, buffer: Any, times: int) -> Any:
@@ -113,7 +111,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
         if isinstance(buffer, np.ndarray):
             number, tensor = self.attendance.come(), as_tensor(buffer)
-            future = self._thread.submit(lambda: as_array(run(tensor)))
+            future = _THREAD.submit(lambda: as_array(run(tensor)))
 
             def finish() -> np.ndarray:
                 self.attendance.wait_for(number, future.done)
@@ -169,9 +167,8 @@ class _Thread:
     """A thread that runs functions one after another; it does not keep the process from ending."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._started = False
-        weakref.finalize(self, self._queue.put, None)
 
     def submit(self, run: Callable[[], Any]) -> Future[Any]:
         """Run a function after those before; return where its result or error will be."""
@@ -183,14 +180,18 @@ class _Thread:
         return future
 
 
-def _run_all(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (item := queue.get()) is not None:
-        future, run = item
+def _run_all(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    while True:
+        future, run = queue.get()
         try:
             future.set_result(run())
         except BaseException as error:
             future.set_exception(error)
-        del item, future, run
+        del future, run
+
+
+_THREAD = _Thread()
+"""Runs collectives on arrays: Horovod gives those outside of graphs no names, so that no two may be under way."""
 
 
 def communicator_of(process_set: Any) -> Communicator:
