@@ -72,7 +72,7 @@ def test_centers_are_compared_after_every_other_exchange(ranks: list[dict[str, A
 
 def test_states_of_static_jobs(ranks: list[dict[str, Any]]) -> None:
     """Of five steps the second and the fourth exchange; the commit of the fourth has four exchanges of groups."""
-    expected = {"one level": [2, 4, None], "two levels": [2, 4, 4], "without sync()": [0, 5, None]}
+    expected = {"one level": [2, 4, None], "two levels": [2, 4, 4], "without sync()": [2, 5, None]}
     assert column(ranks, "states_of_static_jobs") == [expected] * len(ranks)
 
 
