@@ -550,8 +550,11 @@ def saved_optimizer(mode: str, case: str, tensors: Tensors) -> Any:
 
 @on_all(saving)
 def save(mode: str) -> Any:
-    """Every rank saves while the others are elsewhere; training goes on, and its results are kept for comparison."""
-    results = []
+    """Every rank saves while the others are elsewhere; training goes on, and its results are kept for comparison.
+
+    Returns the number of collectives that this rank has started while it saved, by case.
+    """
+    results = {}
     for case in CASES:
         tensors = awkward(0)
         optimizer = saved_optimizer(mode, case, tensors)
@@ -562,7 +565,9 @@ def save(mode: str) -> Any:
         taken = {}
         for rank in range(hvd.size()):
             if rank == hvd.rank():
+                started = optimizer.synchronizer.membership.communicator.attendance.begun
                 taken = {"model": [t.detach().clone() for t in tensors], "optimizer": optimizer.state_dict()}
+                results[case] = optimizer.synchronizer.membership.communicator.attendance.begun - started
             else:
                 time.sleep(0.1)
             hvd.barrier()
@@ -574,7 +579,6 @@ def save(mode: str) -> Any:
         kept["later"] = train_in_turn(optimizer, tensors, turns(5), 12)
         optimizer.synchronizer.finalize()
         torch.save(kept, FOLDER[0] / f"{mode} {case} {hvd.rank()}.pt")
-        results.append(case)
     return results
 
 
