@@ -29,6 +29,10 @@ class ExchangeOptions(TypedDict, total=False):
             own; with ``"reset"`` it is reset; with ``"average"`` it becomes the mean over ranks; or a dict from entries
             to multiples of the exchange period at which they are averaged, such as ``{"exp_avg": 3, "exp_avg_sq": 6}``.
             State without the shape of a parameter, such as step counters and factored moments, does not change.
+        overlap: number d of local steps during which an exchange may be in flight while training continues: it begins
+            at a step s and is applied at min(s + d, next exchange). ``"period"``: just before the next exchange. With a
+            replicated center. Without compression, elastic averaging follows exactly the same trajectory as without
+            overlap; the other algorithms lose no local progress. Synchronous training only.
         compression: encoding of messages, in Horovod's spelling: ``hvdp.Compression.none``, ``fp16``, ``bf16``,
             ``int8`` or ``topk(0.01)``; also ``hvd.Compression.fp16``. The part that is not sent is not lost: it is kept
             for the next exchange, or stays in the replica. Statistics are sent uncompressed. All but fp16 over Horovod
@@ -64,6 +68,7 @@ class ExchangeOptions(TypedDict, total=False):
 
     center: Annotated[str, "replicated"]
     optimizer_state: Annotated[LocalStateLike, "local"]
+    overlap: Annotated[int | str, 0]
     compression: Annotated[Any, Compression.none]
     fragments: Annotated[int, 1]
     nonfinite: Annotated[str, "raise"]
@@ -74,24 +79,10 @@ class ExchangeOptions(TypedDict, total=False):
     run_log: Annotated[PathLike | bool | None, None]
 
 
-class OverlapOption(TypedDict, total=False):
-    """The option of front ends whose collectives can be in flight during local steps.
-
-    Attributes:
-        overlap: number d of local steps during which an exchange may be in flight while training continues: it begins
-            at a step s and is applied at min(s + d, next exchange). ``"period"``: just before the next exchange. With a
-            replicated center. Without compression, elastic averaging follows exactly the same trajectory as without
-            overlap; the other algorithms lose no local progress.
-    """
-
-    overlap: Annotated[int | str, 0]
-
-
 class Options(ExchangeOptions, total=False):
     """Options of every constructor; front ends add to them.
 
-    To add an option, declare it here or in :class:`ExchangeOptions`; every constructor then takes it. An option that
-    some front ends would always refuse is in a class of its own, such as :class:`OverlapOption`.
+    To add an option, declare it here or in :class:`ExchangeOptions`; every constructor then takes it.
 
     Attributes:
         root_rank: the rank, in the job's numbering, from whose values all ranks start. Default: the first.
@@ -107,13 +98,9 @@ class Options(ExchangeOptions, total=False):
     process_set: Annotated[Any, None]
 
 
-class OverlappingOptions(Options, OverlapOption, total=False):
-    """Options of every constructor for PyTorch and numpy."""
-
-
 def of_exchange(options: Options) -> ExchangeOptions:
     """Return the options, out of a complete set, that the synchronizer of the core takes."""
-    known = _defaults(ExchangeOptions) | _defaults(OverlapOption)
+    known = _defaults(ExchangeOptions)
     return cast(ExchangeOptions, {name: value for name, value in options.items() if name in known})
 
 

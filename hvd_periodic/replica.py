@@ -30,6 +30,7 @@ class Replica(Protocol, Generic[V]):
         from_root: tensors that take the root's values at every exchange; None if there are none.
         constants: tensors that the root broadcasts at the start and no exchange touches; None if there are none.
         in_host_memory: vectors are in host memory and can be used there at once.
+        reuses_memory: messages of one exchange are formed in the memory of those before, see :meth:`scratch`.
         may_be_left_out: an exchange may exclude this rank; false if other ranks hold parts of the same replica.
         framework: name and version of the framework, for display.
         uncounted: the error if the local optimizer has taken a step that was not counted; None if no such step is
@@ -45,6 +46,7 @@ class Replica(Protocol, Generic[V]):
     from_root: Store[V] | None = None
     constants: Store[V] | None = None
     in_host_memory: bool = False
+    reuses_memory: bool = True
     may_be_left_out: bool = True
     framework: str = ""
     uncounted: str | None = None
@@ -71,6 +73,10 @@ class Replica(Protocol, Generic[V]):
     def new_resting_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store as :meth:`new_store` does, of a vector that only exchanges read; it may be in other memory."""
         return self.new_store(layout, name)
+
+    def new_snapshot_store(self, layout: Layout, name: str) -> Store[V]:
+        """Return a store as :meth:`new_resting_store` does, of the replica while its message is in flight."""
+        return self.new_resting_store(layout, name)
 
     def resting(self, value: V) -> V:
         """Return a vector that is not used for some time; it may be in other memory until it is written again."""

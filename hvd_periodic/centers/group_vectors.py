@@ -51,7 +51,8 @@ class GroupVectors(Generic[V]):
         worker: the worker's own vectors by name. All vectors are zeros until :meth:`reset`.
         total: where an outer optimizer finds its gradient: of this rank's share.
         outbox: sends the messages.
-        travelling: the messages that are under way, where exchanges last and no wire has encoded them.
+        travelling: the messages that are under way, where exchanges last, no wire has encoded the messages, and they
+            would otherwise be in memory that is used again.
         snapshot: the replica that they were formed from, where a late pull needs it.
     """
 
@@ -83,10 +84,10 @@ class GroupVectors(Generic[V]):
             self.worker[UNSENT] = self.outbox.unsent
         self.travelling: Store[V] | None = None
         self.snapshot: Store[V] | None = None
-        if lasting and not wire.lossy:
+        if lasting and not wire.lossy and replica.reuses_memory:
             self.travelling = replica.new_store(values.layout, f"{name}.travelling")
         if lasting and algorithm.reads_after:
-            self.snapshot = replica.new_resting_store(values.layout, f"{name}.snapshot")
+            self.snapshot = replica.new_snapshot_store(values.layout, f"{name}.snapshot")
         self._lasting = lasting
         self._blocks = [
             replica.blocks(bucket) if placement.everywhere else (bucket,) for bucket in values.layout.buckets

@@ -52,6 +52,11 @@ class Pending(Generic[V]):
     lent: V | None
     wait: Callable[[], V]
 
+    def forget_replica(self) -> None:
+        """Keep nothing of the replica and of the worker's vectors, which change while the message travels."""
+        for block in self.blocks:
+            block.x, block.seen, block.worker = cast(Any, None), cast(Any, None), {}
+
 
 class TensorGroup(GroupVectors[V]):
     """Exchanges the vectors of a group, bucket by bucket: one travels while the next is computed.
@@ -143,7 +148,8 @@ class TensorGroup(GroupVectors[V]):
             self.pull(bucket, center, exchange)
             return
         algorithm, space = self.algorithm, self._replica.space
-        room = cast(Any, self._replica.scratch(bucket, _slot(bucket) + 1))
+        reused = self._replica.reuses_memory
+        room = cast(Any, self._replica.scratch(bucket, _slot(bucket) + 1) if reused else None)
         for place in self._blocks[bucket.index]:
             block, snapshot = self._block(bucket, place), self.snapshot.read(place)
             cached = None if room is None else room[: place.size]  # The same memory for all blocks.

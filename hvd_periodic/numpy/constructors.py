@@ -9,7 +9,7 @@ from hvd_periodic.arguments import also_period
 from hvd_periodic.numpy.optimizer import PeriodicOptimizer
 from hvd_periodic.numpy.replica import NamedArrays
 from hvd_periodic.numpy.sgd import ArrayOptimizer
-from hvd_periodic.options import OverlappingOptions, takes
+from hvd_periodic.options import Options, takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.spellings import renamed
 
@@ -46,7 +46,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     @renamed(named_parameters="model", communicator="process_set")
     @also_period("communication_period")
-    @takes(OverlappingOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -58,7 +58,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[OverlappingOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,
@@ -88,7 +88,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
 
     @renamed(named_parameters="model", communicator="process_set")
     @also_period("interval_steps")
-    @takes(OverlappingOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -96,7 +96,7 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         interval_steps: int | Schedule = 100,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[OverlappingOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,
@@ -128,7 +128,7 @@ class AGNOptimizer(PeriodicOptimizer):
 
     @renamed(named_parameters="model", communicator="process_set", center_optimizer="outer_optimizer")
     @also_period("communication_period")
-    @takes(OverlappingOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -139,7 +139,7 @@ class AGNOptimizer(PeriodicOptimizer):
         asynchronous: bool = False,
         *,
         period: int | Schedule | None = None,
-        **options: Unpack[OverlappingOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,

@@ -18,7 +18,7 @@ from hvd_periodic.numpy.optimizer_state import ArrayOptimizerState
 from hvd_periodic.numpy.outer import ArrayOuterOptimizer
 from hvd_periodic.numpy.replica import NamedArrays, NumpyReplica
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
-from hvd_periodic.options import OverlappingOptions, of_exchange, takes
+from hvd_periodic.options import Options, of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.spellings import RenamedAttribute, renamed
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -34,8 +34,7 @@ class PeriodicOptimizer:
         period: local steps between exchanges, or a schedule.
         outer_optimizer: copied, including its state, for algorithms that optimize the center. Default: ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN.
-        options: the options of :class:`~hvd_periodic.options.Options` and
-            :class:`~hvd_periodic.options.OverlapOption`; the signature has their defaults.
+        options: the options of :class:`~hvd_periodic.options.Options`; the signature has their defaults.
 
     Attributes:
         inner: the local optimizer.
@@ -50,7 +49,7 @@ class PeriodicOptimizer:
     optimizer = RenamedAttribute("inner")
 
     @renamed(named_parameters="model", communicator="process_set")
-    @takes(OverlappingOptions)
+    @takes(Options)
     def __init__(
         self,
         optimizer: ArrayOptimizer,
@@ -60,7 +59,7 @@ class PeriodicOptimizer:
         *,
         outer_optimizer: ArrayOptimizer | None = None,
         asynchronous: bool = False,
-        **options: Unpack[OverlappingOptions],
+        **options: Unpack[Options],
     ) -> None:
         comm = communicator_of(options["process_set"])
         name = comm.unique_name(options["timeout_seconds"])

@@ -168,10 +168,6 @@ class Course(ABC, Generic[V]):
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange; return whether some rank is still training that this one waits for."""
 
-    def has_to_land(self) -> bool:
-        """Return whether the replica has to take what is under way, after the local step that was counted last."""
-        return False
-
     def land(self) -> None:
         """Let the replica take what is under way."""
 

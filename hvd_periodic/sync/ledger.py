@@ -28,10 +28,13 @@ class Ledger:
         learning_rate: returns the learning rate of the local optimizer, for schedules; front ends set it where they
             know that optimizer.
         changed: called whenever the counters change.
+        landing: the local step at which the replica takes an exchange that is in flight, if it does before the next
+            exchange; else None.
     """
 
     learning_rate: Callable[[], Any] | None = None
     changed: Callable[[], None] | None = None
+    landing: int | None = None
     _counters: Counters
     _added: dict[str, Any]
 
@@ -93,7 +96,17 @@ class Ledger:
     def count(self, updated: Any) -> Any:
         """Count one iteration, with or without update; return whether an exchange is due then."""
         self.add(local_steps=1, skipped_updates=not updated)
+        return self.is_due
+
+    @property
+    def is_due(self) -> Any:
+        """Whether an exchange is due after the local steps so far."""
         return self.local_steps >= self._counters.next_exchange
+
+    @property
+    def has_to_land(self) -> Any:
+        """Whether the replica has to take the exchange in flight after the local steps so far."""
+        return self.landing is not None and self.local_steps >= self.landing
 
     def report(self, loss: Any) -> None:
         """Note a loss of this rank.

@@ -74,7 +74,6 @@ class Overlapped(Synchronous[V]):
         self._under_way: list[UnderWay[V]] = []
         self._begun = 0
         self._counted_before: Counters | None = None
-        self._due: int | None = None
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
@@ -88,10 +87,6 @@ class Overlapped(Synchronous[V]):
         training = super().exchange(leaving)
         self._counted_before = before
         return training
-
-    def has_to_land(self) -> bool:
-        """Return whether so many local steps have been counted since the exchange began."""
-        return self._due is not None and self.setting.ledger.local_steps >= self._due
 
     def arrive(self) -> None:
         """Wait for what is under way, and move the centers; the replica takes it when that is due.
@@ -142,7 +137,7 @@ class Overlapped(Synchronous[V]):
                 raise RuntimeError(misfit)
             for part in self._under_way:
                 part.land(setting.ledger.local_steps > self._begun)
-        self._under_way, self._due = [], None
+        self._forget()
         setting.meeting.have_exchanged()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
 
@@ -150,7 +145,10 @@ class Overlapped(Synchronous[V]):
         """Wait for what is under way, and forget it."""
         if self.setting.meeting.failure is None:
             self.arrive()
-        self._under_way, self._due = [], None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._under_way, self.setting.ledger.landing = [], None
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, which nothing is under way to change."""
@@ -174,7 +172,7 @@ class Overlapped(Synchronous[V]):
             return None
         return {
             "begun": self._begun,
-            "due": self._due,
+            "due": self.setting.ledger.landing,
             "fragments": [(part.fragment.index, asdict(part.exchange)) for part in self._under_way],
             "snapshot": self.setting.exchanged.replica.save(snapshot),
         }
@@ -188,9 +186,10 @@ class Overlapped(Synchronous[V]):
     def load_under_way(self, saved: Any) -> None:
         """Go on with what was under way when a state was saved."""
         membership, group = self.setting.membership, self.tensor_groups.parameters
-        self._under_way, self._due, self._counted_before = [], None, None
+        self._forget()
+        self._counted_before = None
         if saved is not None and group.snapshot is not None:
-            self._begun, self._due = saved["begun"], saved["due"]
+            self._begun, self.setting.ledger.landing = saved["begun"], saved["due"]
             self.setting.exchanged.replica.load(group.snapshot, saved["snapshot"])
             self._under_way = [
                 UnderWay(group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i])
@@ -215,7 +214,7 @@ class Overlapped(Synchronous[V]):
         with range_of(self, "begin"):
             part = UnderWay(self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment).begin()
         self._under_way.append(part)
-        self._begun, self._due = step, None if overlap is None else step + overlap
+        self._begun, self.setting.ledger.landing = step, None if overlap is None else step + overlap
         return part.sent
 
 

@@ -135,7 +135,7 @@ class ReplicaSynchronizer(Parts[V]):
         self.phase.at_its_end(self.restart_center)
         if due:
             self.sync()
-        elif self.course.has_to_land():
+        elif self.ledger.has_to_land:
             self.land()
         return bool(due)
 

@@ -43,7 +43,6 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the one that moves the center.
-        rate: the learning rate for the next step, where it is that of another rank.
         cut: the centers are parts of tensors.
         others: like this, each for a fragment of the parameters; this one has no center where there are some.
 
@@ -54,7 +53,6 @@ class CenterOptimizer:
 
     def __init__(self, local: Any, optimizer: Any = None) -> None:
         self._local, self._followed = local, None
-        self.rate: Any = None
         self.others: list[CenterOptimizer] = []
         if optimizer is None:
             plain = local.inner_optimizer if isinstance(local, keras.optimizers.LossScaleOptimizer) else local
@@ -163,25 +161,20 @@ class CenterOptimizer:
         for other in self.others:
             other.follow_exclusions()
 
-    def step(self, maximum: Callable[[Any], Any]) -> None:
-        """Move the centers by their gradients.
+    def take_rate(self, given: Any, maximum: Callable[[Any], Any]) -> None:
+        """Take the learning rate of the next step.
 
         Args:
-            maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped
-                updates or have fewer steps are behind in it, and all take the rate of those that are not.
+            given: the rate that ranks have agreed on; None where each has the same, or a schedule drives it.
+            maximum: as of :func:`rate_of_now`.
         """
-        self.prepare(maximum)
-        self.apply()
-
-    def prepare(self, maximum: Callable[[Any], Any]) -> None:
-        """Take the learning rate of the next step, as :meth:`step` does."""
         if self._followed is not None:
-            self.optimizer.learning_rate = rate_of_now(self._followed, self.rate, maximum)
+            self.optimizer.learning_rate = rate_of_now(self._followed, given, maximum)
         elif self._given_rate is not None:
             self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # else taken for its own
 
-    def apply(self) -> None:
-        """Apply the gradients."""
+    def step(self) -> None:
+        """Move the centers by their gradients."""
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def constants(self) -> dict[str, object]:
@@ -242,7 +235,8 @@ class CenterOptimizer:
         pairs = [*zip(self._centers, centers, strict=True), *zip(self._gradients, gradients, strict=True)]
         for variable, array in pairs:
             variable.assign(array)
-        self.step(lambda value: value)
+        self.take_rate(None, lambda value: value)
+        self.step()
         for variable, array in zip(self._centers, centers, strict=True):
             array[...] = variable.numpy()
 

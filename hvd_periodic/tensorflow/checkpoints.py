@@ -216,7 +216,10 @@ def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, An
             names = [spec.name for spec in layout.specs]
             alike = len(names) == len(tensors)
             vectors[group.name][key] = dict(zip(names if alike else tensors, tensors.values(), strict=True))
-    return state | {"vectors": vectors}
+    under_way, now = state.get("under_way"), [spec.name for spec in level.tensor_groups.parameters.values.layout.specs]
+    if under_way is not None and len(now) == len(under_way["snapshot"]):
+        under_way = under_way | {"snapshot": dict(zip(now, under_way["snapshot"].values(), strict=True))}
+    return state | {"vectors": vectors, "under_way": under_way}
 
 
 def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class Exchanges:
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
         self.saved.variables.later = varying | set(synchronizer.ledger.note_variables) | ADDED
         self.saved.variables.settle()
+        self.saved.load_in_flight(synchronizer)
 
     def built(self, start: Callable[[], object], construct: Callable[[], object]) -> None:
         """Go on with an optimizer whose variables are there: start, if all ranks are about to."""
@@ -215,6 +216,12 @@ class Exchanges:
         if marked is not None and self.opened:
             marked.assign(self._place)  # A broadcast after the first step has brought that of another rank.
         self.saved.write(store, self._synchronizer if self.started else None)
+
+    def read(self, store: Any, reader: str) -> None:
+        """Take over what :meth:`write` wrote, now or when the variables are there, see :meth:`SavedExchanges.read`."""
+        self.saved.read(store, reader)
+        if self._synchronizer is not None:
+            self.saved.load_in_flight(self._synchronizer)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
         """Make a variable of the optimizer that is saved under its name."""

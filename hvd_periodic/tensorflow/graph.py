@@ -71,7 +71,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         **options: Any,
     ) -> None:
         forms = Forms(
-            lambda schedule: VariableLedger(new_variable, schedule, learning_rate, replica.values),
+            lambda schedule: VariableLedger(
+                new_variable, schedule, learning_rate, replica.values, lands=options.get("overlap", 0) != 0
+            ),
             (GraphSynchronous, GraphAsynchronous),
             GraphGradients,
             VariableCheckpoint,
@@ -244,10 +246,14 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         restart: Callable[[], Any] = self.restart_center
         exchange: Callable[[], Any] = self.course.exchange
         if not in_session():
-            restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_now))
+            restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
-        return tf.cond(due, exchange, lambda: tf.constant(False))
+        has_to_land = self.ledger.has_to_land
+        if has_to_land is False:
+            return tf.cond(due, exchange, lambda: tf.constant(False))
+        with tf.control_dependencies([tf.cond(tf.logical_or(due, has_to_land), exchange, lambda: tf.constant(False))]):
+            return tf.identity(due)
 
     def count(self, updated: Any = True) -> Any:
         """Count one iteration in a graph; return whether an exchange is due then, as a boolean scalar."""
@@ -280,6 +286,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Return what tells the journal that training is over, in a session of TensorFlow 1, if it has begun there."""
         journal = self.journal
         return self.ledger.told(lambda counters: journal.ended(count_of(counters)) if journal.begun else None)
+
+    def _exchange_or_land(self) -> None:
+        """Exchange, or let the replica take an exchange that is in flight, for a compiled step."""
+        if self.ledger.is_due:
+            self._exchange_now()
+        else:
+            self.land()
 
     def _exchange_now(self) -> None:
         """Exchange, for a compiled step, with the ranks that there are now."""

@@ -40,6 +40,9 @@ SINCE = "since"
 
 _PER_FRAGMENT = len(Since._fields)
 
+_NEVER = 2**63 - 1
+"""As a local step: later than any."""
+
 
 class VariableLedger(Ledger):
     """The ledger of the core with its numbers in variables.
@@ -51,6 +54,7 @@ class VariableLedger(Ledger):
         schedule: as in the core.
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
         values: reads and writes the variables outside of graphs.
+        lands: exchanges may be in flight during local steps.
 
     Attributes:
         variables: of the counters, by name.
@@ -63,7 +67,12 @@ class VariableLedger(Ledger):
         schedule: Schedule,
         learning_rate: Callable[[], Any] | None,
         values: HostValues,
+        lands: bool = False,
     ) -> None:
+        self._landing: tf.Variable | None = None
+        if lands:  # Not saved: an exchange in flight is in no variable.
+            with tf.init_scope():
+                self._landing = tf.Variable(_NEVER, dtype=tf.int64, trainable=False)
         self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values
         self._fragments = schedule.fragments if isinstance(schedule, Streamed) else 1
         self.learning_rate = learning_rate
@@ -115,6 +124,17 @@ class VariableLedger(Ledger):
             self._set(variable, [numbers[each] for each in self._names(name)])
 
     @property
+    def landing(self) -> int | None:
+        """The local step at which the replica takes an exchange in flight; None for none. Outside of graphs."""
+        step = _NEVER if self._landing is None else self._values.read(self._landing).item()
+        return None if step == _NEVER else step
+
+    @landing.setter
+    def landing(self, step: int | None) -> None:
+        if self._landing is not None:
+            self._set(self._landing, _NEVER if step is None else step)
+
+    @property
     def is_new(self) -> bool:
         """Whether no checkpoint has just given its values to the new variables; in a session, that is not known yet."""
         return not in_session() and self.counters.local_steps == 0
@@ -132,6 +152,7 @@ class VariableLedger(Ledger):
     def store(self) -> Store[Any]:
         """Return all variables as a store."""
         named = [*self.variables.items(), *self.note_variables.items()]
+        named += [] if self._landing is None else [("landing", self._landing)]
         return ArrayStore(layout_of(named, DEFAULT_BUCKET_BYTES), [variable for _, variable in named], self._values)
 
     def _number(self, name: str) -> Any:
@@ -164,7 +185,23 @@ class VariableLedger(Ledger):
     def count(self, updated: Any) -> Any:
         """Count one iteration; return whether an exchange is due then, as a boolean scalar."""
         self.add(local_steps=1, skipped_updates=tf.logical_not(updated))
-        return self.variables["local_steps"] >= self.variables["next_exchange"]
+        return self.is_due
+
+    @property
+    def is_due(self) -> Any:
+        """Whether an exchange is due after the local steps so far; in a graph, a boolean scalar."""
+        return self._is_reached(self.variables["next_exchange"])
+
+    @property
+    def has_to_land(self) -> Any:
+        """Whether the replica has to take an exchange in flight now; in a graph, a boolean scalar."""
+        return False if self._landing is None else self._is_reached(self._landing)
+
+    def _is_reached(self, step: tf.Variable) -> Any:
+        """Return whether there have been as many local steps as a variable holds."""
+        if tf.executing_eagerly():
+            return self.local_steps >= self._values.read(step).item()
+        return self.variables["local_steps"] >= step
 
     def steps_to(self, step: int) -> tf.Tensor:
         """Return in a graph how many local steps are left until there have been so many."""

@@ -296,7 +296,6 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         """Return the optimizer of a loaded model; it communicates from its first step on."""
         with keras.saving.custom_object_scope(custom_objects or {}):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
-        own.pop("overlap", None)  # always 0 in files of version 0.1
         if "center_optimizer" in own:
             own["outer_optimizer"] = own.pop("center_optimizer")
         made = cls(**own, model=None, process_set=NotYetConnected())
@@ -309,7 +308,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
 
     def load_own_variables(self, store: Any) -> None:
         """Take over what :meth:`save_own_variables` wrote, now or when the variables are there."""
-        self._exchanges.saved.read(store, type(self).__name__)
+        self._exchanges.read(store, type(self).__name__)
 
     def _common_config(self) -> dict[str, Any]:
         """Return what all named constructors have among their arguments."""

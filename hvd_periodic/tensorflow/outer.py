@@ -120,19 +120,18 @@ class VariableOuterOptimizer(FollowsRate):
         if self._host is not None:
             self._moved.step_host(*self._host)
         elif values is None or not all(map(values.holds, self._gradient.tensors())):
-            self._moved.step(self.maximum)
+            self._moved.step()
         elif several_threads() and not values.changed(self._center, self._blocks):
             self._step_compiled(values)
         else:
             values.release()
-            self._moved.step(self.maximum)
+            self._moved.step()
 
     def _step_compiled(self, values: HostValues) -> None:
         """Apply one step, while arrays stand for the variables.
 
         It is compiled: single operations, which Python starts, take ten times as long.
         """
-        self._moved.prepare(self.maximum)
         constants = self._moved.constants()
         if self._compiled is None or self._compiled[0] != constants:
             self._compiled = constants, self._compile()
@@ -146,7 +145,7 @@ class VariableOuterOptimizer(FollowsRate):
         def step(*gradient: tf.Tensor) -> list[tf.Tensor]:
             for bucket, vector in zip(self._buckets, gradient, strict=True):
                 self._gradient.write(bucket, vector)
-            self._moved.apply()
+            self._moved.step()
             return [self._center.read(block) for block in self._blocks]
 
         specs = [tf.TensorSpec([bucket.size], bucket.kind) for bucket in self._buckets]
@@ -162,8 +161,8 @@ class VariableOuterOptimizer(FollowsRate):
         return self._moved.hyperparameters()
 
     def follow(self, settings: Any) -> None:
-        """Take another learning rate."""
-        self._moved.rate = None if settings is None else settings["learning_rate"]
+        """Take the learning rate of the next step, which may be that of another rank; all ranks together."""
+        self._moved.take_rate(None if settings is None else settings["learning_rate"], self.maximum)
 
     def state(self) -> Any:
         """Return copies of the variables."""

@@ -69,6 +69,7 @@ class Plan:
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {described(optimizer)}")
         inside, connection.average = split_distributed(optimizer)
+        _check_levels(inside, options["overlap"])
         check_policy(options["buffers"], model, connection.loaded)
         placement_of(options["center"])
         as_wire(options["compression"])
@@ -121,7 +122,18 @@ def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
     return group
 
 
+def _check_levels(inside: Any, overlap: int | str) -> None:
+    """Refuse exchanges in flight while another level exchanges: both would remove the same difference."""
+    level = getattr(inside, "_exchanges", None)
+    inner = 0 if level is None else level.plan.options["overlap"]
+    if level is not None and not overlap == inner == 0:
+        raise ValueError(
+            "`overlap` needs a single level: an exchange of one would travel while the other moves the replica. "
+            f"Received: overlap={overlap!r} around an optimizer with overlap={inner!r}"
+        )
+
+
 def _check_ranks(ranks: Communicator, algorithm: Algorithm, asynchronous: bool, options: KerasOptions) -> None:
     """Raise a ValueError where so many ranks, or groups of them that exchange in step, do not do what was asked for."""
     (algorithm.one_by_one if asynchronous else algorithm.check)(ranks.size)
-    require_possible(ranks, options["center"], options["nonfinite"], asynchronous)
+    require_possible(ranks, options["center"], options["nonfinite"], asynchronous, options["overlap"])

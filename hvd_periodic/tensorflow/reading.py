@@ -52,6 +52,7 @@ class VariableView(View[Any]):
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
         with self._course.setting.membership.communicator.attendance.at("distance()"):
             self.meet_to_read()
+            self._course.arrive()
             self.follow_equal_replicas()
             return float(self._course.tensor_groups.distance())
 

@@ -77,6 +77,7 @@ class VariableReplica(Replica[Any]):
         ValueError: no parameters.
     """
 
+    reuses_memory = False
     framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     how_to_exclude = (
         "Set trainable = False on their layers before the optimizer is made, and say what exchanges make of them: "
@@ -209,6 +210,13 @@ class VariableReplica(Replica[Any]):
     def new_resting_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return such variables that change in place."""
         return self._stored(layout, self._new_variables(layout, name), CenterStore)
+
+    def new_snapshot_store(self, layout: Layout, name: str) -> Store[Any]:
+        """Return arrays, or variables on the device, of which a compiled step knows nothing."""
+        if self.in_host_memory:
+            return self.new_temporary_store(layout)
+        zeros = [tf.Variable(tf.zeros(spec.shape, spec.kind), trainable=False) for spec in layout.specs]
+        return VariableStore(layout, zeros)
 
     def _new_variables(self, layout: Layout, name: str) -> list[tf.Variable]:
         self._made[name] = len(layout.specs)

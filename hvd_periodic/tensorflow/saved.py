@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import compress
@@ -17,6 +18,9 @@ from hvd_periodic.tensorflow.ledger import MEMORY, SINCE
 _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
 
+
+_IN_FLIGHT = "in_flight"
+"""Begins the names under which an exchange is saved that is in flight."""
 
 SUMS_OF = f"{UNSENT_SUMS}_of"
 """Name of the variable that tells of which rank, of how many, the sums are of which something is left."""
@@ -124,6 +128,7 @@ class SavedExchanges:
         self.variables = SavedVariables()
         self._asynchronous = asynchronous
         self._center: dict[str, np.ndarray] = {}
+        self._in_flight: dict[str, np.ndarray] = {}
 
     def write(self, store: Any, synchronizer: VariableSynchronizer | None) -> None:
         """Save everything by name.
@@ -135,7 +140,8 @@ class SavedExchanges:
         Raises:
             ValueError: the state of the optimizer of a center that is sharded over ranks.
         """
-        for name, value in self.variables.values().items():
+        in_flight = self._in_flight if synchronizer is None else _in_flight(synchronizer)  # moves the center first
+        for name, value in (self.variables.values() | in_flight).items():
             store[name] = value
         if self._asynchronous:
             for name, value in (self._center if synchronizer is None else _center_of(synchronizer)).items():
@@ -156,6 +162,7 @@ class SavedExchanges:
             return
         values = {name: np.asarray(store[name]) for name in names}
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
+        self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
         self.variables.load(values)
 
     def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
@@ -174,6 +181,31 @@ class SavedExchanges:
         of_optimizer = [name for name in self._center if name.startswith(f"{_CENTER}_optimizer.")]
         state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
         return {"vectors": vectors, "center_optimizer": state or None}
+
+    def load_in_flight(self, synchronizer: VariableSynchronizer) -> None:
+        """Go on with the exchange that was in flight when what was read was written, if one was.
+
+        Raises:
+            ValueError: no exchange can be in flight here.
+        """
+        saved, self._in_flight, under_way = self._in_flight, {}, None
+        if saved:
+            specs = synchronizer.tensor_groups.parameters.values.layout.specs
+            under_way = json.loads(saved[_IN_FLIGHT].tobytes())
+            under_way["snapshot"] = {spec.name: saved[f"{_IN_FLIGHT}.{i}"] for i, spec in enumerate(specs)}
+        synchronizer.course.check_under_way(under_way)
+        synchronizer.course.discard()
+        synchronizer.course.load_under_way(under_way)
+
+
+def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
+    """Return the exchange that is in flight, by the names under which it is saved."""
+    under_way = synchronizer.course.under_way()
+    if under_way is None:
+        return {}
+    snapshot = under_way.pop("snapshot")
+    values = {_IN_FLIGHT: np.frombuffer(json.dumps(under_way).encode(), np.uint8)}
+    return values | {f"{_IN_FLIGHT}.{i}": value for i, value in enumerate(snapshot.values())}
 
 
 def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:

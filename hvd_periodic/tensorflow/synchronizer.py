@@ -97,7 +97,7 @@ class Synchronizer(VariableSynchronizer):
                 raise ValueError("The model is not built: give it an input shape, or call it once")
             trained = model if owner is None else owner.trainable_variables
             made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-            require_possible(communicator, options["center"], options["nonfinite"], asynchronous)
+            require_possible(communicator, options["center"], options["nonfinite"], asynchronous, options["overlap"])
             moving = made.outer_optimizer(None, outer_optimizer)
             moved = None if moving is None else CenterOptimizer(None, moving)
             named = named_variables(trained, owner, options["buffers"])

@@ -42,9 +42,8 @@ class PeriodicOptimizer(WrappingOptimizer):
         period: local steps between exchanges, or a schedule.
         outer_optimizer: for algorithms that optimize the center, as in :class:`Synchronizer`.
         asynchronous: exchange without waiting for other ranks, as in :class:`Synchronizer`.
-        options: the options of :class:`~hvd_periodic.options.Options`,
-            :class:`~hvd_periodic.options.OverlapOption` and :class:`~hvd_periodic.torch.options.TorchOptions`; the
-            signature has their defaults.
+        options: the options of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.torch.options.TorchOptions`; the signature has their defaults.
 
     Attributes:
         inner: the wrapped optimizer.

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import torch
 
-from hvd_periodic.options import OverlappingOptions
+from hvd_periodic.options import Options
 from hvd_periodic.torch.buffers import Buffers
 
 
-class TorchOptions(OverlappingOptions, total=False):
+class TorchOptions(Options, total=False):
     """Options of the torch front end.
 
     Attributes:

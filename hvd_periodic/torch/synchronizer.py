@@ -82,9 +82,8 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         outer_optimizer: for algorithms that optimize the center: an optimizer of the same parameters to be copied, or
             a function from parameter groups to an optimizer. Default: a copy of ``optimizer``.
         asynchronous: exchange with one center without waiting for other ranks; for EASGD and AGN, under MPI.
-        options: the options of :class:`~hvd_periodic.options.Options`,
-            :class:`~hvd_periodic.options.OverlapOption` and :class:`~hvd_periodic.torch.options.TorchOptions`; the
-            signature has their defaults.
+        options: the options of :class:`~hvd_periodic.options.Options` and
+            :class:`~hvd_periodic.torch.options.TorchOptions`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree. On every rank: the

@@ -99,7 +99,6 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
-        rate: None: hyper-parameters are those of this rank.
     """
 
     follows_rate = False
@@ -110,7 +109,6 @@ class CenterOptimizer:
         self.optimizer._non_slot_dict = {}
         self.optimizer._deferred_slot_restorations = {}
         self.optimizer._name = f"center_{local.get_name()}"
-        self.rate = None
 
     def variables(self) -> list[Any]:
         """Return the slots and other variables."""
@@ -148,6 +146,9 @@ class CenterOptimizer:
     def hyperparameters(self) -> None:
         """Return None: what is a number is the same on all ranks."""
 
+    def take_rate(self, given: Any, maximum: Any) -> None:
+        """Do nothing: hyper-parameters are those of this rank."""
+
 
 class HostCenterOptimizer:
     """A copy of the local optimizer in a graph and a session of its own, for a center in host memory.
@@ -159,7 +160,6 @@ class HostCenterOptimizer:
 
     Attributes:
         optimizer: that one.
-        rate: as in :class:`CenterOptimizer`.
 
     Raises:
         ValueError: a hyper-parameter is a tensor, which belongs to the graph of the user.
@@ -175,7 +175,6 @@ class HostCenterOptimizer:
                     f"{type(local).__name__}, a tensor, has no value: pass a number"
                 )
         self.optimizer = local
-        self.rate = None
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
         """Return shape and dtype of the variables that the optimizer has over such centers: make one and look."""
@@ -214,6 +213,9 @@ class HostCenterOptimizer:
 
     def hyperparameters(self) -> None:
         """Return None: what is a number is the same on all ranks."""
+
+    def take_rate(self, given: Any, maximum: Any) -> None:
+        """Do nothing: hyper-parameters are those of this rank."""
 
     def _make(self, centers: Sequence[tuple[tuple[int, ...], str]]) -> None:
         graph, v1 = tf.Graph(), tf.compat.v1
