@@ -57,12 +57,13 @@ def main(scenario: scenarios.Scenario) -> None:
     if scenario.inner:
         of_host, ranks = algorithms[scenario.inner](), hvdp.node_ranks if scenario.grouped else None
         local = hvdp.PeriodicOptimizer(local, model, of_host, scenarios.INNER_PERIOD, process_set=ranks)
+    options: dict[str, Any] = {"center": scenario.center, "overlap": scenario.overlap}
     if scenario.loop == "synchronizer":
-        synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD, center=scenario.center)
+        synchronizer: Any = hvdp.Synchronizer(model, algorithm, scenarios.PERIOD, **options)
         optimizer: Any = local
         state = elastic.State(model, local, commit="exchange", exchange=synchronizer, note=note, batch=0)
     else:
-        optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, scenarios.PERIOD, center=scenario.center)
+        optimizer = hvdp.PeriodicOptimizer(local, model, algorithm, scenarios.PERIOD, **options)
         model.compile(optimizer, loss=half_square, jit_compile=False)
         state = elastic.State(model, commit="exchange", note=note, batch=0, epoch=0)
         synchronizer = optimizer.synchronizer

@@ -169,6 +169,10 @@ KERAS = {
         "easgd", 2, [Event("wait", 5, 2, rank=0)], [(2, 0), (3, 8)], slots=2, inner="diloco", loop="compiled"
     ),
     "one of two": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], loop="fit"),
+    "overlapped": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], overlap=2, loop="fit"),
+    "overlapped, in flight": Scenario(
+        "easgd", 2, [Event("in", 7, 2, rank=1, number=2)], [(2, 0), (1, 4)], overlap=2, collectives=True, loop="compiled"
+    ),
     "the root, before a collective": Scenario(
         "diloco", 2, [Event("before", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True, loop="compiled"
     ),

@@ -17,7 +17,7 @@ from hvd_periodic.options import Options, of_exchange, takes
 from tests.one_rank import one_rank
 
 X = {"x": np.zeros(1)}
-SHARED = ["center", "optimizer_state", "compression", "fragments"]
+SHARED = ["center", "optimizer_state", "overlap", "compression", "fragments"]
 SHARED += [
     "nonfinite",
     "weight",
@@ -31,6 +31,7 @@ SHARED += [
 DEFAULTS = {
     "center": "replicated",
     "optimizer_state": "local",
+    "overlap": 0,
     "compression": Compression.none,
     "fragments": 1,
     "nonfinite": "raise",
@@ -53,12 +54,12 @@ def front_end(name: str) -> tuple[Any, list[str], list[str]]:
     if name == "numpy":
         import hvd_periodic.numpy
 
-        return hvd_periodic.numpy, ["optimizer", "model"], ["overlap"]
+        return hvd_periodic.numpy, ["optimizer", "model"], []
     if name == "torch":
         pytest.importorskip("torch")
         import hvd_periodic.torch
 
-        return hvd_periodic.torch, ["optimizer", "model"], ["overlap", "buffers", "center_device"]
+        return hvd_periodic.torch, ["optimizer", "model"], ["buffers", "center_device"]
     pytest.importorskip("tensorflow")
     import hvd_periodic.tensorflow
 
@@ -74,7 +75,7 @@ def test_signatures_list_every_option(framework: str, name: str) -> None:
     assert list(parameters) == [*first, *OWN[name], *SHARED, *more]
     for option in (*SHARED, *more):
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[option].default == (DEFAULTS | {"overlap": 0}).get(option)
+        assert parameters[option].default == DEFAULTS.get(option)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
