@@ -25,7 +25,7 @@ from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import depart
 from hvd_periodic.comm.memory import NoSharedMemoryError
-from hvd_periodic.comm.watcher import tell_leaving
+from hvd_periodic.comm.stall_monitor import announce_leaving
 from hvd_periodic.journal.lines import Log, log_of
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import titled
@@ -318,7 +318,7 @@ class Worker:
     def finish(self) -> None:
         """Wait until all workers are done, and keep the final center; collective."""
         self._show_file()
-        with self.communicator.attendance.at("finalize() of asynchronous exchange"):
+        with self.communicator.tracker.at("finalize() of asynchronous exchange"):
             self.communicator.assemble(self._number)
             self._tell_lost()
             self._final = self.centers()
@@ -342,7 +342,7 @@ class Worker:
         _opened.remove(self)
         if not self.communicator.alive():
             return
-        with self.communicator.attendance.at("the end of the process, after asynchronous exchange"):
+        with self.communicator.tracker.at("the end of the process, after asynchronous exchange"):
             self.communicator.assemble(self._number)
         if not self.communicator.lost():
             self.transport.close()
@@ -377,7 +377,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
 
 def _leave_all() -> None:
     """Close all workers at the end of the process, all channels at once: ranks may finish them in different orders."""
-    tell_leaving()  # Before the first barrier: ranks that wait for something else learn that this one never comes.
+    announce_leaving()  # Before the first barrier: ranks that wait for something else learn that this one never comes.
     channels: dict[int, list[Worker]] = {}
     for worker in _opened:
         channels.setdefault(id(worker.communicator.channel), []).append(worker)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.comm.attendance import Attendance, Unattended
+from hvd_periodic.comm.collective_tracker import CollectiveTracker, NullTracker
 from hvd_periodic.comm.meeting import Purpose, Record, meet
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import LONG, Messages
@@ -50,7 +50,7 @@ class Communicator(ABC):
     """Name of the handshake, shared by all optimizers of these ranks."""
     description: str = "a communicator of the user"
     """Human-readable description."""
-    attendance: Attendance = Unattended()
+    tracker: CollectiveTracker = NullTracker()
     """Tracker of this rank's collectives; not watched if ranks are not processes."""
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
@@ -67,11 +67,11 @@ class Communicator(ABC):
             ValueError: the environment sets something other than a number of seconds; on all ranks.
         """
         with suppress(TypeError, ValueError):
-            self.attendance.limit(timeout_seconds)  # type: ignore[arg-type]
+            self.tracker.limit(timeout_seconds)  # type: ignore[arg-type]
         introduction, failure = self.introduction()
         record = Record(Purpose.CONSTRUCT, self.constructed, problem=int(failure is not None))
         records, introductions = meet(self, record, failure, introduction)
-        self.attendance.met(introductions)
+        self.tracker.set_peers(introductions)
         number = 1 + max(record.optimizer for record in records)
         self.constructed = number - provisional
         return f"{self.meeting_name.removesuffix('meeting')}{number}"

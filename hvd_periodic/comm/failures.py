@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Collection
 
-from hvd_periodic.comm.presence import TEXT_BYTES, Kind, Note
+from hvd_periodic.comm.stall_protocol import TEXT_BYTES, Datagram, MessageType
 from hvd_periodic.ranks import titled
 
 VARIABLE = "HVD_PERIODIC_TRACEBACKS"
@@ -29,10 +29,10 @@ class Failures:
     """Errors of other ranks: of ranks that are about to end, and of ranks that have printed theirs and end."""
 
     def __init__(self) -> None:
-        self._notes: dict[int, Note] = {}
+        self._notes: dict[int, Datagram] = {}
         self._changed = threading.Condition()
 
-    def hear(self, note: Note) -> None:
+    def hear(self, note: Datagram) -> None:
         """Record an error, or the end, of another rank."""
         with self._changed:
             self._notes[note.rank] = note
@@ -79,7 +79,7 @@ class Failures:
         return "\n".join([*lines, f"{ended}. {VARIABLE}=all prints the traceback of every rank"])
 
     def _printed(self) -> bool:
-        return any(note.kind == Kind.END and note.text != OVER for note in self._notes.values())
+        return any(note.kind == MessageType.EXIT and note.text != OVER for note in self._notes.values())
 
     def _texts(self, rank: int, text: str) -> dict[int, str]:
         """Return the errors by rank."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import attendance_of
+from hvd_periodic.comm.collective_tracker import tracker_of
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.launchers import started_alone, started_several
 from hvd_periodic.comm.objects import pass_object
@@ -71,7 +71,7 @@ class HorovodCommunicator(JobCommunicator):
         self._place = (self._hvd.rank(), self._hvd.size())
         self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank of the host.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        self.attendance.elastic = self.elastic
+        self.tracker.elastic = self.elastic
         self.description = f"Horovod ({'MPI' if self._hvd.mpi_enabled() else 'Gloo'})"
 
     def changed(self) -> str | None:
@@ -119,10 +119,10 @@ class HorovodCommunicator(JobCommunicator):
 
     def _begun(self, handle: Any) -> Callable[[], Any]:
         """Return a function that waits for the collective of a handle, sleeping, and returns its result."""
-        number = self.attendance.come()
+        number = self.tracker.start_collective()
 
         def finish() -> Any:
-            self.attendance.wait_for(number, lambda: self._hvd.poll(handle))
+            self.tracker.wait_for(number, lambda: self._hvd.poll(handle))
             return self._hvd.synchronize(handle)
 
         return finish
@@ -172,7 +172,7 @@ class HorovodCommunicator(JobCommunicator):
         """Return the communicator of all ranks of the job."""
         everyone = copy.copy(self)
         everyone.process_set = self._hvd.global_process_set
-        everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
+        everyone.tracker = tracker_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
         return everyone
 
     def refuse_without_mpi(self) -> None:

@@ -11,15 +11,15 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.comm.attendance import attendance_of
+from hvd_periodic.comm.arrivals import mark_arrived
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.collective_tracker import tracker_of
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.memory import LocalMemory, SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
 from hvd_periodic.comm.objects import gather_objects
-from hvd_periodic.comm.roster import sign
-from hvd_periodic.comm.watcher import watcher
+from hvd_periodic.comm.stall_monitor import stall_monitor
 from hvd_periodic.ranks import named
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class JobCommunicator(Communicator):
     def __init__(self, process_set: Any, ranks: Sequence[int], rank: int, meeting_name: str) -> None:
         self.process_set, self.ranks, self.meeting_name = process_set, list(ranks), meeting_name
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
-        self.attendance = attendance_of(meeting_name, rank, self.ranks)
+        self.tracker = tracker_of(meeting_name, rank, self.ranks)
         self.problem: Exception | None = None
 
     @property
@@ -94,12 +94,12 @@ class JobCommunicator(Communicator):
         if self.problem is not None or self.size == 1:
             return None, self.problem
         try:
-            found = watcher(self.one_host)
+            found = stall_monitor(self.one_host)
         except ValueError as error:
             return None, error
-        if not self.attendance.peers and not self.elastic:
-            sign(self.attendance.name, self.attendance.rank, self.store())
-        return None if found is None else found.introduction(self.attendance), None
+        if not self.tracker.peers and not self.elastic:
+            mark_arrived(self.tracker.name, self.tracker.rank, self.store())
+        return None if found is None else found.introduction(self.tracker), None
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
@@ -136,7 +136,7 @@ class JobCommunicator(Communicator):
         """Start to wait for all ranks outside the library, which would report a stall."""
         if self.size == 1:
             return lambda: number
-        return self.attendance.assembly(self._mpi.assembly(number))
+        return self.tracker.begin_idle_barrier(self._mpi.assembly(number))
 
     @property
     def channel(self) -> object:
@@ -165,14 +165,14 @@ class JobCommunicator(Communicator):
         """Wait for all ranks of the job, if these are one of the groups that it is divided into."""
         if divides_the_job(self.process_set):
             everyone = self.everyone()
-            everyone.attendance.limit(self.attendance.timeout)
-            with everyone.attendance.at("finalize(), for the other groups"):
+            everyone.tracker.limit(self.tracker.timeout)
+            with everyone.tracker.at("finalize(), for the other groups"):
                 everyone.gather(np.zeros(1, np.int64), "hvd_periodic.job")
 
     def _during(self, call: Callable[[], T]) -> T:
         """Return the result of a collective that sets up access to an asynchronous center."""
-        with self.attendance.at("the start of asynchronous exchange"):
-            return self.attendance.during(call)
+        with self.tracker.at("the start of asynchronous exchange"):
+            return self.tracker.run_blocking(call)
 
     @property
     def _has_mpi(self) -> bool:

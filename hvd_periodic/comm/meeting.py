@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from hvd_periodic.comm.agreement import Ranks, raise_on_all
-from hvd_periodic.comm.attendance import Attendance
+from hvd_periodic.comm.collective_tracker import CollectiveTracker
 from hvd_periodic.comm.packing import pack, unpack
 from hvd_periodic.ranks import by_value
 
@@ -23,7 +23,7 @@ class MeetingRanks(Ranks, Protocol):
     """Ranks that can perform a handshake: a communicator."""
 
     meeting_name: str
-    attendance: Attendance
+    tracker: CollectiveTracker
 
     @property
     def global_ranks(self) -> list[int]:
@@ -164,7 +164,7 @@ def meet(
     """
     enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
     communicator = communicator.meets_with
-    communicator.attendance.last = record
+    communicator.tracker.last_record = record
     own = np.concatenate([np.array(integers(replace(record, enclosed=enclosed.size)), np.int64), enclosed])
     records, enclosures = opened(communicator.gather_integers(own, communicator.meeting_name))
     check(communicator, records, failure)
@@ -173,7 +173,7 @@ def meet(
 
 def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:
     """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :func:`meet`."""
-    communicator.attendance.seen = records
+    communicator.tracker.last_records = records
     crossed = cross_purposes(records, communicator.global_ranks)
     if crossed or any(record.problem for record in records):
         raise_on_all(communicator, communicator.meeting_name, failure)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import attendance_of
+from hvd_periodic.comm.arrivals import mark_arrived
 from hvd_periodic.comm.base import Communicator, awaited
+from hvd_periodic.comm.collective_tracker import tracker_of
 from hvd_periodic.comm.hall import Hall
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.objects import gather_objects
-from hvd_periodic.comm.presence import number_of
-from hvd_periodic.comm.roster import sign
-from hvd_periodic.comm.watcher import watcher
+from hvd_periodic.comm.stall_monitor import stall_monitor
+from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.comm.window import on_one_host, open_window
 from hvd_periodic.vectors.layout import chunk
 
@@ -62,8 +62,8 @@ class MPICommunicator(Communicator):
         if self._watched:
             ranks = tuple(_in_the_job(self._comm))
             _watched[ranks] += 1
-            name = f"hvd_periodic.mpi.{number_of(str(ranks))}.{_watched[ranks]}"
-            self.attendance = attendance_of(name, ranks[self.rank], ranks)
+            name = f"hvd_periodic.mpi.{stable_hash(str(ranks))}.{_watched[ranks]}"
+            self.tracker = tracker_of(name, ranks[self.rank], ranks)
 
     def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
@@ -71,13 +71,13 @@ class MPICommunicator(Communicator):
             return None, None
         on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
         try:
-            found = watcher(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
+            found = stall_monitor(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
         except ValueError as error:
             return None, error
         _end_together()
-        if not self.attendance.peers:
-            sign(self.attendance.name, self.attendance.rank)
-        return None if found is None else found.introduction(self.attendance), None
+        if not self.tracker.peers:
+            mark_arrived(self.tracker.name, self.tracker.rank)
+        return None if found is None else found.introduction(self.tracker), None
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
@@ -141,14 +141,14 @@ class MPICommunicator(Communicator):
     def assembly(self, number: int) -> Callable[[], int | None]:
         """Start a nonblocking reduction: waiting inside MPI occupies a core. On one host, see :class:`Hall`."""
         if self._hall is not None:
-            return self.attendance.assembly(self._hall.assembly(number))
+            return self.tracker.begin_idle_barrier(self._hall.assembly(number))
         extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
         request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
 
         def look() -> int | None:
             return awaited([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
 
-        return self.attendance.assembly(look)
+        return self.tracker.begin_idle_barrier(look)
 
     def leave(self) -> None:
         """Mark the end of this process as regular, before it ends."""
@@ -171,18 +171,18 @@ class MPICommunicator(Communicator):
 
     def _begun(self, request: MPI.Request, result: T) -> Callable[[], T]:
         """Return a function that waits for a started collective and returns its result."""
-        number = self.attendance.come()
+        number = self.tracker.start_collective()
 
         def wait() -> T:
-            self.attendance.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
+            self.tracker.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
             return result
 
         return wait
 
     def _during(self, call: Callable[[], T]) -> T:
         """Return the result of a collective that sets up access to an asynchronous center."""
-        with self.attendance.at("the start of asynchronous exchange"):
-            return self.attendance.during(call)
+        with self.tracker.at("the start of asynchronous exchange"):
+            return self.tracker.run_blocking(call)
 
 
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:

@@ -1,4 +1,4 @@
-"""Small records as 64-bit integers, packed and unpacked by the names of their fields."""
+"""Small records as 64-bit integers, encode and decode by the names of their fields."""
 
 from __future__ import annotations
 

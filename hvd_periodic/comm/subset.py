@@ -40,7 +40,7 @@ class Subset(Communicator):
             )
         self.rank, self.size = self.places.index(everyone.rank), len(self.places)
         self.elastic, self.host, self.meeting_name = everyone.elastic, everyone.host, everyone.meeting_name
-        self.attendance, self.waits_busily = everyone.attendance, everyone.waits_busily
+        self.tracker, self.waits_busily = everyone.tracker, everyone.waits_busily
         self.description = f"{everyone.description}, in groups"
 
     @property

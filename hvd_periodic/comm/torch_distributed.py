@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.objects import pass_object
-from hvd_periodic.comm.presence import number_of
+from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.vectors.layout import chunk
 
 # Some builds of PyTorch have no torch.distributed; with them, this file is imported but not used.
@@ -86,7 +86,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
         over_mpi = "mpi" in self._backends.values()
         self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
-        self.host = number_of(socket.gethostname())
+        self.host = stable_hash(socket.gethostname())
 
     @property
     def one_host(self) -> bool:
@@ -232,10 +232,10 @@ class TorchDistributedCommunicator(JobCommunicator):
     def _begin(self, call: Callable[[], Any], result: Any) -> Callable[[], Any]:
         """Start a collective; return a function that waits for it, sleeping, and returns the result."""
         _ = self._group  # Create the group before this rank records the start of the collective.
-        number, work = self.attendance.come(), self._checked(call)
+        number, work = self.tracker.start_collective(), self._checked(call)
 
         def finish() -> Any:
-            self.attendance.wait_for(number, work.is_completed)
+            self.tracker.wait_for(number, work.is_completed)
             self._checked(work.wait)
             return result
 
@@ -247,7 +247,7 @@ class TorchDistributedCommunicator(JobCommunicator):
             return call()
         except RuntimeError as error:
             raise RuntimeError(
-                f"torch.distributed has failed in {self.attendance.place()}, as it does where another rank has ended: "
+                f"torch.distributed has failed in {self.tracker.place()}, as it does where another rank has ended: "
                 f"{error}"
             ) from error
 
@@ -260,7 +260,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         known = self._own.get(name)
         if known is None or known.given is not self.process_set:
             number = 1 if known is None else known.number + 1
-            made = self.attendance.during(lambda: _duplicate(self.ranks, self._backends, f"{name}.{number}"))
+            made = self.tracker.run_blocking(lambda: _duplicate(self.ranks, self._backends, f"{name}.{number}"))
             known = self._own[name] = _Own(self.process_set, made, number)
         return known.made
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.collective_tracker import forget_trackers
 from hvd_periodic.ranks import titled
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
@@ -185,7 +185,7 @@ class Commits:
 
     def reset(self, objects: Objects) -> Objects:
         """Take notice of new ranks and put back the newest copy; communicates nothing. Return its objects."""
-        forget_all()
+        forget_trackers()
         self._rejoin(self._generation + 1)
         if not self.held:
             return objects
@@ -250,9 +250,9 @@ class Commits:
         loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
         introduction, _ = communicator.introduction()
         mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), introduction)
-        with communicator.attendance.at("State.sync()"):
+        with communicator.tracker.at("State.sync()"):
             told: list[_Told] = communicator.allgather_object(mine, "hvd_periodic.commits")
-        communicator.attendance.met([() if each.introduction is None else each.introduction for each in told])
+        communicator.tracker.set_peers([() if each.introduction is None else each.introduction for each in told])
         heard = set().union(*(each.numbers for each in told))
         if heard & self._prepared.keys():
             self.held = self._prepared

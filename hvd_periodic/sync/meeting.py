@@ -115,7 +115,7 @@ class Meeting:
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
         record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
-        communicator.attendance.follow(self._membership.number, self._ledger)
+        communicator.tracker.follow_steps(self._membership.number, self._ledger)
         self.came, came = time.time(), time.perf_counter()
         met = meet(communicator, record, failure, enclosed)
         self.waited = time.perf_counter() - came
@@ -160,7 +160,7 @@ class Meeting:
         """
         steps, communicator = self._ledger.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
-        communicator.attendance.follow(self._membership.number, self._ledger)
+        communicator.tracker.follow_steps(self._membership.number, self._ledger)
         meet(communicator, record, None if problem is None else RuntimeError(problem))
 
     def weigh(self, own: Standpoint, purpose: Purpose) -> None:

@@ -62,7 +62,7 @@ class GraphMeeting:
             self.come()
             meeting.weigh(own, purpose)
             record = meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None)
-            membership.communicator.attendance.last = record
+            membership.communicator.tracker.last_record = record
             self.enter()
             return integers(record)
 
@@ -78,11 +78,11 @@ class GraphMeeting:
         """Note that this rank waits in the graph; in sessions, where several optimizers have no order, nothing."""
         communicator = self._setting.membership.communicator
         if not (in_session() and communicator.constructed > 1):
-            communicator.attendance.enter(_no_graph_runs)
+            communicator.tracker.enter(_no_graph_runs)
 
     def leave(self) -> None:
         """Note that this rank waits no longer."""
-        self._setting.membership.communicator.attendance.leave()
+        self._setting.membership.communicator.tracker.leave()
 
     def finish(self) -> None:
         """Note that the exchange is over, as in the core."""

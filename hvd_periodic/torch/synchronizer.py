@@ -289,7 +289,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "nonfinite": self.course.setting.nonfinite,
             "weight": self.meeting.weight.given,
             "audit_every": self.course.setting.audit_every,
-            "timeout_seconds": membership.communicator.attendance.timeout,
+            "timeout_seconds": membership.communicator.tracker.timeout,
             "run_log": self.run_log or False,
         }
         return of_rank, self._moving(), arguments

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_real
-from hvd_periodic.comm.presence import Kind, Note, Peer, from_integers
+from hvd_periodic.comm.stall_protocol import Datagram, MessageType, Peer, from_integers
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ Horovod itself polls once per millisecond, which is as long as a small collectiv
 """
 
 
-class Told(Protocol):
+class HandshakeRecord(Protocol):
     """A rank's message in a handshake; see :class:`~hvd_periodic.comm.meeting.Record`."""
 
     @property
@@ -38,7 +38,7 @@ class Told(Protocol):
         """Description of the call in which the rank is."""
 
 
-class Counts(Protocol):
+class StepCounter(Protocol):
     """Step counter of an optimizer."""
 
     @property
@@ -54,22 +54,22 @@ class Wait:
         since: start of the wait, in seconds of the monotonic clock.
         over: returns whether the wait is over; for callers that cannot report its end.
         raises: whether the waiting code regularly checks ``error``.
-        assembly: whether this is an idle barrier of ranks that are done, which may take very long; ranks that have left
+        idle: whether this is an idle barrier of ranks that are done, which may take very long; ranks that have left
             take part.
         error: the error for the waiting code to raise.
     """
 
-    __slots__ = ("assembly", "error", "number", "over", "raises", "since")
+    __slots__ = ("error", "idle", "number", "over", "raises", "since")
 
     def __init__(
-        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, assembly: bool = False
+        self, number: int, raises: bool = False, over: Callable[[], bool] | None = None, idle: bool = False
     ) -> None:
-        self.number, self.raises, self.over, self.assembly = number, raises, over, assembly
+        self.number, self.raises, self.over, self.idle = number, raises, over, idle
         self.since = time.monotonic()
         self.error: Exception | None = None
 
 
-class Attendance:
+class CollectiveTracker:
     """Tracks the collectives of this rank, among ranks that all run their collectives in the same order.
 
     Their count therefore tells which collective a rank has reached, and nothing else is compared. Recording a
@@ -83,10 +83,10 @@ class Attendance:
     Attributes:
         begun: number of collectives that this rank has started.
         wait: the collective that it is waiting for.
-        last: this rank's record in its latest handshake.
-        seen: the records of all ranks in the latest completed handshake, in the order of ``ranks``.
+        last_record: this rank's record in its latest handshake.
+        last_records: the records of all ranks in the latest completed handshake, in the order of ``ranks``.
         peers: addresses of the reachable ranks, by rank.
-        gone: notes of the ranks that have ended, or that only take part in idle barriers from now on, by rank.
+        exited: notes of the ranks that have ended, or that only take part in idle barriers from now on, by rank.
         task: this rank's activity among them, if it is not a handshake.
         timeout: seconds after which waiting is an error; None: never.
         elastic: membership may change: departures are not reported, and timeouts are off until the first handshake.
@@ -96,46 +96,46 @@ class Attendance:
         self.name, self.rank, self.ranks = name, rank, list(ranks)
         self.begun = 0
         self.wait: Wait | None = None
-        self.last: Told | None = None
-        self.seen: Sequence[Told] = ()
+        self.last_record: HandshakeRecord | None = None
+        self.last_records: Sequence[HandshakeRecord] = ()
         self.peers: dict[int, Peer] = {}
-        self.gone: dict[int, Note] = {}
+        self.exited: dict[int, Datagram] = {}
         self.task = ""
         self.timeout: float | None = None
         self.elastic = False
-        self._counts: dict[int, weakref.ref[Counts]] = {}
+        self._counts: dict[int, weakref.ref[StepCounter]] = {}
 
-    def come(self) -> int:
+    def start_collective(self) -> int:
         """Record that this rank starts the next collective; return the collective's number."""
         self.begun += 1
         return self.begun
 
-    def met(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Store the addresses of all ranks, and the counts of collectives with which they start."""
         found = zip(self.ranks, map(from_integers, introductions), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
-        self.gone = {}
+        self.exited = {}
 
-    def note_end(self, note: Note) -> None:
+    def record_exit(self, note: Datagram) -> None:
         """Record that a rank has ended, or only takes part in idle barriers from now on; the first reason counts."""
-        known = self.gone.get(note.rank)
-        if known is None or known.kind == Kind.LEAVE:
-            self.gone[note.rank] = note
+        known = self.exited.get(note.rank)
+        if known is None or known.kind == MessageType.IDLE:
+            self.exited[note.rank] = note
 
-    def gone_before(self, wait: Wait) -> Note | None:
+    def exited_before(self, wait: Wait) -> Datagram | None:
         """Return the note of a rank that will never reach the collective this one waits for; None if there is none.
 
         In elastic jobs, Horovod reports departures to the other ranks, which recover.
         """
-        gone = [] if self.elastic else list(self.gone.items())
-        ended = [(rank, note) for rank, note in gone if not (wait.assembly and note.kind == Kind.LEAVE)]
-        return next((note for rank, note in ended if not self.has_come(rank, note.begun, wait.number)), None)
+        gone = [] if self.elastic else list(self.exited.items())
+        ended = [(rank, note) for rank, note in gone if not (wait.idle and note.kind == MessageType.IDLE)]
+        return next((note for rank, note in ended if not self.has_reached(rank, note.begun, wait.number)), None)
 
-    def has_come(self, rank: int, begun: int, number: int) -> bool:
+    def has_reached(self, rank: int, begun: int, number: int) -> bool:
         """Return whether a rank that has started ``begun`` collectives has reached the one that is ``number`` here."""
         return begun - self.peers[rank].begun >= number - self.peers[self.rank].begun
 
-    def follow(self, optimizer: int, counts: Counts) -> None:
+    def follow_steps(self, optimizer: int, counts: StepCounter) -> None:
         """Read the local steps of an optimizer from ``counts``, as long as that exists."""
         self._counts[optimizer] = weakref.ref(counts)
 
@@ -143,7 +143,7 @@ class Attendance:
         """Wait, sleeping between polls, until a collective is done.
 
         Args:
-            number: the number that :meth:`come` returned.
+            number: the number that :meth:`start_collective` returned.
             done: returns whether the collective is done.
             longest: longest polling interval in seconds; 0: no sleep, if polling is what moves data.
 
@@ -167,19 +167,19 @@ class Attendance:
 
     def enter(self, over: Callable[[], bool] | None = None) -> None:
         """Record that this rank starts the next collective and waits in it, until it calls :meth:`leave`."""
-        self.wait = Wait(self.come(), over=over)
+        self.wait = Wait(self.start_collective(), over=over)
 
     def leave(self) -> None:
         """Record that this rank no longer waits."""
         self.wait = None
 
-    def assembly(self, look: Callable[[], T | None]) -> Callable[[], T | None]:
+    def begin_idle_barrier(self, look: Callable[[], T | None]) -> Callable[[], T | None]:
         """Record that this rank enters an idle barrier; return a function that polls it, None until all are there.
 
         Raises:
             Exception: from the returned function, :attr:`Wait.error`, if it was set meanwhile.
         """
-        self.wait = wait = Wait(self.come(), raises=True, assembly=True)
+        self.wait = wait = Wait(self.start_collective(), raises=True, idle=True)
 
         def watched() -> T | None:
             if wait.error is not None:
@@ -191,7 +191,7 @@ class Attendance:
 
         return watched
 
-    def during(self, call: Callable[[], T]) -> T:
+    def run_blocking(self, call: Callable[[], T]) -> T:
         """Return the result of a collective that cannot be interrupted."""
         around = self.wait
         self.enter()
@@ -210,10 +210,10 @@ class Attendance:
             seconds = require_real(seconds, "`timeout_seconds`, unless it is None,", positive=True)
             self.timeout = seconds if self.timeout is None else max(self.timeout, seconds)
 
-    def is_too_long(self, wait: Wait, seconds: float) -> bool:
+    def exceeds_timeout(self, wait: Wait, seconds: float) -> bool:
         """Return whether a wait of ``seconds`` is an error."""
         joining = self.elastic and not self.peers
-        return self.timeout is not None and not wait.assembly and not joining and seconds >= self.timeout
+        return self.timeout is not None and not wait.idle and not joining and seconds >= self.timeout
 
     @contextmanager
     def at(self, task: str) -> Iterator[None]:
@@ -226,57 +226,57 @@ class Attendance:
 
     def place(self) -> str:
         """Return a description of where this rank is among these ranks."""
-        return self.task or ("construction of an optimizer" if self.last is None else self.last.place)
+        return self.task or ("construction of an optimizer" if self.last_record is None else self.last_record.place)
 
     def local_steps(self) -> int | None:
         """Return this rank's local steps of the optimizer in the latest handshake; None before any handshake."""
-        if self.last is None:
+        if self.last_record is None:
             return None
-        reference = self._counts.get(self.last.optimizer)
+        reference = self._counts.get(self.last_record.optimizer)
         counts = None if reference is None else reference()
         try:
-            return int(self.last.local_steps if counts is None else counts.local_steps)
+            return int(self.last_record.local_steps if counts is None else counts.local_steps)
         except Exception:  # Variables of a graph cannot be read from outside of it.
-            return int(self.last.local_steps)
+            return int(self.last_record.local_steps)
 
     def last_seen(self, rank: int) -> int | None:
         """Return the local step of a global rank in the latest completed handshake; None if there was none."""
-        return self.seen[self.ranks.index(rank)].local_steps if self.seen else None
+        return self.last_records[self.ranks.index(rank)].local_steps if self.last_records else None
 
 
-class Unattended(Attendance):
+class NullTracker(CollectiveTracker):
     """Tracker of ranks that are not watched: threads, or a single rank."""
 
     def __init__(self) -> None:
         super().__init__("", 0, [0])
 
-    def met(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Remember nothing: all such ranks share this object."""
 
-    def follow(self, optimizer: int, counts: Counts) -> None:
+    def follow_steps(self, optimizer: int, counts: StepCounter) -> None:
         """Remember nothing."""
 
     def limit(self, seconds: float | None) -> None:
         """Check it, and remember nothing."""
-        Attendance("", 0, [0]).limit(seconds)
+        CollectiveTracker("", 0, [0]).limit(seconds)
 
 
-_known: dict[str, Attendance] = {}
+_known: dict[str, CollectiveTracker] = {}
 
 
-def attendance_of(name: str, rank: int, ranks: Sequence[int]) -> Attendance:
+def tracker_of(name: str, rank: int, ranks: Sequence[int]) -> CollectiveTracker:
     """Return the tracker of this process among some ranks, which all communicators of these ranks share."""
     known = _known.get(name)
     if known is None or (known.rank, known.ranks) != (rank, list(ranks)):
-        known = _known[name] = Attendance(name, rank, ranks)
+        known = _known[name] = CollectiveTracker(name, rank, ranks)
     return known
 
 
-def forget_all() -> None:
+def forget_trackers() -> None:
     """Forget all trackers: the ranks have changed, and their communicators are rebuilt."""
     _known.clear()
 
 
-def attendances() -> list[Attendance]:
+def trackers() -> list[CollectiveTracker]:
     """Return all trackers of this process."""
     return list(_known.values())

@@ -22,7 +22,7 @@ _stores: dict[str, Any] = {}
 """Stores of a job's library by the name of the ranks."""
 
 
-def sign(name: str, rank: int, store: Any = None) -> None:
+def mark_arrived(name: str, rank: int, store: Any = None) -> None:
     """Record that a rank has arrived at the first handshake of some ranks; without storage for it, do nothing.
 
     Args:
@@ -42,7 +42,7 @@ def sign(name: str, rank: int, store: Any = None) -> None:
         return
 
 
-def absent(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[int] | None:
+def missing_ranks(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[int] | None:
     """Return the ranks that have not signed; None if that is unknown.
 
     Args:

@@ -32,30 +32,30 @@ SIZE = _FORM.size
 """Bytes of a datagram."""
 
 
-class Kind(IntEnum):
+class MessageType(IntEnum):
     """Type of a datagram.
 
     Attributes:
         ASK: asks where the receiver is.
         ANSWER: answers ASK.
-        END: the sender ends.
-        LEAVE: the sender only takes part in idle barriers from now on.
-        GIVE_UP: the receiver is to end, so that the others can go on without it.
-        GIVEN_UP: another rank was told to end.
-        FAIL: the sender has an error, and will end.
+        EXIT: the sender ends.
+        IDLE: the sender only takes part in idle barriers from now on.
+        EVICT: the receiver is to end, so that the others can go on without it.
+        EVICTED: another rank was told to end.
+        ERROR: the sender has an error, and will end.
     """
 
     ASK = 0
     ANSWER = 1
-    END = 2
-    LEAVE = 3
-    GIVE_UP = 4
-    GIVEN_UP = 5
-    FAIL = 6
+    EXIT = 2
+    IDLE = 3
+    EVICT = 4
+    EVICTED = 5
+    ERROR = 6
 
 
 @dataclass(frozen=True)
-class Note:
+class Datagram:
     """Content of a datagram.
 
     Attributes:
@@ -81,20 +81,20 @@ class Note:
     text: str = ""
 
 
-def packed(note: Note) -> bytes:
+def encode(note: Datagram) -> bytes:
     """Return a note as the bytes of a datagram."""
     text = note.text.encode()[:TEXT_BYTES]
     numbers = note.ranks, note.rank, note.wait, note.begun, note.local_steps, note.seconds
     return _FORM.pack(_MAGIC, note.kind, note.token, *numbers, text)
 
 
-def unpacked(data: bytes) -> Note | None:
+def decode(data: bytes) -> Datagram | None:
     r"""Return the note in a datagram; None if it is something else.
 
     Example:
-        >>> unpacked(packed(Note(Kind.END, bytes(16), ranks=7, rank=2, text="Ende\x1b[2J"))).text
+        >>> decode(encode(Datagram(MessageType.EXIT, bytes(16), ranks=7, rank=2, text="Ende\x1b[2J"))).text
         'Ende?[2J'
-        >>> unpacked(b"hello") is None
+        >>> decode(b"hello") is None
         True
     """
     if len(data) != SIZE or not data.startswith(_MAGIC):
@@ -102,10 +102,10 @@ def unpacked(data: bytes) -> Note | None:
     _, kind, token, ranks, rank, wait, begun, local_steps, seconds, text = _FORM.unpack(data)
     letters = text.rstrip(b"\0").decode(errors="replace")
     shown = "".join(letter if letter.isprintable() else "?" for letter in letters)
-    return Note(kind, token, ranks, rank, wait, begun, local_steps, seconds, shown)
+    return Datagram(kind, token, ranks, rank, wait, begun, local_steps, seconds, shown)
 
 
-def number_of(name: str) -> int:
+def stable_hash(name: str) -> int:
     """Return the number that identifies a set of ranks in datagrams."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
@@ -146,7 +146,7 @@ def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
     return Peer(struct.pack("<2q", first, second), found, begun)
 
 
-def own_hosts(one_host: bool) -> list[str]:
+def own_addresses(one_host: bool) -> list[str]:
     """Return the addresses of this host that other ranks may reach: those of the user's interfaces, or of its name.
 
     Args:

@@ -19,11 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import Attendance, Wait, attendances
-from hvd_periodic.comm.departure import watch_end
+from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait, trackers
+from hvd_periodic.comm.exit_notice import send_exit_notices
 from hvd_periodic.comm.failures import OVER, Failures, wants_all
-from hvd_periodic.comm.inquiry import TICK, Inquiry, at_step, position, report
-from hvd_periodic.comm.presence import SIZE, Kind, Note, Peer, as_integers, number_of, own_hosts, packed, unpacked
+from hvd_periodic.comm.stall_protocol import (
+    SIZE,
+    Datagram,
+    MessageType,
+    Peer,
+    as_integers,
+    decode,
+    encode,
+    own_addresses,
+    stable_hash,
+)
+from hvd_periodic.comm.stall_query import TICK, StallQuery, at_step, position, report
 from hvd_periodic.ranks import named
 
 logger = logging.getLogger("hvd_periodic")
@@ -65,7 +75,7 @@ def warn_seconds() -> float:
     return seconds
 
 
-class Watcher:
+class StallMonitor:
     """Stall monitor of one process.
 
     Args:
@@ -78,29 +88,29 @@ class Watcher:
     """
 
     def __init__(
-        self, warns_after: float, one_host: bool, of_process: Callable[[], Sequence[Attendance]] = attendances
+        self, warns_after: float, one_host: bool, of_process: Callable[[], Sequence[CollectiveTracker]] = trackers
     ) -> None:
-        self._warns_after, self._one_host, self._attendances = warns_after, one_host, of_process
-        self._sockets = _opened(own_hosts(one_host))
+        self._warns_after, self._one_host, self._trackers = warns_after, one_host, of_process
+        self._sockets = _opened(own_addresses(one_host))
         self._readable = DefaultSelector()
         for each in self._sockets:
             self._readable.register(each, EVENT_READ)
         self.own = Peer(secrets.token_bytes(16), tuple(each.getsockname() for each in self._sockets))
         self._next: dict[str, tuple[Wait, float]] = {}
-        self._inquiries: dict[str, Inquiry] = {}
+        self._queries: dict[str, StallQuery] = {}
         self._ending: dict[int, float] = {}
-        self._given_up: dict[str, Wait] = {}
-        self.told = threading.Event()
+        self._evicting: dict[str, Wait] = {}
+        self.exit_received = threading.Event()
         """Set when another process has reported its end."""
         self.failures = Failures()
         self._asked = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="hvd_periodic watcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hvd_periodic stall monitor", daemon=True)
         self._thread.start()
 
-    def introduction(self, attendance: Attendance) -> np.ndarray:
+    def introduction(self, tracker: CollectiveTracker) -> np.ndarray:
         """Return this process's address and its count of collectives as integers, for other ranks."""
-        return as_integers(replace(self.own, begun=attendance.begun))
+        return as_integers(replace(self.own, begun=tracker.begun))
 
     def close(self) -> None:
         """End the thread."""
@@ -123,55 +133,55 @@ class Watcher:
             now = time.monotonic()
             if now >= looks_at:
                 self._look(now)
-                looks_at = now + TICK if self._inquiries else now
+                looks_at = now + TICK if self._queries else now
 
     def _pause(self) -> float:
         """Return for how many seconds nothing can be due."""
-        if self._inquiries:
+        if self._queries:
             return TICK
-        limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._attendances())) if limit]
+        limits = [limit for limit in (self._warns_after, *(a.timeout for a in self._trackers())) if limit]
         return min([1.0, *(limit / 4 for limit in limits)])
 
     def _receive(self, data: bytes, source: tuple[str, int], receiver: socket.socket) -> None:
-        note = unpacked(data)
+        note = decode(data)
         if note is None or not secrets.compare_digest(note.token, self.own.token):
             return
-        attendance = next((a for a in self._attendances() if number_of(a.name) == note.ranks), None)
-        peer = None if attendance is None else attendance.peers.get(note.rank)
-        if attendance is None or peer is None:
+        tracker = next((a for a in self._trackers() if stable_hash(a.name) == note.ranks), None)
+        peer = None if tracker is None else tracker.peers.get(note.rank)
+        if tracker is None or peer is None:
             return
-        if note.kind == Kind.ASK:
+        if note.kind == MessageType.ASK:
             with suppress(OSError):
-                receiver.sendto(packed(self._answer(note, attendance, peer)), source)
-        elif note.kind == Kind.ANSWER:
-            inquiry = self._inquiries.get(attendance.name)
-            if inquiry is not None and inquiry.number == note.wait:
-                inquiry.answers[note.rank] = note
-        elif note.kind == Kind.FAIL:
+                receiver.sendto(encode(self._answer(note, tracker, peer)), source)
+        elif note.kind == MessageType.ANSWER:
+            query = self._queries.get(tracker.name)
+            if query is not None and query.number == note.wait:
+                query.answers[note.rank] = note
+        elif note.kind == MessageType.ERROR:
             self.failures.hear(note)
-        elif note.kind in (Kind.END, Kind.LEAVE):
-            attendance.note_end(note)
+        elif note.kind in (MessageType.EXIT, MessageType.IDLE):
+            tracker.record_exit(note)
             self.failures.hear(note)
-            self.told.set()
-        elif note.kind == Kind.GIVEN_UP and attendance.wait is not None:
-            self._given_up[attendance.name] = attendance.wait
-        elif note.kind == Kind.GIVE_UP:
-            self._be_given_up(note, attendance)
+            self.exit_received.set()
+        elif note.kind == MessageType.EVICTED and tracker.wait is not None:
+            self._evicting[tracker.name] = tracker.wait
+        elif note.kind == MessageType.EVICT:
+            self._evict_self(note, tracker)
 
-    def _answer(self, question: Note, attendance: Attendance, peer: Peer) -> Note:
+    def _answer(self, question: Datagram, tracker: CollectiveTracker, peer: Peer) -> Datagram:
         """Return a note that says where this process is."""
-        waiting = [(a, wait) for a in self._attendances() if (wait := a.wait) is not None and not _is_over(wait)]
-        steps, seconds, text = attendance.local_steps(), 0.0, position()
+        waiting = [(a, wait) for a in self._trackers() if (wait := a.wait) is not None and not _is_over(wait)]
+        steps, seconds, text = tracker.local_steps(), 0.0, position()
         if waiting:
             other, wait = waiting[0]
             seconds, text = time.monotonic() - wait.since, other.place()
-        return Note(
-            Kind.ANSWER,
+        return Datagram(
+            MessageType.ANSWER,
             peer.token,
             question.ranks,
-            attendance.rank,
+            tracker.rank,
             question.wait,
-            attendance.begun,
+            tracker.begun,
             -1 if steps is None else steps,
             seconds,
             text,
@@ -179,73 +189,73 @@ class Watcher:
 
     def _look(self, now: float) -> None:
         """Ask about waits that have been long, and report the answers."""
-        for attendance in self._attendances():
-            wait, inquiry = attendance.wait, self._inquiries.get(attendance.name)
-            gone = None if wait is None else attendance.gone_before(wait)
+        for tracker in self._trackers():
+            wait, query = tracker.wait, self._queries.get(tracker.name)
+            gone = None if wait is None else tracker.exited_before(wait)
             if wait is not None and gone is not None and not _is_over(wait):
-                self._end_with(attendance, wait, gone, now)
-            elif inquiry is not None and inquiry.wait is not wait:
-                del self._inquiries[attendance.name]
-            elif inquiry is not None:
-                self._follow_up(inquiry, now)
+                self._end_with(tracker, wait, gone, now)
+            elif query is not None and query.wait is not wait:
+                del self._queries[tracker.name]
+            elif query is not None:
+                self._follow_up(query, now)
             elif wait is not None:
-                self._begin_inquiry(attendance, wait, now)
+                self._begin_query(tracker, wait, now)
 
-    def _begin_inquiry(self, attendance: Attendance, wait: Wait, now: float) -> None:
-        known, due = self._next.get(attendance.name, (None, 0.0))
+    def _begin_query(self, tracker: CollectiveTracker, wait: Wait, now: float) -> None:
+        known, due = self._next.get(tracker.name, (None, 0.0))
         if known is not wait:
             due = self._warns_after or math.inf
-        final = attendance.is_too_long(wait, now - wait.since)
+        final = tracker.exceeds_timeout(wait, now - wait.since)
         if (final or now - wait.since >= due) and not _is_over(wait):
             self._asked += 1
-            self._inquiries[attendance.name] = Inquiry(attendance, wait, self._asked, final, now)
-            self._follow_up(self._inquiries[attendance.name], now)
+            self._queries[tracker.name] = StallQuery(tracker, wait, self._asked, final, now)
+            self._follow_up(self._queries[tracker.name], now)
 
-    def _follow_up(self, inquiry: Inquiry, now: float) -> None:
-        attendance = inquiry.attendance
-        inquiry.final = attendance.is_too_long(inquiry.wait, now - inquiry.wait.since)
-        if inquiry.is_over(now):
-            del self._inquiries[attendance.name]
-            if attendance.wait is inquiry.wait and not _is_over(inquiry.wait):
-                self._next[attendance.name] = inquiry.wait, 2 * (now - inquiry.wait.since)
-                text = report(inquiry, time.monotonic(), self._one_host)
-                if inquiry.final:
-                    self._give_up(inquiry, f"{text}. It is longer than timeout_seconds={attendance.timeout:g}")
+    def _follow_up(self, query: StallQuery, now: float) -> None:
+        tracker = query.tracker
+        query.final = tracker.exceeds_timeout(query.wait, now - query.wait.since)
+        if query.is_over(now):
+            del self._queries[tracker.name]
+            if tracker.wait is query.wait and not _is_over(query.wait):
+                self._next[tracker.name] = query.wait, 2 * (now - query.wait.since)
+                text = report(query, time.monotonic(), self._one_host)
+                if query.final:
+                    self._time_out(query, f"{text}. It is longer than timeout_seconds={tracker.timeout:g}")
                 else:
                     logger.warning("%s", text)
         else:
-            for rank in inquiry.to_be_asked(now):
-                inquiry.asked[rank] = now
-                self._ask(inquiry, rank)
+            for rank in query.due(now):
+                query.asked[rank] = now
+                self._ask(query, rank)
 
-    def _give_up(self, inquiry: Inquiry, text: str) -> None:
+    def _time_out(self, query: StallQuery, text: str) -> None:
         """End the wait with an error; or, in elastic jobs, end the processes that hold up the others."""
-        attendance, wait = inquiry.attendance, inquiry.wait
-        sick = inquiry.holding_up() if attendance.elastic else []
+        tracker, wait = query.tracker, query.wait
+        sick = query.not_waiting() if tracker.elastic else []
         if sick:
             logger.warning("%s. This rank tells %s to end; the others go on", text, named(sick))
-            self._given_up[attendance.name] = wait
-            for rank in inquiry.others():
-                self._send(Kind.GIVE_UP if rank in sick else Kind.GIVEN_UP, attendance, rank, begun=wait.number)
-        elif self._given_up.get(attendance.name) is not wait:  # Otherwise, Horovod will report the ranks told to end.
+            self._evicting[tracker.name] = wait
+            for rank in query.others():
+                self._send(MessageType.EVICT if rank in sick else MessageType.EVICTED, tracker, rank, begun=wait.number)
+        elif self._evicting.get(tracker.name) is not wait:  # Otherwise, Horovod will report the ranks told to end.
             self._raise(wait, TimeoutError(f"{text}. {_ADVICE}"))
 
-    def _be_given_up(self, note: Note, attendance: Attendance) -> None:
+    def _evict_self(self, note: Datagram, tracker: CollectiveTracker) -> None:
         """End this process, unless it has reached the collective meanwhile."""
-        if attendance.elastic and attendance.has_come(note.rank, note.begun, attendance.begun + 1):
-            line = f"Rank {attendance.rank} is in {position()}, and is given up by rank {note.rank}, which has waited"
-            print(f"{line} longer than timeout_seconds={attendance.timeout:g}", file=sys.stderr, flush=True)
+        if tracker.elastic and tracker.has_reached(note.rank, note.begun, tracker.begun + 1):
+            line = f"Rank {tracker.rank} is in {position()}, and is given up by rank {note.rank}, which has waited"
+            print(f"{line} longer than timeout_seconds={tracker.timeout:g}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _ask(self, inquiry: Inquiry, rank: int) -> None:
-        self._send(Kind.ASK, inquiry.attendance, rank, wait=inquiry.number)
+    def _ask(self, query: StallQuery, rank: int) -> None:
+        self._send(MessageType.ASK, query.tracker, rank, wait=query.number)
 
-    def _end_with(self, attendance: Attendance, wait: Wait, gone: Note, now: float) -> None:
+    def _end_with(self, tracker: CollectiveTracker, wait: Wait, gone: Datagram, now: float) -> None:
         """End this rank, too: the one that has ended will never arrive."""
         since = self._ending.setdefault(id(wait), now)
         if wait.raises or now - since >= _GRACE:
             error = RuntimeError(
-                f"Rank {attendance.rank} waits in {attendance.place()}, and rank {gone.rank}"
+                f"Rank {tracker.rank} waits in {tracker.place()}, and rank {gone.rank}"
                 f"{at_step(gone.local_steps)} has ended: {gone.text}"
             )
             self._raise(wait, error, prints=wants_all() or gone.text == OVER)
@@ -258,54 +268,54 @@ class Watcher:
         line = f"{type(error).__name__}: {error}"
         if prints:
             print(line, file=sys.stderr, flush=True)
-        self.tell_end(line)
+        self.announce_exit(line)
         os._exit(1)
 
     def first_error(self, error: BaseException) -> str | None:
         """Return why another rank ended before an error of this one, if one did."""
         if "Horovod" in f"{type(error).__name__}: {error}":
-            self.told.wait(_SOON)
-        notes = [note for attendance in self._attendances() for note in attendance.gone.values()]
+            self.exit_received.wait(_SOON)
+        notes = [note for tracker in self._trackers() for note in tracker.exited.values()]
         return f"rank {notes[0].rank}{at_step(notes[0].local_steps)} has ended: {notes[0].text}" if notes else None
 
     def is_first(self, text: str) -> bool:
         """Report an error to all known processes; return whether this one prints it."""
-        met = [attendance for attendance in self._attendances() if attendance.peers and not attendance.elastic]
+        met = [tracker for tracker in self._trackers() if tracker.peers and not tracker.elastic]
         if not met:
             return True
         rank = met[0].rank
-        others = {other for attendance in met for other in attendance.peers} - {rank}
-        self.tell_end(text, Kind.FAIL)
+        others = {other for tracker in met for other in tracker.peers} - {rank}
+        self.announce_exit(text, MessageType.ERROR)
         return self.failures.is_first(rank, text, others, _SOON)
 
     def summary(self, text: str) -> str | None:
         """Return which ranks ended with this error, and which with other errors; None if the job may go on."""
-        met = [attendance for attendance in self._attendances() if attendance.peers and not attendance.elastic]
+        met = [tracker for tracker in self._trackers() if tracker.peers and not tracker.elastic]
         if not met:
             return None
         steps = met[0].local_steps()
-        size = len({rank for attendance in met for rank in attendance.ranks})
+        size = len({rank for tracker in met for rank in tracker.ranks})
         return self.failures.summary(met[0].rank, text, size, at_step(-1 if steps is None else steps))
 
-    def tell_end(self, text: str, kind: Kind = Kind.END) -> None:
+    def announce_exit(self, text: str, kind: MessageType = MessageType.EXIT) -> None:
         """Tell all known processes that this one ends, and why; or that it will only take part in idle barriers."""
-        for attendance in self._attendances():
-            steps = attendance.local_steps()
-            for rank in set(attendance.peers) - {attendance.rank}:
-                numbers = {"begun": attendance.begun, "local_steps": -1 if steps is None else steps}
-                self._send(kind, attendance, rank, text=text, **numbers)
+        for tracker in self._trackers():
+            steps = tracker.local_steps()
+            for rank in set(tracker.peers) - {tracker.rank}:
+                numbers = {"begun": tracker.begun, "local_steps": -1 if steps is None else steps}
+                self._send(kind, tracker, rank, text=text, **numbers)
 
-    def _send(self, kind: Kind, attendance: Attendance, rank: int, **more: Any) -> None:
+    def _send(self, kind: MessageType, tracker: CollectiveTracker, rank: int, **more: Any) -> None:
         """Send a note to the process of a rank, if it can be reached."""
-        peer = attendance.peers.get(rank)
+        peer = tracker.peers.get(rank)
         if peer is not None:
-            self.send(Note(kind, peer.token, number_of(attendance.name), attendance.rank, **more), peer)
+            self.send(Datagram(kind, peer.token, stable_hash(tracker.name), tracker.rank, **more), peer)
 
-    def send(self, note: Note, peer: Peer) -> None:
+    def send(self, note: Datagram, peer: Peer) -> None:
         """Send a note to another process, on every route that may reach it."""
         for each, address in product(self._sockets, peer.addresses):
             try:
-                each.sendto(packed(note), address)
+                each.sendto(encode(note), address)
             except OSError:  # No route: the rank will be reported as not answering.
                 continue
 
@@ -336,11 +346,11 @@ def _is_over(wait: Wait) -> bool:
     return wait.over is not None and wait.over()
 
 
-_watcher: Watcher | None = None
+_monitor: StallMonitor | None = None
 _lock = threading.Lock()
 
 
-def watcher(one_host: bool) -> Watcher | None:
+def stall_monitor(one_host: bool) -> StallMonitor | None:
     """Return the stall monitor of this process, started on first use; None if this host allows none.
 
     Args:
@@ -349,19 +359,19 @@ def watcher(one_host: bool) -> Watcher | None:
     Raises:
         ValueError: the environment sets something other than a number of seconds.
     """
-    global _watcher
+    global _monitor
     seconds = warn_seconds()
     with _lock:
-        if _watcher is None:
+        if _monitor is None:
             try:
-                _watcher = Watcher(seconds, one_host)
-                watch_end(_watcher)
+                _monitor = StallMonitor(seconds, one_host)
+                send_exit_notices(_monitor)
             except OSError as error:
                 logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
-        return _watcher
+        return _monitor
 
 
-def tell_leaving() -> None:
+def announce_leaving() -> None:
     """Tell all known processes that this one has reached the end of its program, and only waits for the others."""
-    if _watcher is not None:
-        _watcher.tell_end(OVER, Kind.LEAVE)
+    if _monitor is not None:
+        _monitor.announce_exit(OVER, MessageType.IDLE)

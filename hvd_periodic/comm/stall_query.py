@@ -9,9 +9,9 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_periodic.comm.attendance import Attendance, Wait
-from hvd_periodic.comm.presence import Note
-from hvd_periodic.comm.roster import absent
+from hvd_periodic.comm.arrivals import missing_ranks
+from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait
+from hvd_periodic.comm.stall_protocol import Datagram
 
 _PATIENCE = 3.0
 """Seconds within which a live rank answers."""
@@ -27,11 +27,11 @@ _NAMED = 8
 
 
 @dataclass
-class Inquiry:
+class StallQuery:
     """A query about which ranks have reached a collective.
 
     Attributes:
-        attendance: tracker of the ranks that are asked.
+        tracker: tracker of the ranks that are asked.
         wait: this rank's wait for the collective.
         number: distinguishes the answers from answers to earlier queries.
         final: whether the wait has exceeded the timeout.
@@ -40,60 +40,60 @@ class Inquiry:
         answers: answers by rank.
     """
 
-    attendance: Attendance
+    tracker: CollectiveTracker
     wait: Wait
     number: int
     final: bool
     began: float
     asked: dict[int, float] = field(default_factory=dict)
-    answers: dict[int, Note] = field(default_factory=dict)
+    answers: dict[int, Datagram] = field(default_factory=dict)
 
     def others(self) -> list[int]:
         """Return all other ranks, starting with the next: if all ask at once, each is asked by one rank at a time."""
-        ranks, own = self.attendance.ranks, self.attendance.ranks.index(self.attendance.rank)
+        ranks, own = self.tracker.ranks, self.tracker.ranks.index(self.tracker.rank)
         return [*ranks[own + 1 :], *ranks[:own]]
 
     def is_over(self, now: float) -> bool:
         """Return whether all reachable ranks have answered, or have had time to."""
-        reachable = [rank for rank in self.others() if rank in self.attendance.peers]
+        reachable = [rank for rank in self.others() if rank in self.tracker.peers]
         patience = _PATIENCE + TICK * len(reachable) / _AT_ONCE
         return all(rank in self.answers for rank in reachable) or now - self.began >= patience
 
-    def to_be_asked(self, now: float) -> list[int]:
+    def due(self, now: float) -> list[int]:
         """Return some of the ranks that are missing, as far as is known, and were not asked just now."""
         due = [rank for rank in self.missing() if now - self.asked.get(rank, -math.inf) >= _AGAIN]
         return due[:_AT_ONCE]
 
     def missing(self) -> list[int]:
         """Return the ranks that have not reached the collective, as far as is known."""
-        has_come = self.attendance.has_come
-        come = {rank for rank, note in self.answers.items() if has_come(rank, note.begun, self.wait.number)}
+        has_reached = self.tracker.has_reached
+        come = {rank for rank, note in self.answers.items() if has_reached(rank, note.begun, self.wait.number)}
         return [rank for rank in self.others() if rank not in come]
 
-    def holding_up(self) -> list[int]:
+    def not_waiting(self) -> list[int]:
         """Return the missing ranks whose answers say that they do not wait for others themselves."""
         return [rank for rank in self.missing() if rank in self.answers and not self.answers[rank].seconds > 0]
 
 
-def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
+def report(query: StallQuery, now: float, one_host: bool) -> str:
     """Return a description of the missing ranks.
 
     Args:
-        inquiry: the query with its answers.
+        query: the query with its answers.
         now: current time, in seconds of the monotonic clock.
         one_host: whether all ranks are on this host.
     """
-    attendance = inquiry.attendance
-    waited = f"Rank {attendance.rank} has waited {seconds_of(now - inquiry.wait.since)} in {attendance.place()}"
-    if not attendance.peers:
-        missing = absent(attendance.name, attendance.ranks, attendance.rank, one_host)
+    tracker = query.tracker
+    waited = f"Rank {tracker.rank} has waited {seconds_of(now - query.wait.since)} in {tracker.place()}"
+    if not tracker.peers:
+        missing = missing_ranks(tracker.name, tracker.ranks, tracker.rank, one_host)
         if missing is None:
             return f"{waited}. Who has not come is not known: these ranks have not met before. {_ELSEWHERE}"
     else:
-        missing = sorted(inquiry.missing())
+        missing = sorted(query.missing())
     if not missing:
         return f"{waited}. All ranks have come: data are on their way, or the network has stopped"
-    named = "; ".join(describe(inquiry, rank) for rank in missing[:_NAMED])
+    named = "; ".join(describe(query, rank) for rank in missing[:_NAMED])
     more = f"; and {len(missing) - _NAMED} others do not" if len(missing) > _NAMED else ""
     return f"{waited}: {named}{more}"
 
@@ -101,20 +101,20 @@ def report(inquiry: Inquiry, now: float, one_host: bool) -> str:
 _ELSEWHERE = "In a job of Horovod, its own warning of a stall, on rank 0, names them"
 
 
-def describe(inquiry: Inquiry, rank: int) -> str:
+def describe(query: StallQuery, rank: int) -> str:
     """Return a description of where a missing rank is."""
-    attendance, answer = inquiry.attendance, inquiry.answers.get(rank)
-    gone = attendance.gone.get(rank)
+    tracker, answer = query.tracker, query.answers.get(rank)
+    gone = tracker.exited.get(rank)
     if gone is not None:
         return f"rank {rank} has ended: {gone.text}"
     if answer is not None:
         what = f"waits for {seconds_of(answer.seconds)} in" if answer.seconds > 0 else "is in"
         return f"rank {rank}{at_step(answer.local_steps)} does not come: it {what} {answer.text}"
-    seen = attendance.last_seen(rank)
+    seen = tracker.last_seen(rank)
     last = "it was not met before" if seen is None else f"it was met last at local step {seen}"
-    if not attendance.peers:
+    if not tracker.peers:
         return f"rank {rank} does not come"
-    if rank not in attendance.peers:
+    if rank not in tracker.peers:
         return f"rank {rank} may not have come, and cannot be asked; {last}"
     return f"rank {rank} does not answer; {last}"
 

@@ -28,11 +28,11 @@ class Others(Protocol):
     def summary(self, text: str) -> str | None:
         """Return which ranks ended with this error, and which with other errors; None if the job may go on."""
 
-    def tell_end(self, text: str) -> None:
+    def announce_exit(self, text: str) -> None:
         """Tell all others that this process ends, and why."""
 
 
-def watch_end(others: Others) -> None:
+def send_exit_notices(others: Others) -> None:
     """Notify the others when this process ends, and why, if an error ends it.
 
     ``sys.excepthook`` is chained: the previous hook runs first. Python's own hook, which prints the traceback, runs on
@@ -62,13 +62,13 @@ def watch_end(others: Others) -> None:
         elif prints and (summary := others.summary(text)) is not None:
             print(summary, file=sys.stderr, flush=True)
         failed.append(first or text)
-        others.tell_end(failed[-1])
+        others.announce_exit(failed[-1])
         if isinstance(error, TimeoutError) and "timeout_seconds=" in str(error):
             atexit.register(_end_soon)  # At exit, Horovod waits for all ranks, and one of them will not arrive.
 
     def leaving() -> None:
         if os.getpid() == process:
-            others.tell_end(failed[-1] if failed else OVER)
+            others.announce_exit(failed[-1] if failed else OVER)
 
     sys.excepthook = failing
     atexit.register(leaving)
