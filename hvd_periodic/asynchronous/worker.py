@@ -319,10 +319,10 @@ class Worker:
         """Wait until all workers are done, and keep the final center; collective."""
         self._show_file()
         with self.communicator.tracker.at("finalize() of asynchronous exchange"):
-            self.communicator.assemble(self._number)
+            self.communicator.idle_barrier(self._number)
             self._tell_lost()
             self._final = self.centers()
-            self.communicator.assemble(self._number)
+            self.communicator.idle_barrier(self._number)
         if self._file is not None:
             self._file.release()
         self.transport.expect_nothing()
@@ -343,12 +343,12 @@ class Worker:
         if not self.communicator.alive():
             return
         with self.communicator.tracker.at("the end of the process, after asynchronous exchange"):
-            self.communicator.assemble(self._number)
-        if not self.communicator.lost():
+            self.communicator.idle_barrier(self._number)
+        if not self.communicator.dead_ranks():
             self.transport.close()
 
     def _tell_lost(self) -> None:
-        lost = self.communicator.lost()
+        lost = self.communicator.dead_ranks()
         if lost and lost != self._lost:
             logger.warning(
                 "%s died: the center holds what was pushed before, and the others go on. Collectives of Horovod would "
@@ -368,7 +368,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
     if not all(worker.at_rest for worker in workers):
         logger.warning("Rank %d ends without finalize(), and waits for the others", communicator.rank)
     while True:
-        look = communicator.assembly(0)
+        look = communicator.begin_idle_barrier(0)
         while (number := look()) is None:
             yield
         if number == 0:
@@ -390,7 +390,7 @@ def _leave_all() -> None:
         worker.close()
     for communicator in everyone:
         communicator.leave()
-    if any(communicator.lost() for communicator in everyone):
+    if any(communicator.dead_ranks() for communicator in everyone):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

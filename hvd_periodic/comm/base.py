@@ -12,9 +12,10 @@ import numpy as np
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, NullTracker
-from hvd_periodic.comm.meeting import Purpose, Record, meet
+from hvd_periodic.comm.handshake import Purpose, Record, handshake
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import LONG, Messages
+from hvd_periodic.spellings import RenamedAttribute, rename_members
 
 T = TypeVar("T")
 
@@ -36,9 +37,9 @@ class Communicator(ABC):
     size: int
     processes: ClassVar[bool] = True
     sums: ClassVar[frozenset[str]] = frozenset()
-    encloses: int = 0
+    piggyback_limit_bytes: int = 0
     """Largest size in bytes, over all ranks, of messages that are sent along with the handshake."""
-    waits_busily: bool = False
+    busy_waits: bool = False
     """Whether waiting for messages takes CPU time from the cores that train."""
     constructed: int = 0
     """Number of optimizers that this process has constructed on these ranks."""
@@ -46,12 +47,31 @@ class Communicator(ABC):
     """Whether membership may change: other ranks may not be under construction at the same time."""
     host: int = 0
     """A number that the ranks of one host share."""
-    meeting_name: str = "hvd_periodic.meeting"
+    handshake_name: str = "hvd_periodic.meeting"
     """Name of the handshake, shared by all optimizers of these ranks."""
     description: str = "a communicator of the user"
     """Human-readable description."""
     tracker: CollectiveTracker = NullTracker()
     """Tracker of this rank's collectives; not watched if ranks are not processes."""
+
+    encloses = RenamedAttribute("piggyback_limit_bytes")
+    waits_busily = RenamedAttribute("busy_waits")
+    meeting_name = RenamedAttribute("handshake_name")
+    attendance = RenamedAttribute("tracker")
+    introduction = RenamedAttribute("address")
+    meets_with = RenamedAttribute("handshake_group")
+    among = RenamedAttribute("select")
+    anew = RenamedAttribute("rebuild")
+    repeated = RenamedAttribute("tile")
+    larger = RenamedAttribute("maximum")
+    pass_object = RenamedAttribute("send_object")
+    assembly = RenamedAttribute("begin_idle_barrier")
+    assemble = RenamedAttribute("idle_barrier")
+    lost = RenamedAttribute("dead_ranks")
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        rename_members(cls, stacklevel=3)  # ABCMeta calls this.
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
@@ -68,15 +88,15 @@ class Communicator(ABC):
         """
         with suppress(TypeError, ValueError):
             self.tracker.limit(timeout_seconds)  # type: ignore[arg-type]
-        introduction, failure = self.introduction()
+        address, failure = self.address()
         record = Record(Purpose.CONSTRUCT, self.constructed, problem=int(failure is not None))
-        records, introductions = meet(self, record, failure, introduction)
-        self.tracker.set_peers(introductions)
+        records, addresses = handshake(self, record, failure, address)
+        self.tracker.set_peers(addresses)
         number = 1 + max(record.optimizer for record in records)
         self.constructed = number - provisional
-        return f"{self.meeting_name.removesuffix('meeting')}{number}"
+        return f"{self.handshake_name.removesuffix('meeting')}{number}"
 
-    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+    def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return this rank's address, at which others ask where it is; or the error that keeps it from going on."""
         return None, None
 
@@ -91,15 +111,15 @@ class Communicator(ABC):
         return self.global_ranks[self.rank]
 
     @property
-    def meets_with(self) -> Communicator:
+    def handshake_group(self) -> Communicator:
         """The ranks that share the handshakes of these: more than these if groups exchange in lockstep."""
         return self
 
-    def among(self, of_all: Sequence[T]) -> list[T]:
-        """Return the items of these ranks, given the items of all ranks of :attr:`meets_with`."""
+    def select(self, of_all: Sequence[T]) -> list[T]:
+        """Return the items of these ranks, given the items of all ranks of :attr:`handshake_group`."""
         return list(of_all)
 
-    def anew(self, everyone: Communicator) -> Communicator:
+    def rebuild(self, everyone: Communicator) -> Communicator:
         """Return the replacement of this communicator after the ranks of the job have changed; local."""
         return everyone
 
@@ -158,11 +178,11 @@ class Communicator(ABC):
         parts = [np.split(values, np.cumsum(given)[:-1])[self.rank] for values, given in told]
         return lambda: (np.concatenate(parts), [len(part) for part in parts])
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return ``times`` concatenated copies of a buffer; local."""
         return np.tile(buffer, times)
 
-    def larger(self, x: Any, y: Any) -> Any:
+    def maximum(self, x: Any, y: Any) -> Any:
         """Return the elementwise maximum; local."""
         return x.clip(y)
 
@@ -184,7 +204,7 @@ class Communicator(ABC):
         """Return the picklable value of rank ``root``; the values of the others are not sent."""
         return self.allgather_object(value if self.rank == root else None, name)[root]
 
-    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
         """Send a picklable value to one rank; return the values that ranks have sent to this one, by sender."""
         given = enumerate(self.allgather_object((to, value), name))
         return {rank: value for rank, (receiver, value) in given if receiver == self.rank}
@@ -217,7 +237,7 @@ class Communicator(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} has no messages between two ranks")
 
-    def assembly(self, number: int) -> Callable[[], int | None]:
+    def begin_idle_barrier(self, number: int) -> Callable[[], int | None]:
         """Enter an idle barrier of all ranks, which may take hours.
 
         Args:
@@ -242,9 +262,9 @@ class Communicator(ABC):
         """Scope of the names of collectives: communicators with equal namespaces must not use the same name."""
         return id(self)
 
-    def assemble(self, number: int) -> None:
-        """Wait for all ranks without occupying a core; see :meth:`assembly`."""
-        look = self.assembly(number)
+    def idle_barrier(self, number: int) -> None:
+        """Wait for all ranks without occupying a core; see :meth:`begin_idle_barrier`."""
+        look = self.begin_idle_barrier(number)
         while look() is None:
             time.sleep(LONG)
 
@@ -252,7 +272,7 @@ class Communicator(ABC):
         """Mark the end of this process as regular, if the others would otherwise take it for dead."""
         return
 
-    def lost(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """Return the dead ranks, if the others can detect them and go on."""
         return []
 

@@ -23,7 +23,7 @@ Horovod itself polls once per millisecond, which is as long as a small collectiv
 
 
 class HandshakeRecord(Protocol):
-    """A rank's message in a handshake; see :class:`~hvd_periodic.comm.meeting.Record`."""
+    """A rank's message in a handshake; see :class:`~hvd_periodic.comm.handshake.Record`."""
 
     @property
     def optimizer(self) -> int:
@@ -110,9 +110,9 @@ class CollectiveTracker:
         self.begun += 1
         return self.begun
 
-    def set_peers(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, addresses: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Store the addresses of all ranks, and the counts of collectives with which they start."""
-        found = zip(self.ranks, map(from_integers, introductions), strict=True)
+        found = zip(self.ranks, map(from_integers, addresses), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
         self.exited = {}
 
@@ -250,7 +250,7 @@ class NullTracker(CollectiveTracker):
     def __init__(self) -> None:
         super().__init__("", 0, [0])
 
-    def set_peers(self, introductions: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, addresses: Sequence[Sequence[int] | np.ndarray]) -> None:
         """Remember nothing: all such ranks share this object."""
 
     def follow_steps(self, optimizer: int, counts: StepCounter) -> None:

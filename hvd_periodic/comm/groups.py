@@ -105,9 +105,9 @@ def make_groups(
         TypeError, ValueError: groups are invalid, or differ between ranks; on all ranks.
         RuntimeError: process sets cannot be registered.
     """
-    introduction, _ = communicator.introduction()
+    address, _ = communicator.address()
     with communicator.tracker.at("node_groups()"):
-        told = communicator.allgather_object((socket.gethostname(), introduction), "hvd_periodic.hosts")
+        told = communicator.allgather_object((socket.gethostname(), address), "hvd_periodic.hosts")
     hosts = [host for host, _ in told]
     communicator.tracker.set_peers([() if found is None else found for _, found in told])
     failure, lists = None, []

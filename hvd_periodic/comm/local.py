@@ -51,7 +51,7 @@ class LocalCommunicator(Communicator):
         """Return the buffer itself."""
         return lambda: (buffer, [len(buffer)])
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return the buffer itself: there is one rank, and one copy per rank."""
         return buffer
 

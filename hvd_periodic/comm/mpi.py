@@ -15,7 +15,7 @@ import numpy as np
 from hvd_periodic.comm.arrivals import mark_arrived
 from hvd_periodic.comm.base import Communicator, awaited
 from hvd_periodic.comm.collective_tracker import tracker_of
-from hvd_periodic.comm.hall import Hall
+from hvd_periodic.comm.liveness_barrier import LivenessBarrier
 from hvd_periodic.comm.memory import SharedMemory
 from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.objects import gather_objects
@@ -57,7 +57,7 @@ class MPICommunicator(Communicator):
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
-        self._hall: Hall | None = None
+        self._liveness: LivenessBarrier | None = None
         self._watched = watched and self.size > 1
         if self._watched:
             ranks = tuple(_in_the_job(self._comm))
@@ -65,7 +65,7 @@ class MPICommunicator(Communicator):
             name = f"hvd_periodic.mpi.{stable_hash(str(ranks))}.{_watched[ranks]}"
             self.tracker = tracker_of(name, ranks[self.rank], ranks)
 
-    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+    def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
         if not self._watched:
             return None, None
@@ -77,7 +77,7 @@ class MPICommunicator(Communicator):
         _end_together()
         if not self.tracker.peers:
             mark_arrived(self.tracker.name, self.tracker.rank)
-        return None if found is None else found.introduction(self.tracker), None
+        return None if found is None else found.address(self.tracker), None
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
@@ -127,8 +127,10 @@ class MPICommunicator(Communicator):
 
         def opened() -> SharedMemory:
             memory = open_window(self._comm, nbytes)
-            if self._hall is None:
-                self._hall = Hall(open_window(self._comm, Hall.nbytes(self.size)), self.rank, self.size)
+            if self._liveness is None:
+                self._liveness = LivenessBarrier(
+                    open_window(self._comm, LivenessBarrier.nbytes(self.size)), self.rank, self.size
+                )
                 self._comm.Barrier()
             return memory
 
@@ -138,10 +140,10 @@ class MPICommunicator(Communicator):
         """Return messages over a duplicate of the communicator."""
         return Messages(self._during(self._comm.Dup))
 
-    def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start a nonblocking reduction: waiting inside MPI occupies a core. On one host, see :class:`Hall`."""
-        if self._hall is not None:
-            return self.tracker.begin_idle_barrier(self._hall.assembly(number))
+    def begin_idle_barrier(self, number: int) -> Callable[[], int | None]:
+        """Enter the :class:`LivenessBarrier`, if any; else start a nonblocking reduction: MPI waits on a core."""
+        if self._liveness is not None:
+            return self.tracker.begin_idle_barrier(self._liveness.begin_idle_barrier(number))
         extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
         request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
 
@@ -152,12 +154,12 @@ class MPICommunicator(Communicator):
 
     def leave(self) -> None:
         """Mark the end of this process as regular, before it ends."""
-        if self._hall is not None:
-            self._hall.leave()
+        if self._liveness is not None:
+            self._liveness.leave()
 
-    def lost(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """Return the dead ranks, if they can be detected."""
-        return [] if self._hall is None else self._hall.lost()
+        return [] if self._liveness is None else self._liveness.dead_ranks()
 
     def alive(self) -> bool:
         """Return whether MPI has not ended."""

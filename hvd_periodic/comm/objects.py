@@ -37,7 +37,7 @@ def gather_objects(value: object, allgather: Callable[[np.ndarray, str], np.ndar
     return [pickle.loads(whole.pop(0).data) for _ in sizes]  # Keep few copies of large objects.
 
 
-def pass_object(
+def send_object(
     value: object,
     sizes: Callable[[int], np.ndarray],
     send: Callable[[np.ndarray], tuple[np.ndarray, Sequence[int]]],

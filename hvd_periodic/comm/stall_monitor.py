@@ -108,7 +108,7 @@ class StallMonitor:
         self._thread = threading.Thread(target=self._run, name="hvd_periodic stall monitor", daemon=True)
         self._thread.start()
 
-    def introduction(self, tracker: CollectiveTracker) -> np.ndarray:
+    def address(self, tracker: CollectiveTracker) -> np.ndarray:
         """Return this process's address and its count of collectives as integers, for other ranks."""
         return as_integers(replace(self.own, begun=tracker.begun))
 

@@ -49,7 +49,7 @@ class Together:
         known = {self.global_rank: value}
         if self.group is not None:
             known = _merged(self.group.allgather_object(known, f"{self.group_name}.{name}"))
-        merged = _merged(self.exchanging.allgather_object(known, f"{self.exchanging.meeting_name}.{name}"))
+        merged = _merged(self.exchanging.allgather_object(known, f"{self.exchanging.handshake_name}.{name}"))
         return dict(sorted(merged.items()))
 
     def any(self, value: bool) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.comm.objects import pass_object
+from hvd_periodic.comm.objects import send_object
 from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.vectors.layout import chunk
 
@@ -99,7 +99,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Return a separate connection to the store of the job, which a thread may query while another waits there."""
         return None if "mpi" in self._backends.values() else _store_of_the_job()  # The MPI backend has no store.
 
-    def everyone(self) -> TorchDistributedCommunicator:
+    def whole_job(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""
         return TorchDistributedCommunicator()
 
@@ -184,7 +184,7 @@ class TorchDistributedCommunicator(JobCommunicator):
             parts = [part for pair in zip(parts, following, strict=True) for part in pair]
         return np.concatenate(parts).view(array.dtype)
 
-    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
         """Send a pickled object to one rank, and to no other."""
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -193,9 +193,9 @@ class TorchDistributedCommunicator(JobCommunicator):
             received = self._scatter(torch.from_numpy(data.copy()), counts.tolist(), coming)()
             return received.numpy(), coming
 
-        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
+        return send_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
-    def refuse_without_mpi(self) -> None:
+    def require_mpi(self) -> None:
         """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""
         if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
             raise RuntimeError(
@@ -256,7 +256,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         """This package's own group; the first use is collective among its ranks."""
         if "mpi" in self._backends.values():  # MPI creates no group without all ranks of the job.
             return self.process_set
-        name = f"{self.meeting_name}.own"
+        name = f"{self.handshake_name}.own"
         known = self._own.get(name)
         if known is None or known.given is not self.process_set:
             number = 1 if known is None else known.number + 1
@@ -265,7 +265,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         return known.made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (None if self.process_set is self._world else self.meeting_name,)
+        return _restored, (None if self.process_set is self._world else self.handshake_name,)
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -283,11 +283,11 @@ def register_group(ranks: list[int]) -> Any:
     return known
 
 
-def _restored(meeting_name: str | None) -> TorchDistributedCommunicator:
+def _restored(handshake_name: str | None) -> TorchDistributedCommunicator:
     """Return the communicator of all ranks, or of a group, which only the process that made it knows."""
-    if meeting_name is None:
+    if handshake_name is None:
         return TorchDistributedCommunicator()
-    known = TorchDistributedCommunicator._own.get(f"{meeting_name}.own")
+    known = TorchDistributedCommunicator._own.get(f"{handshake_name}.own")
     if known is None:
         raise RuntimeError(
             "An optimizer over a torch.distributed.ProcessGroup can be unpickled in the process that made the group "

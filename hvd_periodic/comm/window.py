@@ -26,7 +26,7 @@ SPARE_BYTES_PER_RANK = 4 * 2**20
 file is sparse, and if the folder is full, the first access to one of its new pages ends the process."""
 
 
-_SEATS = 2**40
+_LIVENESS_LOCKS = 2**40
 """First of the locks that a process holds for as long as it lives."""
 
 
@@ -56,17 +56,17 @@ class WindowMemory(SharedMemory):
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
 
-    def take_seat(self, number: int) -> None:
+    def hold_liveness_lock(self, number: int) -> None:
         """Hold the lock of a seat until this process ends or closes the memory."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _SEATS + number)
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _LIVENESS_LOCKS + number)
 
-    def is_taken(self, number: int) -> bool:
+    def is_alive(self, number: int) -> bool:
         """Return whether another process holds such a lock; True also at the moment when another process asks."""
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _SEATS + number)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LIVENESS_LOCKS + number)
         except OSError:
             return True
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _SEATS + number)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _LIVENESS_LOCKS + number)
         return False
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from hvd_periodic.centers.saved_vectors import SavedVectors
 from hvd_periodic.checkpoints import Everyone, Leaves, Saving, save_set
 from hvd_periodic.checkpoints.saving import Occasion
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.counters import Counters, Notes
 from hvd_periodic.sync.course import Course
 

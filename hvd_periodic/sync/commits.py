@@ -139,14 +139,14 @@ class _Told:
         numbers: of the commits that it holds.
         loaded: states of exchanges were loaded.
         prepared: of the commit that it has made together with others, and not heard that all have.
-        introduction: what the others have to know to ask it where it is.
+        address: what the others have to know to ask it where it is.
     """
 
     generation: int
     numbers: set[int]
     loaded: bool
     prepared: set[int]
-    introduction: np.ndarray | None
+    address: np.ndarray | None
 
 
 class Commits:
@@ -248,11 +248,11 @@ class Commits:
     def _met(self, communicator: Communicator) -> list[_Told]:
         """Return what all ranks have; and hold what this one has prepared, if another one has heard that all had."""
         loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
-        introduction, _ = communicator.introduction()
-        mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), introduction)
+        address, _ = communicator.address()
+        mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), address)
         with communicator.tracker.at("State.sync()"):
             told: list[_Told] = communicator.allgather_object(mine, "hvd_periodic.commits")
-        communicator.tracker.set_peers([() if each.introduction is None else each.introduction for each in told])
+        communicator.tracker.set_peers([() if each.address is None else each.address for each in told])
         heard = set().union(*(each.numbers for each in told))
         if heard & self._prepared.keys():
             self.held = self._prepared
@@ -425,7 +425,7 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool) -> None:
         synchronizer: its exchanges.
         averages: it is around an ``hvd.DistributedOptimizer``.
     """
-    communicator = synchronizer.membership.communicator.meets_with
+    communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course

@@ -79,11 +79,11 @@ class TensorFlowCommunicator(HorovodCommunicator):
         parts = self.tracker.run_blocking(lambda: _THREAD.submit(run).result())
         return lambda: parts
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return a tensor or an array several times."""
         return np.tile(buffer, times) if isinstance(buffer, np.ndarray) else tf.tile(buffer, [times])
 
-    def larger(self, x: Any, y: Any) -> Any:
+    def maximum(self, x: Any, y: Any) -> Any:
         """Return the larger of both, of every element."""
         return np.maximum(x, y) if isinstance(x, np.ndarray) else tf.maximum(x, y)
 

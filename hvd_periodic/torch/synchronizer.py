@@ -117,7 +117,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         communicator = communicator_of(options["process_set"])
         self._alone = communicator.elastic
         limit = options["timeout_seconds"]
-        name = f"{communicator.meeting_name}.alone" if self._alone else communicator.unique_name(limit)
+        name = f"{communicator.handshake_name}.alone" if self._alone else communicator.unique_name(limit)
 
         def build() -> None:
             _check_optimizer(optimizer)
@@ -195,7 +195,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         self.meeting.rejoin()
         _, moving, arguments = self._constructed()
-        communicator = self.membership.communicator.anew(communicator_of(None))
+        communicator = self.membership.communicator.rebuild(communicator_of(None))
         changed = {"communicator": communicator, "name": name, "journal": self.journal}
         _assemble(self, self.replica, moving, arguments | changed)
         self._alone = False
@@ -387,7 +387,7 @@ def _begin_before(optimizer: torch.optim.Optimizer, waiting_now: list[Synchroniz
 
 def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     """Return a key that sorts the synchronizers of a process in the same order on all ranks."""
-    return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
+    return synchronizer.membership.communicator.handshake_name, synchronizer.membership.number
 
 
 def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:

@@ -212,7 +212,7 @@ def check_objects(communicator: Communicator, tensor: Tensor) -> None:
     found = communicator.allgather_object("x" * (1000 * rank), "contract.strings")
     assert [len(text) for text in found] == [1000 * other for other in range(size)]
     assert communicator.allgather_object(None, "contract.nothing") == [None] * size
-    found = communicator.pass_object("x" * (1000 * rank), 0, "contract.passed")
+    found = communicator.send_object("x" * (1000 * rank), 0, "contract.passed")
     assert found == ({other: "x" * (1000 * other) for other in range(size)} if rank == 0 else {})
 
 
@@ -228,7 +228,7 @@ def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
                 assert number == rank
                 assert_same(array, np.arange(count))
             following, before = ((communicator.rank + step) % communicator.size for step in (1, -1))
-            ((sender, (text, number, array)),) = communicator.pass_object(mine, following, f"passed.{count}").items()
+            ((sender, (text, number, array)),) = communicator.send_object(mine, following, f"passed.{count}").items()
             assert (sender, text, number) == (before, "é" * (count * before), before)
             assert_same(array, np.arange(count))
     finally:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait
-from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.comm.stall_monitor import VARIABLE, StallMonitor, warn_seconds
 from hvd_periodic.comm.stall_protocol import (
     SIZE,
@@ -51,9 +51,9 @@ def ranks(count: int, warns_after: float = 0.05) -> Iterator[list[Rank]]:
         tracker.begun = 10 * rank  # They need not have counted from the same place before they met.
         warns = warns_after if rank == 0 else 0
         made.append(Rank(tracker, StallMonitor(warns, True, lambda tracker=tracker: [tracker])))
-    introductions = [rank.monitor.introduction(rank.tracker) for rank in made]
+    addresses = [rank.monitor.address(rank.tracker) for rank in made]
     for rank in made:
-        rank.tracker.set_peers(introductions)
+        rank.tracker.set_peers(addresses)
         rank.tracker.last_record = Record(Purpose.EXCHANGE, optimizer=1, local_steps=6)
         rank.tracker.last_records = [Record(Purpose.EXCHANGE, optimizer=1, local_steps=3)] * count
     try:

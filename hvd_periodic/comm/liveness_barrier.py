@@ -13,7 +13,7 @@ _NUMBER_BITS = 32
 """Low bits of a word, which hold the number the rank waits for; the bits above hold the barrier, counted from 1."""
 
 
-class Hall:
+class LivenessBarrier:
     """Liveness barrier: every rank holds a lock, its seat, which the operating system frees however the process ends.
 
     MPI's collectives would wait forever for a dead rank; this barrier does not.
@@ -31,7 +31,7 @@ class Hall:
         self._memory, self._rank, self._size = memory, rank, size
         self._words = memory.buffer.view(np.int64).reshape(size, 3)
         self._assemblies = 0
-        memory.take_seat(rank)
+        memory.hold_liveness_lock(rank)
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -42,13 +42,13 @@ class Hall:
         """Mark the end of this rank's process as regular."""
         self._words[self._rank, 2] = 1
 
-    def lost(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """Return the ranks whose processes have ended without :meth:`leave`."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        return [rank for rank in others if not self._memory.is_taken(rank) and not self._words[rank, 2]]
+        return [rank for rank in others if not self._memory.is_alive(rank) and not self._words[rank, 2]]
 
-    def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start to wait for all live ranks; as :meth:`Communicator.assembly`."""
+    def begin_idle_barrier(self, number: int) -> Callable[[], int | None]:
+        """Start to wait for all live ranks; as :meth:`Communicator.begin_idle_barrier`."""
         self._assemblies += 1
         mine, place = self._assemblies, self._assemblies % 2
         self._words[self._rank, place] = mine << _NUMBER_BITS | number
@@ -59,7 +59,7 @@ class Hall:
                 word = int(self._words[rank, place])
                 if word >> _NUMBER_BITS == mine:
                     numbers.append(word & (1 << _NUMBER_BITS) - 1)
-                elif self._memory.is_taken(rank):
+                elif self._memory.is_alive(rank):
                     return None
             return awaited(numbers)
 
