@@ -24,8 +24,8 @@ from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import depart
-from hvd_periodic.comm.memory import NoSharedMemoryError
 from hvd_periodic.comm.stall_monitor import announce_leaving
+from hvd_periodic.comm.transports import NoSharedMemoryError
 from hvd_periodic.journal.lines import Log, log_of
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import titled

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collectives import send_object
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.comm.launchers import started_alone, started_several
-from hvd_periodic.comm.objects import send_object
+from hvd_periodic.comm.local import started_alone, started_several
 from hvd_periodic.ranks import named
 
 _EVERYONE = "hvd_periodic.0.meeting"

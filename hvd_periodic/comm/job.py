@@ -11,15 +11,14 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.comm.arrivals import mark_arrived
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collectives import gather_objects
 from hvd_periodic.comm.groups import divides_the_job
-from hvd_periodic.comm.memory import LocalMemory, SharedMemory
-from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
-from hvd_periodic.comm.objects import gather_objects
 from hvd_periodic.comm.stall_monitor import stall_monitor
+from hvd_periodic.comm.stall_protocol import mark_arrived
+from hvd_periodic.comm.transports import LocalMemory, Messages, SharedMemory
 from hvd_periodic.ranks import named
 
 T = TypeVar("T")
@@ -94,12 +93,12 @@ class JobCommunicator(Communicator):
         if self.problem is not None or self.size == 1:
             return None, self.problem
         try:
-            found = stall_monitor(self.one_host)
+            monitor = stall_monitor(self.one_host)
         except ValueError as error:
             return None, error
         if not self.tracker.peers and not self.elastic:
             mark_arrived(self.tracker.name, self.tracker.rank, self.store())
-        return None if found is None else found.address(self.tracker), None
+        return None if monitor is None else monitor.address(self.tracker), None
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
@@ -132,11 +131,11 @@ class JobCommunicator(Communicator):
         """Return messages over MPI."""
         return self._during(self._mpi.messages)
 
-    def begin_idle_barrier(self, number: int) -> Callable[[], int | None]:
+    def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
         """Start to wait for all ranks outside the library, which would report a stall."""
         if self.size == 1:
-            return lambda: number
-        return self.tracker.begin_idle_barrier(self._mpi.begin_idle_barrier(number))
+            return lambda: barrier_id
+        return self.tracker.begin_idle_barrier(self._mpi.begin_idle_barrier(barrier_id))
 
     @property
     def channel(self) -> object:

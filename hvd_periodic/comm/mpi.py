@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hvd_periodic.comm.arrivals import mark_arrived
-from hvd_periodic.comm.base import Communicator, awaited
+from hvd_periodic.comm.base import Communicator, common_barrier
 from hvd_periodic.comm.collective_tracker import tracker_of
-from hvd_periodic.comm.liveness_barrier import LivenessBarrier
-from hvd_periodic.comm.memory import SharedMemory
-from hvd_periodic.comm.messages import Messages
-from hvd_periodic.comm.objects import gather_objects
+from hvd_periodic.comm.collectives import gather_objects
+from hvd_periodic.comm.shared_memory import LivenessBarrier, on_one_host, open_window
 from hvd_periodic.comm.stall_monitor import stall_monitor
-from hvd_periodic.comm.stall_protocol import stable_hash
-from hvd_periodic.comm.window import on_one_host, open_window
+from hvd_periodic.comm.stall_protocol import mark_arrived, stable_hash
+from hvd_periodic.comm.transports import Messages, SharedMemory
 from hvd_periodic.vectors.layout import chunk
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ABOVE_ALL = 2**31
-"""Greater than the number of any optimizer."""
+"""Greater than the id of any barrier."""
 
 _of_ranks: dict[tuple[int, ...], MPICommunicator] = {}
 """Communicators of this process by ranks of the job: MPI supports a limited number, so optimizers share them."""
@@ -71,13 +68,13 @@ class MPICommunicator(Communicator):
             return None, None
         on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
         try:
-            found = stall_monitor(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
+            monitor = stall_monitor(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
         except ValueError as error:
             return None, error
         _end_together()
         if not self.tracker.peers:
             mark_arrived(self.tracker.name, self.tracker.rank)
-        return None if found is None else found.address(self.tracker), None
+        return None if monitor is None else monitor.address(self.tracker), None
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
@@ -140,17 +137,17 @@ class MPICommunicator(Communicator):
         """Return messages over a duplicate of the communicator."""
         return Messages(self._during(self._comm.Dup))
 
-    def begin_idle_barrier(self, number: int) -> Callable[[], int | None]:
-        """Enter the :class:`LivenessBarrier`, if any; else start a nonblocking reduction: MPI waits on a core."""
+    def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
+        """Enter the :class:`LivenessBarrier`, if any; else start a nonblocking reduction: MPI would wait on a core."""
         if self._liveness is not None:
-            return self.tracker.begin_idle_barrier(self._liveness.begin_idle_barrier(number))
-        extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
+            return self.tracker.begin_idle_barrier(self._liveness.begin(barrier_id))
+        extremes = np.array([barrier_id, -barrier_id if barrier_id else -_ABOVE_ALL], dtype=np.int64)
         request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
 
-        def look() -> int | None:
-            return awaited([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
+        def poll() -> int | None:
+            return common_barrier([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
 
-        return self.tracker.begin_idle_barrier(look)
+        return self.tracker.begin_idle_barrier(poll)
 
     def leave(self) -> None:
         """Mark the end of this process as regular, before it ends."""

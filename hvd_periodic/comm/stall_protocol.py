@@ -1,26 +1,31 @@
-"""Datagrams with which processes ask each other where they are, separate from all collectives; and their addresses.
+"""What processes tell each other outside of collectives: marks of arrival, addresses and datagrams.
 
-All datagrams have one size, and hold numbers and a short text, which is only ever displayed.
+Before the first handshake, when ranks do not know each other's addresses, they leave marks in the storage of their job.
+From then on, stall monitors exchange datagrams.
 """
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import ipaddress
 import os
 import re
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 TEXT_BYTES = 400
 """Bytes of the text in a datagram."""
 
-_FORM = struct.Struct(f"<4sB16sqqqqqd{TEXT_BYTES}s")
+_FORMAT = struct.Struct(f"<4sB16sqqqqqd{TEXT_BYTES}s")
 _MAGIC = b"hvdp"
 _ADDRESSES = 4
 """Maximum number of IPv4 addresses of a host that others try."""
@@ -28,7 +33,10 @@ _ADDRESSES = 4
 _INTERFACES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "NCCL_SOCKET_IFNAME")
 """Environment variables that tell launchers which network to use: names of interfaces, or subnets."""
 
-SIZE = _FORM.size
+_SENDING = 1.0
+"""Maximum seconds for sending a datagram."""
+
+SIZE = _FORMAT.size
 """Bytes of a datagram."""
 
 
@@ -40,7 +48,7 @@ class MessageType(IntEnum):
         ANSWER: answers ASK.
         EXIT: the sender ends.
         IDLE: the sender only takes part in idle barriers from now on.
-        EVICT: the receiver is to end, so that the others can go on without it.
+        EVICT: the receiver has to end, so that the others can go on without it.
         EVICTED: another rank was told to end.
         ERROR: the sender has an error, and will end.
     """
@@ -56,40 +64,40 @@ class MessageType(IntEnum):
 
 @dataclass(frozen=True)
 class Datagram:
-    """Content of a datagram.
+    """A message between two stall monitors. All have one size; the text is only ever displayed.
 
     Attributes:
-        kind: its type.
-        token: the receiver's token, which it has only told the ranks of its handshakes.
+        type: its type.
+        token: the receiver's token, which only the ranks of its handshakes know.
         ranks: a number that identifies the set of ranks among which the sender waits.
         rank: rank of the sender.
-        wait: number of the query, which an answer repeats.
+        query: number of the query, which an answer repeats.
         begun: number of collectives of these ranks that the sender has started.
         local_steps: local steps of the sender; -1: unknown.
         seconds: how long the sender has been waiting; 0: it is not waiting.
         text: where the sender is, or why it ends.
     """
 
-    kind: int
+    type: int
     token: bytes
     ranks: int
     rank: int
-    wait: int = 0
+    query: int = 0
     begun: int = 0
     local_steps: int = -1
     seconds: float = 0.0
     text: str = ""
 
 
-def encode(note: Datagram) -> bytes:
-    """Return a note as the bytes of a datagram."""
-    text = note.text.encode()[:TEXT_BYTES]
-    numbers = note.ranks, note.rank, note.wait, note.begun, note.local_steps, note.seconds
-    return _FORM.pack(_MAGIC, note.kind, note.token, *numbers, text)
+def encode(datagram: Datagram) -> bytes:
+    """Return the bytes of a datagram."""
+    text = datagram.text.encode()[:TEXT_BYTES]
+    numbers = datagram.ranks, datagram.rank, datagram.query, datagram.begun, datagram.local_steps, datagram.seconds
+    return _FORMAT.pack(_MAGIC, datagram.type, datagram.token, *numbers, text)
 
 
 def decode(data: bytes) -> Datagram | None:
-    r"""Return the note in a datagram; None if it is something else.
+    r"""Return the datagram that has these bytes; None if they are something else.
 
     Example:
         >>> decode(encode(Datagram(MessageType.EXIT, bytes(16), ranks=7, rank=2, text="Ende\x1b[2J"))).text
@@ -99,14 +107,14 @@ def decode(data: bytes) -> Datagram | None:
     """
     if len(data) != SIZE or not data.startswith(_MAGIC):
         return None
-    _, kind, token, ranks, rank, wait, begun, local_steps, seconds, text = _FORM.unpack(data)
+    _, kind, token, ranks, rank, query, begun, local_steps, seconds, text = _FORMAT.unpack(data)
     letters = text.rstrip(b"\0").decode(errors="replace")
     shown = "".join(letter if letter.isprintable() else "?" for letter in letters)
-    return Datagram(kind, token, ranks, rank, wait, begun, local_steps, seconds, shown)
+    return Datagram(kind, token, ranks, rank, query, begun, local_steps, seconds, shown)
 
 
 def stable_hash(name: str) -> int:
-    """Return the number that identifies a set of ranks in datagrams."""
+    """Return a number of 56 bits that is the same for a name in every process."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
@@ -207,3 +215,108 @@ def _towards(host: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def open_sockets(hosts: Sequence[str]) -> list[socket.socket]:
+    """Return a socket on each of these addresses of this host.
+
+    Raises:
+        OSError: there are none, or none can receive datagrams.
+    """
+    found, refusal = [], OSError("this host has no IPv4 address")
+    for host in hosts:
+        opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            opened.bind((host, 0))
+        except OSError as error:  # A host's name may have addresses that none of its interfaces has.
+            opened.close()
+            refusal = error
+            continue
+        opened.settimeout(_SENDING)
+        found.append(opened)
+    if not found:
+        raise refusal
+    return found
+
+
+_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+"""Environment variables with the address of horovodrun's server, under Gloo."""
+
+_FOLDER = "PMIX_SERVER_TMPDIR"
+"""Environment variable with the folder of Open MPI's session on this host."""
+
+_SECONDS = 2.0
+"""Maximum seconds for a look at all marks, and for a request to the server."""
+
+_stores: dict[str, Any] = {}
+"""Stores of a job's library by the name of the ranks."""
+
+
+def mark_arrived(name: str, rank: int, store: Any = None) -> None:
+    """Leave a mark that a rank has arrived at the first handshake of some ranks; without storage, do nothing.
+
+    The storage is the store of the job's library, if it has one; under Gloo, horovodrun's server; otherwise the folder
+    of Open MPI's session on this host. All that is read there is whether a mark exists.
+
+    Args:
+        name: name of the ranks.
+        rank: this rank.
+        store: has ``set(key, value)`` and ``check(keys)``; given if the job's library has one that a thread may query.
+    """
+    try:
+        if store is not None:
+            _stores[name] = store
+            store.set(_key(name, rank), "here")
+        elif all(variable in os.environ for variable in _SERVER):
+            _ask("PUT", name, rank)
+        elif _FOLDER in os.environ:
+            _file(name, rank).touch()
+    except (OSError, RuntimeError, http.client.HTTPException):
+        return
+
+
+def missing_ranks(name: str, ranks: Iterable[int], own: int, one_host: bool) -> list[int] | None:
+    """Return the ranks that have not left a mark; None if that is unknown.
+
+    Args:
+        name: name of the ranks.
+        ranks: all of them.
+        own: this rank, which has left its mark.
+        one_host: whether all ranks are on this host.
+    """
+    deadline = time.monotonic() + _SECONDS
+    try:
+        if name in _stores:
+            missing = [rank for rank in (own, *ranks) if not _stores[name].check([_key(name, rank)])]
+        elif all(variable in os.environ for variable in _SERVER):
+            missing = []
+            for rank in (own, *ranks):
+                if time.monotonic() > deadline:
+                    return None
+                if _ask("GET", name, rank) != http.client.OK:
+                    missing.append(rank)
+        elif one_host and _FOLDER in os.environ:
+            missing = [rank for rank in ranks if not _file(name, rank).exists()]
+        else:
+            return None
+    except (OSError, RuntimeError, http.client.HTTPException):
+        return None
+    return None if own in missing else missing
+
+
+def _key(name: str, rank: int) -> str:
+    return f"{name}.{rank}"
+
+
+def _file(name: str, rank: int) -> Path:
+    return Path(os.environ[_FOLDER], _key(name, rank))
+
+
+def _ask(method: str, name: str, rank: int) -> int:
+    host, port = (os.environ[variable] for variable in _SERVER)
+    connection = http.client.HTTPConnection(host, int(port), timeout=_SECONDS)
+    try:
+        connection.request(method, f"/{name}/{rank}", b"here" if method == "PUT" else None)
+        return connection.getresponse().status
+    finally:
+        connection.close()

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hvd_periodic.comm.collectives import send_object
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.comm.objects import send_object
 from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.vectors.layout import chunk
 

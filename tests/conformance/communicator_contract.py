@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic import Communicator
-from hvd_periodic.comm import objects
+from hvd_periodic.comm import collectives
 from hvd_periodic.vectors.layout import chunk
 
 LAUNCHERS = {
@@ -218,7 +218,7 @@ def check_objects(communicator: Communicator, tensor: Tensor) -> None:
 
 def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
     """Where collectives take a few bytes at once, objects arrive all the same; sizes differ, some ranks end earlier."""
-    limit, objects.AT_ONCE = objects.AT_ONCE, 50
+    limit, collectives.MAX_BYTES = collectives.MAX_BYTES, 50
     try:
         for count in (0, 1, 300):
             mine = ("é" * (count * communicator.rank), communicator.rank, np.arange(count))
@@ -232,4 +232,4 @@ def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
             assert (sender, text, number) == (before, "é" * (count * before), before)
             assert_same(array, np.arange(count))
     finally:
-        objects.AT_ONCE = limit
+        collectives.MAX_BYTES = limit

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvd_periodic.comm import exit_notice, stall_monitor
-from hvd_periodic.comm.failures import OVER, Failures
+from hvd_periodic.comm.exit_notice import OVER, Failures
 from hvd_periodic.comm.stall_protocol import Datagram, MessageType
 from tests.conftest import PATIENCE
 from tests.unit.test_waiting import ranks
@@ -58,24 +58,24 @@ def test_of_ranks_that_fail_at_once_one_prints(texts: list[str], first: int, mon
 
 def test_a_rank_that_hears_of_no_traceback_prints_its_own() -> None:
     failures = Failures()
-    failures.hear(note(0, ERROR))
+    failures.record(note(0, ERROR))
     assert failures.is_first(1, ERROR, [0], 0.01), "rank 0 has not printed in time"
-    failures.hear(note(0, OVER, MessageType.EXIT))
+    failures.record(note(0, OVER, MessageType.EXIT))
     assert failures.is_first(1, ERROR, [0], 0.01), "sys.exit() prints nothing"
-    failures.hear(note(2, ERROR, MessageType.EXIT))
+    failures.record(note(2, ERROR, MessageType.EXIT))
     assert not failures.is_first(1, "RuntimeError: another", [0], PATIENCE)
 
 
 def test_the_summary() -> None:
     failures = Failures()
     for rank in range(1, 48, 2):
-        failures.hear(note(rank, f"ValueError: a bad batch of {rank} (train.py:31)"))
-    failures.hear(
+        failures.record(note(rank, f"ValueError: a bad batch of {rank} (train.py:31)"))
+    failures.record(
         note(2, "RuntimeError: Rank 1 failed (24 of 48 ranks did): ValueError: a bad batch of 1 (train.py:9)")
     )
-    failures.hear(note(6, "OSError: of its own (train.py:31)"))
-    failures.hear(note(8, "OSError: of its own (train.py:31)"))
-    failures.hear(note(10, OVER, MessageType.EXIT))
+    failures.record(note(6, "OSError: of its own (train.py:31)"))
+    failures.record(note(8, "OSError: of its own (train.py:31)"))
+    failures.record(note(10, OVER, MessageType.EXIT))
     assert failures.summary(1, "ValueError: a bad batch of 1 (train.py:31)", 48, " at local step 7").splitlines() == [
         "Ranks 6 and 8 failed at the same time: OSError: of its own (train.py:31)",
         "Ranks 1, 3 and 22 more of 48 have ended at local step 7, and the job with them: "

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,7 +128,8 @@ def test_who_does_not_come_is_named_and_nobody_else(heard: Heard) -> None:
 
 def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
     with ranks(2) as (first, second):
-        second.tracker.wait = SimpleNamespace(number=0, since=0.0, over=None, raises=False, idle=False)
+        second.tracker.wait = Wait(0)
+        second.tracker.wait.since = 0.0
         second.tracker.task = "center()"
         done = threading.Event()
         thread, _ = wait_in_thread(first, done.is_set)
