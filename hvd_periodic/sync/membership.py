@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.together import Together
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.journal.lines import Log, log_of
 
 
@@ -32,7 +32,7 @@ class Membership:
         """Be a member of these ranks, and no longer of those before."""
         self.communicator, self.asked_root, self.name = communicator, root, name
         self.root = root if root < communicator.size else 0
-        self.together = Together(communicator.handshake_group)
+        self.together = TrainingGroup(communicator.handshake_group)
         self.in_groups = False
 
     def refuse_others(self) -> None:
@@ -74,7 +74,7 @@ class Membership:
         return self.communicator.handshake_group is not self.communicator
 
     @property
-    def alike(self) -> Communicator | Together:
+    def alike(self) -> Communicator | TrainingGroup:
         """The ranks that have one center."""
         return self.communicator if self.in_step else self.together
 
