@@ -90,7 +90,7 @@ class RenamedAttribute:
     """
 
     def __init__(self, new: str) -> None:
-        self._new = new
+        self.new = new
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._old = name
@@ -99,11 +99,40 @@ class RenamedAttribute:
         if instance is None:
             return self
         self._warn(instance)
-        return getattr(instance, self._new)
+        return getattr(instance, self.new)
 
     def __set__(self, instance: Any, value: object) -> None:
         self._warn(instance)
-        setattr(instance, self._new, value)
+        setattr(instance, self.new, value)
 
     def _warn(self, instance: object) -> None:
-        warn_old(f"`{type(instance).__name__}.{self._old}`", f"`.{self._new}`", 3)
+        warn_old(f"`{type(instance).__name__}.{self._old}`", f"`.{self.new}`", 3)
+
+
+def rename_members(cls: type, stacklevel: int = 2) -> None:
+    """Give members that a class defines under old names their new names, with a warning.
+
+    Call it in ``__init_subclass__`` of a class that has a :class:`RenamedAttribute` for each of these members.
+
+    Args:
+        cls: the class.
+        stacklevel: as in :func:`warn_old`.
+
+    Example:
+        >>> class Setup:
+        ...     length = RenamedAttribute("size")
+        ...     def __init_subclass__(cls):
+        ...         rename_members(cls)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     class Own(Setup):
+        ...         length = 3
+        ...     print(Own().size, caught[0].message)
+        3 `Own.length` is a spelling of version 0.1 and ends with the next version: write `.size`
+    """
+    for old, value in list(vars(cls).items()):
+        inherited = next((vars(base)[old] for base in cls.__mro__[1:] if old in vars(base)), None)
+        if isinstance(inherited, RenamedAttribute):
+            warn_old(f"`{cls.__name__}.{old}`", f"`.{inherited.new}`", stacklevel + 1)
+            setattr(cls, inherited.new, value)
+            delattr(cls, old)

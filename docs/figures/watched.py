@@ -46,7 +46,7 @@ class WatchedCommunicator(HorovodCommunicator):
         messages: in the order in which they have begun.
     """
 
-    encloses = 0  # Small messages travel on their own, too: they are what is looked at.
+    piggyback_limit_bytes = 0  # Small messages travel on their own, too: they are what is looked at.
 
     def __init__(self, link_bytes_per_second: float | None = None) -> None:
         super().__init__("horovod.torch", None, torch.from_numpy)

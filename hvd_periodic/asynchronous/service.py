@@ -14,7 +14,7 @@ import numpy as np
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
 from hvd_periodic.asynchronous.transport import Transport, bind
-from hvd_periodic.comm.messages import LONG, SHORT, Messages
+from hvd_periodic.comm.transports import LONG, SHORT, Messages
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.vectors.layout import Bucket, Layout
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.asynchronous.center_in_memory import CenterInMemory, ExchangedTensors
-from hvd_periodic.comm.memory import SharedMemory
+from hvd_periodic.comm.transports import SharedMemory
 from hvd_periodic.outer.framework import OuterOptimizer
 
 

@@ -24,8 +24,8 @@ from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import depart
-from hvd_periodic.comm.memory import NoSharedMemoryError
-from hvd_periodic.comm.watcher import tell_leaving
+from hvd_periodic.comm.stall_monitor import announce_leaving
+from hvd_periodic.comm.transports import NoSharedMemoryError
 from hvd_periodic.journal.lines import Log, log_of
 from hvd_periodic.outer.framework import OuterOptimizer
 from hvd_periodic.ranks import titled
@@ -318,11 +318,11 @@ class Worker:
     def finish(self) -> None:
         """Wait until all workers are done, and keep the final center; collective."""
         self._show_file()
-        with self.communicator.attendance.at("finalize() of asynchronous exchange"):
-            self.communicator.assemble(self._number)
+        with self.communicator.tracker.at("finalize() of asynchronous exchange"):
+            self.communicator.idle_barrier(self._number)
             self._tell_lost()
             self._final = self.centers()
-            self.communicator.assemble(self._number)
+            self.communicator.idle_barrier(self._number)
         if self._file is not None:
             self._file.release()
         self.transport.expect_nothing()
@@ -342,13 +342,13 @@ class Worker:
         _opened.remove(self)
         if not self.communicator.alive():
             return
-        with self.communicator.attendance.at("the end of the process, after asynchronous exchange"):
-            self.communicator.assemble(self._number)
-        if not self.communicator.lost():
+        with self.communicator.tracker.at("the end of the process, after asynchronous exchange"):
+            self.communicator.idle_barrier(self._number)
+        if not self.communicator.dead_ranks():
             self.transport.close()
 
     def _tell_lost(self) -> None:
-        lost = self.communicator.lost()
+        lost = self.communicator.dead_ranks()
         if lost and lost != self._lost:
             logger.warning(
                 "%s died: the center holds what was pushed before, and the others go on. Collectives of Horovod would "
@@ -368,7 +368,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
     if not all(worker.at_rest for worker in workers):
         logger.warning("Rank %d ends without finalize(), and waits for the others", communicator.rank)
     while True:
-        look = communicator.assembly(0)
+        look = communicator.begin_idle_barrier(0)
         while (number := look()) is None:
             yield
         if number == 0:
@@ -377,7 +377,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
 
 def _leave_all() -> None:
     """Close all workers at the end of the process, all channels at once: ranks may finish them in different orders."""
-    tell_leaving()  # Before the first barrier: ranks that wait for something else learn that this one never comes.
+    announce_leaving()  # Before the first barrier: ranks that wait for something else learn that this one never comes.
     channels: dict[int, list[Worker]] = {}
     for worker in _opened:
         channels.setdefault(id(worker.communicator.channel), []).append(worker)
@@ -390,7 +390,7 @@ def _leave_all() -> None:
         worker.close()
     for communicator in everyone:
         communicator.leave()
-    if any(communicator.lost() for communicator in everyone):
+    if any(communicator.dead_ranks() for communicator in everyone):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,8 +1,7 @@
 """Checkpoint files: their content, how they are written and how they are found; independent of frameworks."""
 
-from hvd_periodic.checkpoints.everyone import Everyone
 from hvd_periodic.checkpoints.saving import Saving, save_set
 from hvd_periodic.checkpoints.sets import Source, find_file
 from hvd_periodic.checkpoints.tree import Arrays, Content, Leaves, decode, encode
 
-__all__ = ["Arrays", "Content", "Everyone", "Leaves", "Saving", "Source", "decode", "encode", "find_file", "save_set"]
+__all__ = ["Arrays", "Content", "Leaves", "Saving", "Source", "decode", "encode", "find_file", "save_set"]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from hvd_periodic.checkpoints.everyone import Everyone
 from hvd_periodic.checkpoints.files import naming, read_content
 from hvd_periodic.checkpoints.saving import require_complete
 from hvd_periodic.checkpoints.sets import Source, find_file
 from hvd_periodic.checkpoints.tree import Leaves, decode
+from hvd_periodic.comm.training_group import TrainingGroup
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -21,7 +21,7 @@ STATES, MORE = "states", "more"
 
 def resume(
     path: Path,
-    everyone: Everyone,
+    everyone: TrainingGroup,
     step: int | None,
     leaves: Leaves,
     stateful: Collection[str],
@@ -47,7 +47,7 @@ def resume(
     failed("")
     try:
         require_complete(path)
-        source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
+        source = find_file(path, everyone.global_rank, everyone.fingerprint, everyone.is_root, step)
         if source is None:
             return {}
         content = read_content(source.file)
@@ -66,11 +66,13 @@ def resume(
     return plain
 
 
-def _say(source: Source, everyone: Everyone) -> None:
+def _say(source: Source, everyone: TrainingGroup) -> None:
     """Log the file from which training resumes."""
     step, folder = source.saved.step, source.saved.folder
     if not source.among_others and not source.own:
-        logger.warning("Rank %d goes on from %s, the file of the root, at step %d", everyone.rank, source.file, step)
+        logger.warning(
+            "Rank %d goes on from %s, the file of the root, at step %d", everyone.global_rank, source.file, step
+        )
     elif everyone.is_root and source.among_others:
         logger.warning("%s is of other ranks than these: all start from its center, at step %d", folder, step)
     elif everyone.is_root:

@@ -9,21 +9,74 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.checkpoints.everyone import Everyone, Outcome
 from hvd_periodic.checkpoints.files import sync_folder, write_content
 from hvd_periodic.checkpoints.sets import Entry, Manifest, SavedSet, remove_old, remove_unfinished, sets_in
 from hvd_periodic.checkpoints.tree import Content, Leaves, encode
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.ranks import by_value
 from hvd_periodic.vectors.lending import lending
 
 logger = logging.getLogger("hvd_periodic")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """The outcome of some work on this rank, which all ranks must know.
+
+    Attributes:
+        done: the result, if the work succeeded.
+        failure: the error, if it failed.
+    """
+
+    done: T | None
+    failure: Exception | None
+
+    @classmethod
+    def of(cls, work: Callable[[], T]) -> Outcome[T]:
+        """Return the outcome of some work."""
+        try:
+            return cls(work(), None)
+        except Exception as error:
+            return cls(None, error)
+
+    @property
+    def told(self) -> tuple[T | None, str | None]:
+        """The message to the other ranks: the result, and the error in words."""
+        return self.done, None if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+
+    def on_all(self, told: Mapping[int, Any]) -> dict[int, T]:
+        """Return the results of all ranks by rank, given the messages of all.
+
+        Raises:
+            Exception: the work failed on this rank; the error itself.
+            RuntimeError: it succeeded here but failed elsewhere; cites the first error.
+        """
+        if self.failure is not None:
+            raise self.failure
+        failed = {rank: report for rank, (_, report) in told.items() if report}
+        if failed:
+            rank, report = next(iter(failed.items()))
+            raise RuntimeError(f"The checkpoint failed on rank {rank} ({len(failed)} of {len(told)} ranks): {report}")
+        return {rank: value for rank, (value, _) in told.items()}
+
+
+def attempt(everyone: TrainingGroup, name: str, work: Callable[[], T]) -> dict[int, T]:
+    """Return the results of some work on all ranks; if it fails on one, raise on all. Collective.
+
+    Raises:
+        Exception: as :meth:`Outcome.on_all`.
+    """
+    outcome = Outcome.of(work)
+    return outcome.on_all(everyone.gather(outcome.told, f"checkpoint.{name}"))
 
 
 class Saving:
@@ -51,7 +104,7 @@ class Saving:
     def __init__(
         self,
         saved: SavedSet,
-        everyone: Everyone,
+        everyone: TrainingGroup,
         run: str,
         content: Content,
         keep: int | None,
@@ -92,7 +145,7 @@ class Saving:
         if wait:
             self.join()
         outcome = self._outcome  # The thread may set it meanwhile.
-        told = self.everyone.gather(None if outcome is None else outcome.told, "written")
+        told = self.everyone.gather(None if outcome is None else outcome.told, "checkpoint.written")
         if outcome is None or None in told.values():
             return
         self.over = True
@@ -151,12 +204,12 @@ class Saving:
         """Write the file of this rank; in the background, where nothing is deferred, without communication."""
 
         def write() -> Entry:
-            folder, rank = self._saved.folder, self.everyone.rank
+            folder, rank = self._saved.folder, self.everyone.global_rank
             with _saying_what_is_needed(folder.parent, rank, content.nbytes):
                 folder.mkdir(exist_ok=True)
                 sync_folder(folder.parent)
                 name = f"rank-{rank}.npz"
-                return Entry(name, *write_content(folder / name, content), self.everyone.among)
+                return Entry(name, *write_content(folder / name, content), self.everyone.fingerprint)
 
         outcome = Outcome.of(write)
         content.finish()  # A rank whose disk is full reads to the end: the others need its parts.
@@ -173,8 +226,8 @@ class Saving:
             if wanted and not saved.complete:
                 saved.write_manifest(manifest)
 
-        everyone.attempt("manifest", lambda: write(everyone.is_root))
-        everyone.attempt("manifests", lambda: write(True))  # On disks that are not the root's.
+        attempt(everyone, "manifest", lambda: write(everyone.is_root))
+        attempt(everyone, "manifests", lambda: write(True))  # On disks that are not the root's.
         if everyone.is_root:
             size, seconds = sum(entry.size for entry in files.values()) / 1e6, time.perf_counter() - self._started
             logger.info("Saved %s: %d files, %.1f MB, in %.1f s", saved.folder, len(files), size, seconds)
@@ -224,7 +277,7 @@ class Occasion:
 
 def save_set(
     path: Path,
-    everyone: Everyone,
+    everyone: TrainingGroup,
     check: Callable[[], Occasion],
     state: Callable[[], Any],
     leaves: Leaves | None = None,
@@ -265,7 +318,7 @@ def save_set(
     saved, run = _next_set(path, everyone, check, keep, bool(background), failed)
     content: list[Content] = []
     with lending(defer=not background):  # Only a background thread needs copies.
-        everyone.attempt("content", lambda: content.append(encode(state(), leaves, copy=background)))
+        attempt(everyone, "content", lambda: content.append(encode(state(), leaves, copy=background)))
     saving = Saving(saved, everyone, run, content.pop(), keep, meet, background)
     if background:
         if not _unfinished:
@@ -282,7 +335,7 @@ def save_set(
 
 def _next_set(
     path: Path,
-    everyone: Everyone,
+    everyone: TrainingGroup,
     check: Callable[[], Occasion],
     keep: int | None,
     background: bool,
@@ -305,7 +358,7 @@ def _next_set(
         remove_unfinished([saved for saved in there if saved.folder.resolve() not in pending])
         return max((saved.number for saved in there), default=0), occasion, background
 
-    told = everyone.attempt("place", look)
+    told = attempt(everyone, "place", look)
     occasion, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank, _) in told.items()}
     modes = {rank: f"background={mode}" for rank, (_, _, mode) in told.items()}
     if len(set(modes.values())) > 1:

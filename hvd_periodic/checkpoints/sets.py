@@ -46,7 +46,7 @@ class Entry:
         file: name of the file.
         size: size in bytes.
         sha256: digest of all bytes.
-        among: identifies the ranks among which this rank trained, see ``Everyone.among``.
+        among: identifies the ranks among which this rank trained, see ``TrainingGroup.fingerprint``.
     """
 
     file: str
@@ -197,7 +197,7 @@ def find_file(path: Path, rank: int, among: str, is_root: bool, step: int | None
     Args:
         path: folder of the sets.
         rank: the global rank.
-        among: as in ``Everyone``.
+        among: ``TrainingGroup.fingerprint``.
         is_root: all ranks start from this one.
         step: local steps of the set from which to resume. Default: the newest set.
 

@@ -105,11 +105,11 @@ def make_groups(
         TypeError, ValueError: groups are invalid, or differ between ranks; on all ranks.
         RuntimeError: process sets cannot be registered.
     """
-    introduction, _ = communicator.introduction()
-    with communicator.attendance.at("node_groups()"):
-        told = communicator.allgather_object((socket.gethostname(), introduction), "hvd_periodic.hosts")
+    address, _ = communicator.address()
+    with communicator.tracker.at("node_groups()"):
+        told = communicator.allgather_object((socket.gethostname(), address), "hvd_periodic.hosts")
     hosts = [host for host, _ in told]
-    communicator.attendance.met([() if found is None else found for _, found in told])
+    communicator.tracker.set_peers([() if found is None else found for _, found in told])
     failure, lists = None, []
     try:
         if groups is not None:
@@ -120,7 +120,7 @@ def make_groups(
             lists = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     except (TypeError, ValueError) as error:
         failure = error
-    with communicator.attendance.at("node_groups()"):
+    with communicator.tracker.at("node_groups()"):
         of_ranks = communicator.allgather_object(lists, "hvd_periodic.groups")
     if failure is not None:
         raise failure
@@ -131,7 +131,7 @@ def make_groups(
     sets = {tuple(members): register(members) for members in [*lists, *across(lists)]}
     _dividing.update((members, made) for members, made in sets.items() if len(members) < communicator.size)
     # Ranks learn of a new set at different times; one that ends now would shut Horovod down before others know it.
-    with communicator.attendance.at("node_groups()"):
+    with communicator.tracker.at("node_groups()"):
         communicator.allgather_object(None, "hvd_periodic.registered")
     local, cross = (next(m for m in found if rank in m) for found in (lists, across(lists)))
     if rank == 0:

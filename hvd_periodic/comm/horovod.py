@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import attendance_of
+from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collectives import send_object
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.comm.launchers import started_alone, started_several
-from hvd_periodic.comm.objects import pass_object
+from hvd_periodic.comm.local import started_alone, started_several
 from hvd_periodic.ranks import named
 
 _EVERYONE = "hvd_periodic.0.meeting"
@@ -71,7 +71,7 @@ class HorovodCommunicator(JobCommunicator):
         self._place = (self._hvd.rank(), self._hvd.size())
         self.host = self._hvd.rank() - self._hvd.local_rank()  # The first rank of the host.
         self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        self.attendance.elastic = self.elastic
+        self.tracker.elastic = self.elastic
         self.description = f"Horovod ({'MPI' if self._hvd.mpi_enabled() else 'Gloo'})"
 
     def changed(self) -> str | None:
@@ -119,15 +119,15 @@ class HorovodCommunicator(JobCommunicator):
 
     def _begun(self, handle: Any) -> Callable[[], Any]:
         """Return a function that waits for the collective of a handle, sleeping, and returns its result."""
-        number = self.attendance.come()
+        number = self.tracker.start_collective()
 
         def finish() -> Any:
-            self.attendance.wait_for(number, lambda: self._hvd.poll(handle))
+            self.tracker.wait_for(number, lambda: self._hvd.poll(handle))
             return self._hvd.synchronize(handle)
 
         return finish
 
-    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
         """Send a pickled object to one rank, and to no other."""
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -135,19 +135,19 @@ class HorovodCommunicator(JobCommunicator):
             received, given = self.scatter(self._tensor(data.copy()), counts, f"{name}.data")()
             return np.asarray(received), np.asarray(given).tolist()
 
-        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
+        return send_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
         """Start to send each rank its part, into a new tensor."""
         options = {"splits": self._tensor(counts), "name": name, "process_set": self.process_set}
         return self._begun(self._hvd.alltoall_async(buffer, **options))
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return ``times`` concatenated copies of a tensor."""
         return buffer.repeat(times)
 
     @property
-    def waits_busily(self) -> bool:  # type: ignore[override]
+    def busy_waits(self) -> bool:  # type: ignore[override]
         """Whether Open MPI spins while it waits, and this host has no spare cores for that."""
         if "OMPI_COMM_WORLD_SIZE" not in os.environ or not self._hvd.mpi_enabled():
             return False
@@ -168,14 +168,14 @@ class HorovodCommunicator(JobCommunicator):
         """This rank's position among the ranks of its host, and their number."""
         return int(self._hvd.local_rank()), int(self._hvd.local_size())
 
-    def everyone(self) -> HorovodCommunicator:
+    def whole_job(self) -> HorovodCommunicator:
         """Return the communicator of all ranks of the job."""
         everyone = copy.copy(self)
         everyone.process_set = self._hvd.global_process_set
-        everyone.attendance = attendance_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
+        everyone.tracker = tracker_of(_EVERYONE, self._hvd.rank(), range(self._hvd.size()))
         return everyone
 
-    def refuse_without_mpi(self) -> None:
+    def require_mpi(self) -> None:
         """Raise a RuntimeError unless Horovod runs on an MPI with support for threads."""
         if not self._hvd.mpi_enabled():
             raise RuntimeError(

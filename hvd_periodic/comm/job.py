@@ -11,15 +11,14 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_int
-from hvd_periodic.comm.attendance import attendance_of
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collectives import gather_objects
 from hvd_periodic.comm.groups import divides_the_job
-from hvd_periodic.comm.memory import LocalMemory, SharedMemory
-from hvd_periodic.comm.messages import Messages
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
-from hvd_periodic.comm.objects import gather_objects
-from hvd_periodic.comm.roster import sign
-from hvd_periodic.comm.watcher import watcher
+from hvd_periodic.comm.stall_monitor import stall_monitor
+from hvd_periodic.comm.stall_protocol import mark_arrived
+from hvd_periodic.comm.transports import LocalMemory, Messages, SharedMemory
 from hvd_periodic.ranks import named
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ class JobCommunicator(Communicator):
         process_set: the ranks that exchange, as the library represents them.
         ranks: the global ranks of the set.
         rank: the global rank of this process.
-        meeting_name: name of the handshake of all optimizers of these ranks; the same on all of them.
+        handshake_name: name of the handshake of all optimizers of these ranks; the same on all of them.
 
     Attributes:
         ranks: as given.
@@ -40,23 +39,23 @@ class JobCommunicator(Communicator):
         problem: the error, if any, that keeps this rank from training in this job: the handshake tells all ranks.
     """
 
-    encloses = 512 * 2**10
+    piggyback_limit_bytes = 512 * 2**10
     _constructed: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, process_set: Any, ranks: Sequence[int], rank: int, meeting_name: str) -> None:
-        self.process_set, self.ranks, self.meeting_name = process_set, list(ranks), meeting_name
+    def __init__(self, process_set: Any, ranks: Sequence[int], rank: int, handshake_name: str) -> None:
+        self.process_set, self.ranks, self.handshake_name = process_set, list(ranks), handshake_name
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
-        self.attendance = attendance_of(meeting_name, rank, self.ranks)
+        self.tracker = tracker_of(handshake_name, rank, self.ranks)
         self.problem: Exception | None = None
 
     @property
     def constructed(self) -> int:
         """Number of optimizers that this process has constructed on these ranks, with any communicator."""
-        return self._constructed[self.meeting_name]
+        return self._constructed[self.handshake_name]
 
     @constructed.setter
     def constructed(self, number: int) -> None:
-        self._constructed[self.meeting_name] = number
+        self._constructed[self.handshake_name] = number
 
     @property
     def global_ranks(self) -> list[int]:
@@ -66,7 +65,7 @@ class JobCommunicator(Communicator):
     @property
     def namespace(self) -> Hashable:
         """One namespace per set of ranks."""
-        return self.meeting_name
+        return self.handshake_name
 
     def store(self) -> Any:
         """Return the store in which ranks record their arrival before the first handshake; None: the launcher's."""
@@ -78,28 +77,28 @@ class JobCommunicator(Communicator):
         """Whether all ranks of the job are on one host."""
 
     @abstractmethod
-    def everyone(self) -> JobCommunicator:
+    def whole_job(self) -> JobCommunicator:
         """Return the communicator of all ranks of the job."""
 
     @abstractmethod
-    def refuse_without_mpi(self) -> None:
+    def require_mpi(self) -> None:
         """Raise a RuntimeError if the ranks have no MPI next to the library; collective among them."""
 
     @abstractmethod
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Return the concatenated arrays of all ranks, whose sizes may differ."""
 
-    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+    def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
         if self.problem is not None or self.size == 1:
             return None, self.problem
         try:
-            found = watcher(self.one_host)
+            monitor = stall_monitor(self.one_host)
         except ValueError as error:
             return None, error
-        if not self.attendance.peers and not self.elastic:
-            sign(self.attendance.name, self.attendance.rank, self.store())
-        return None if found is None else found.introduction(self.attendance), None
+        if not self.tracker.peers and not self.elastic:
+            mark_arrived(self.tracker.name, self.tracker.rank, self.store())
+        return None if monitor is None else monitor.address(self.tracker), None
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
@@ -132,11 +131,11 @@ class JobCommunicator(Communicator):
         """Return messages over MPI."""
         return self._during(self._mpi.messages)
 
-    def assembly(self, number: int) -> Callable[[], int | None]:
+    def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
         """Start to wait for all ranks outside the library, which would report a stall."""
         if self.size == 1:
-            return lambda: number
-        return self.attendance.assembly(self._mpi.assembly(number))
+            return lambda: barrier_id
+        return self.tracker.begin_idle_barrier(self._mpi.begin_idle_barrier(barrier_id))
 
     @property
     def channel(self) -> object:
@@ -148,9 +147,9 @@ class JobCommunicator(Communicator):
         if self._has_mpi:
             self._mpi.leave()
 
-    def lost(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """Return the dead ranks, which can only be detected in asynchronous training on one host."""
-        return self._mpi.lost() if self._has_mpi else []
+        return self._mpi.dead_ranks() if self._has_mpi else []
 
     def alive(self) -> bool:
         """Return whether MPI has not ended, if it is in use: starting it is collective, and this query is not."""
@@ -164,15 +163,15 @@ class JobCommunicator(Communicator):
     def wait_for_job(self) -> None:
         """Wait for all ranks of the job, if these are one of the groups that it is divided into."""
         if divides_the_job(self.process_set):
-            everyone = self.everyone()
-            everyone.attendance.limit(self.attendance.timeout)
-            with everyone.attendance.at("finalize(), for the other groups"):
+            everyone = self.whole_job()
+            everyone.tracker.limit(self.tracker.timeout)
+            with everyone.tracker.at("finalize(), for the other groups"):
                 everyone.gather(np.zeros(1, np.int64), "hvd_periodic.job")
 
     def _during(self, call: Callable[[], T]) -> T:
         """Return the result of a collective that sets up access to an asynchronous center."""
-        with self.attendance.at("the start of asynchronous exchange"):
-            return self.attendance.during(call)
+        with self.tracker.at("the start of asynchronous exchange"):
+            return self.tracker.run_blocking(call)
 
     @property
     def _has_mpi(self) -> bool:
@@ -181,5 +180,5 @@ class JobCommunicator(Communicator):
     @cached_property
     def _mpi(self) -> MPICommunicator:
         """Return these ranks as an MPI communicator; collective among them."""
-        self.refuse_without_mpi()
+        self.require_mpi()
         return communicator_of_ranks(self.allgather_object(world_rank(), "hvd_periodic.mpi"))

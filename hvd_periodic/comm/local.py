@@ -1,7 +1,8 @@
-"""A single rank, which has no other rank to exchange with."""
+"""A single rank, which has no other rank to exchange with; and the launchers that tell whether there are others."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -9,9 +10,21 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.launchers import started_alone
-from hvd_periodic.comm.memory import LocalMemory, SharedMemory
+from hvd_periodic.comm.transports import LocalMemory, SharedMemory
 from hvd_periodic.logs import logger, set_up
+
+_SIZES = {
+    "SLURM_STEP_NUM_TASKS": "Slurm",
+    "OMPI_COMM_WORLD_SIZE": "mpirun of Open MPI",
+    "PMI_SIZE": "mpiexec of an MPICH",
+    "MV2_COMM_WORLD_SIZE": "mpiexec of MVAPICH",
+    "WORLD_SIZE": "torchrun, or another launcher of torch.distributed,",
+    "HOROVOD_SIZE": "horovodrun",
+}
+"""Environment variables with the number of processes, and the launchers that set them."""
+
+_WITHOUT_SIZE = ("PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID", "JSM_NAMESPACE_RANK", "PALS_RANKID", "RANK")
+"""Environment variables of launchers that may give a process its rank, but not the number of processes."""
 
 
 class LocalCommunicator(Communicator):
@@ -51,7 +64,7 @@ class LocalCommunicator(Communicator):
         """Return the buffer itself."""
         return lambda: (buffer, [len(buffer)])
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return the buffer itself: there is one rank, and one copy per rank."""
         return buffer
 
@@ -79,3 +92,30 @@ def _only_rank() -> LocalCommunicator:
     set_up()
     logger.warning("No launcher has started other processes: this one trains alone, as the only rank")
     return LocalCommunicator()
+
+
+def started_several(horovodrun: bool = True) -> tuple[str, int, str] | None:
+    """Return the launcher that has started several processes, their number, and the variable that says so.
+
+    Args:
+        horovodrun: whether it counts. Horovod reads its variable itself, and an elastic job may outgrow the number.
+    """
+    for variable, launcher in _SIZES.items():
+        if variable == "HOROVOD_SIZE" and not horovodrun:
+            continue
+        processes = os.environ.get(variable, "1")
+        if processes.isdigit() and int(processes) > 1:
+            return launcher, int(processes), variable
+    return None
+
+
+def started_alone() -> bool:
+    """Return whether there is no launcher, or one for which this process is the only one, and will stay so.
+
+    Example:
+        >>> started_alone()
+        True
+    """
+    if started_several() is not None or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return False
+    return any(variable in os.environ for variable in _SIZES) or not any(sign in os.environ for sign in _WITHOUT_SIZE)

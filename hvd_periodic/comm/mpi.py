@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import attendance_of
-from hvd_periodic.comm.base import Communicator, awaited
-from hvd_periodic.comm.hall import Hall
-from hvd_periodic.comm.memory import SharedMemory
-from hvd_periodic.comm.messages import Messages
-from hvd_periodic.comm.objects import gather_objects
-from hvd_periodic.comm.presence import number_of
-from hvd_periodic.comm.roster import sign
-from hvd_periodic.comm.watcher import watcher
-from hvd_periodic.comm.window import on_one_host, open_window
+from hvd_periodic.comm.base import Communicator, common_barrier
+from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collectives import gather_objects
+from hvd_periodic.comm.shared_memory import LivenessBarrier, on_one_host, open_window
+from hvd_periodic.comm.stall_monitor import stall_monitor
+from hvd_periodic.comm.stall_protocol import mark_arrived, stable_hash
+from hvd_periodic.comm.transports import Messages, SharedMemory
 from hvd_periodic.vectors.layout import chunk
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ABOVE_ALL = 2**31
-"""Greater than the number of any optimizer."""
+"""Greater than the id of any barrier."""
 
 _of_ranks: dict[tuple[int, ...], MPICommunicator] = {}
 """Communicators of this process by ranks of the job: MPI supports a limited number, so optimizers share them."""
@@ -57,27 +54,27 @@ class MPICommunicator(Communicator):
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
-        self._hall: Hall | None = None
+        self._liveness: LivenessBarrier | None = None
         self._watched = watched and self.size > 1
         if self._watched:
             ranks = tuple(_in_the_job(self._comm))
             _watched[ranks] += 1
-            name = f"hvd_periodic.mpi.{number_of(str(ranks))}.{_watched[ranks]}"
-            self.attendance = attendance_of(name, ranks[self.rank], ranks)
+            name = f"hvd_periodic.mpi.{stable_hash(str(ranks))}.{_watched[ranks]}"
+            self.tracker = tracker_of(name, ranks[self.rank], ranks)
 
-    def introduction(self) -> tuple[np.ndarray | None, Exception | None]:
+    def address(self) -> tuple[np.ndarray | None, Exception | None]:
         """Return the address of this process's stall monitor."""
         if not self._watched:
             return None, None
         on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
         try:
-            found = watcher(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
+            monitor = stall_monitor(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
         except ValueError as error:
             return None, error
         _end_together()
-        if not self.attendance.peers:
-            sign(self.attendance.name, self.attendance.rank)
-        return None if found is None else found.introduction(self.attendance), None
+        if not self.tracker.peers:
+            mark_arrived(self.tracker.name, self.tracker.rank)
+        return None if monitor is None else monitor.address(self.tracker), None
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
@@ -127,8 +124,10 @@ class MPICommunicator(Communicator):
 
         def opened() -> SharedMemory:
             memory = open_window(self._comm, nbytes)
-            if self._hall is None:
-                self._hall = Hall(open_window(self._comm, Hall.nbytes(self.size)), self.rank, self.size)
+            if self._liveness is None:
+                self._liveness = LivenessBarrier(
+                    open_window(self._comm, LivenessBarrier.nbytes(self.size)), self.rank, self.size
+                )
                 self._comm.Barrier()
             return memory
 
@@ -138,26 +137,26 @@ class MPICommunicator(Communicator):
         """Return messages over a duplicate of the communicator."""
         return Messages(self._during(self._comm.Dup))
 
-    def assembly(self, number: int) -> Callable[[], int | None]:
-        """Start a nonblocking reduction: waiting inside MPI occupies a core. On one host, see :class:`Hall`."""
-        if self._hall is not None:
-            return self.attendance.assembly(self._hall.assembly(number))
-        extremes = np.array([number, -number if number else -_ABOVE_ALL], dtype=np.int64)
+    def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
+        """Enter the :class:`LivenessBarrier`, if any; else start a nonblocking reduction: MPI would wait on a core."""
+        if self._liveness is not None:
+            return self.tracker.begin_idle_barrier(self._liveness.begin(barrier_id))
+        extremes = np.array([barrier_id, -barrier_id if barrier_id else -_ABOVE_ALL], dtype=np.int64)
         request = self._comm.Iallreduce(self._in_place, extremes, op=self._operations["max"])
 
-        def look() -> int | None:
-            return awaited([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
+        def poll() -> int | None:
+            return common_barrier([int(extremes[0]), int(-extremes[1]) % _ABOVE_ALL]) if request.Test() else None
 
-        return self.attendance.assembly(look)
+        return self.tracker.begin_idle_barrier(poll)
 
     def leave(self) -> None:
         """Mark the end of this process as regular, before it ends."""
-        if self._hall is not None:
-            self._hall.leave()
+        if self._liveness is not None:
+            self._liveness.leave()
 
-    def lost(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """Return the dead ranks, if they can be detected."""
-        return [] if self._hall is None else self._hall.lost()
+        return [] if self._liveness is None else self._liveness.dead_ranks()
 
     def alive(self) -> bool:
         """Return whether MPI has not ended."""
@@ -171,18 +170,18 @@ class MPICommunicator(Communicator):
 
     def _begun(self, request: MPI.Request, result: T) -> Callable[[], T]:
         """Return a function that waits for a started collective and returns its result."""
-        number = self.attendance.come()
+        number = self.tracker.start_collective()
 
         def wait() -> T:
-            self.attendance.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
+            self.tracker.wait_for(number, request.Test, longest=0.0)  # MPI moves data while it is polled.
             return result
 
         return wait
 
     def _during(self, call: Callable[[], T]) -> T:
         """Return the result of a collective that sets up access to an asynchronous center."""
-        with self.attendance.at("the start of asynchronous exchange"):
-            return self.attendance.during(call)
+        with self.tracker.at("the start of asynchronous exchange"):
+            return self.tracker.run_blocking(call)
 
 
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:

@@ -39,30 +39,30 @@ class Subset(Communicator):
                 f"({everyone.rank}), out of {everyone.size}. Received: {self.places}"
             )
         self.rank, self.size = self.places.index(everyone.rank), len(self.places)
-        self.elastic, self.host, self.meeting_name = everyone.elastic, everyone.host, everyone.meeting_name
-        self.attendance, self.waits_busily = everyone.attendance, everyone.waits_busily
+        self.elastic, self.host, self.handshake_name = everyone.elastic, everyone.host, everyone.handshake_name
+        self.tracker, self.busy_waits = everyone.tracker, everyone.busy_waits
         self.description = f"{everyone.description}, in groups"
 
     @property
-    def meets_with(self) -> Communicator:
+    def handshake_group(self) -> Communicator:
         """All ranks."""
         return self._everyone
 
-    def among(self, of_all: Sequence[T]) -> list[T]:
+    def select(self, of_all: Sequence[T]) -> list[T]:
         """Return the items of this group's ranks, given the items of all ranks."""
         return [of_all[place] for place in self.places]
 
-    def anew(self, everyone: Communicator) -> Communicator:
+    def rebuild(self, everyone: Communicator) -> Communicator:
         """Return this rank's group among the current ranks."""
         return Subset(everyone, self._choose)
 
     def check(self) -> None:
         """Raise a ValueError on all ranks if some disagree about the members of their group."""
-        told = self.meets_with.allgather_object(self.places, "hvd_periodic.groups")
+        told = self.handshake_group.allgather_object(self.places, "hvd_periodic.groups")
         for rank, places in enumerate(told):
             other = next((place for place in places if told[place] != places), None)
             if other is not None:
-                ranks = self.meets_with.global_ranks
+                ranks = self.handshake_group.global_ranks
                 raise ValueError(
                     "A function that is passed as `process_set` must divide the ranks into groups. Received: "
                     f"{places} on rank {ranks[rank]}, and {told[other]} on rank {ranks[other]}"
@@ -70,20 +70,20 @@ class Subset(Communicator):
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix on which all ranks agree."""
-        return self.meets_with.unique_name(timeout_seconds, provisional)
+        return self.handshake_group.unique_name(timeout_seconds, provisional)
 
     @property
     def global_ranks(self) -> list[int]:
         """The global ranks of the group."""
-        return self.among(self.meets_with.global_ranks)
+        return self.select(self.handshake_group.global_ranks)
 
     def changed(self) -> str | None:
         """Return how the job has changed since construction."""
-        return self.meets_with.changed()
+        return self.handshake_group.changed()
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start to reduce one part on each rank; the returned function also gathers the parts."""
-        part = self._reduced(buffer, name, {"sum": add, "max": self.meets_with.larger}[op])
+        part = self._reduced(buffer, name, {"sum": add, "max": self.handshake_group.maximum}[op])
         return lambda: self.allgather(part(), f"{name}.parts")
 
     def reducescatter(self, buffer: Any, name: str) -> Callable[[], Any]:
@@ -106,7 +106,7 @@ class Subset(Communicator):
         """Send the root's buffer to all ranks of the group."""
         if self.rank != root:
             return self._scatter(buffer[:0], [0] * self.size, name)()
-        return self._scatter(self.meets_with.repeated(buffer, self.size), [len(buffer)] * self.size, name)()
+        return self._scatter(self.handshake_group.tile(buffer, self.size), [len(buffer)] * self.size, name)()
 
     def allgather(self, buffer: Any, name: str, out: Any = None) -> Any:
         """Send every rank's buffer to all ranks of the group."""
@@ -114,7 +114,7 @@ class Subset(Communicator):
 
     def begin_allgather(self, buffer: Any, name: str, out: Any) -> Callable[[], Any]:
         """Start to send every rank's buffer to all ranks of the group."""
-        return self._scatter(self.meets_with.repeated(buffer, self.size), [len(buffer)] * self.size, name)
+        return self._scatter(self.handshake_group.tile(buffer, self.size), [len(buffer)] * self.size, name)
 
     def alltoall(self, buffer: Any, name: str) -> Callable[[], Any]:
         """Start to exchange parts."""
@@ -122,7 +122,7 @@ class Subset(Communicator):
 
     def allgather_object(self, value: object, name: str) -> list[Any]:
         """Return the values of the group; they are small, and all ranks gather them."""
-        return self.among(self.meets_with.allgather_object(value, name))
+        return self.select(self.handshake_group.allgather_object(value, name))
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return the integers of the group."""
@@ -143,13 +143,13 @@ class Subset(Communicator):
 
     def _scatter(self, buffer: Any, counts: Sequence[int], name: str) -> Callable[[], Any]:
         """Start to send as many elements as ``counts`` says to each rank of the group, and none to other ranks."""
-        of_all = np.zeros(self.meets_with.size, np.int32)
+        of_all = np.zeros(self.handshake_group.size, np.int32)
         of_all[self.places] = counts
-        finish = self.meets_with.scatter(buffer, of_all, name)
+        finish = self.handshake_group.scatter(buffer, of_all, name)
         return lambda: finish()[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Subset, (self.meets_with, self._choose)
+        return Subset, (self.handshake_group, self._choose)
 
 
 def require_possible(
@@ -171,7 +171,7 @@ def require_possible(
         f"overlap={overlap!r}": overlap != 0,
     }
     for what, found in refused.items():
-        if found and communicator.meets_with is not communicator:
+        if found and communicator.handshake_group is not communicator:
             raise ValueError(
                 f"With a function as `process_set`, groups exchange in step, by a center on every rank. "
                 f"Received: {what}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.memory import LocalMemory, SharedMemory
+from hvd_periodic.comm.transports import LocalMemory, SharedMemory
 from hvd_periodic.vectors.layout import chunk
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hvd_periodic.comm.collectives import send_object
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.comm.objects import pass_object
-from hvd_periodic.comm.presence import number_of
+from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.vectors.layout import chunk
 
 # Some builds of PyTorch have no torch.distributed; with them, this file is imported but not used.
@@ -86,7 +86,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         self.description = f"torch.distributed ({', '.join(dict.fromkeys(self._backends.values()))})"
         over_mpi = "mpi" in self._backends.values()
         self.sums = frozenset() if over_mpi else frozenset({"f2"})  # type: ignore[misc]
-        self.host = number_of(socket.gethostname())
+        self.host = stable_hash(socket.gethostname())
 
     @property
     def one_host(self) -> bool:
@@ -99,7 +99,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Return a separate connection to the store of the job, which a thread may query while another waits there."""
         return None if "mpi" in self._backends.values() else _store_of_the_job()  # The MPI backend has no store.
 
-    def everyone(self) -> TorchDistributedCommunicator:
+    def whole_job(self) -> TorchDistributedCommunicator:
         """Return the communicator of all ranks of the job."""
         return TorchDistributedCommunicator()
 
@@ -184,7 +184,7 @@ class TorchDistributedCommunicator(JobCommunicator):
             parts = [part for pair in zip(parts, following, strict=True) for part in pair]
         return np.concatenate(parts).view(array.dtype)
 
-    def pass_object(self, value: object, to: int, name: str) -> dict[int, Any]:
+    def send_object(self, value: object, to: int, name: str) -> dict[int, Any]:
         """Send a pickled object to one rank, and to no other."""
 
         def send(data: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -193,9 +193,9 @@ class TorchDistributedCommunicator(JobCommunicator):
             received = self._scatter(torch.from_numpy(data.copy()), counts.tolist(), coming)()
             return received.numpy(), coming
 
-        return pass_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
+        return send_object(value, lambda size: self.gather_integers(np.array([size]), f"{name}.sizes"), send)
 
-    def refuse_without_mpi(self) -> None:
+    def require_mpi(self) -> None:
         """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""
         if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
             raise RuntimeError(
@@ -232,10 +232,10 @@ class TorchDistributedCommunicator(JobCommunicator):
     def _begin(self, call: Callable[[], Any], result: Any) -> Callable[[], Any]:
         """Start a collective; return a function that waits for it, sleeping, and returns the result."""
         _ = self._group  # Create the group before this rank records the start of the collective.
-        number, work = self.attendance.come(), self._checked(call)
+        number, work = self.tracker.start_collective(), self._checked(call)
 
         def finish() -> Any:
-            self.attendance.wait_for(number, work.is_completed)
+            self.tracker.wait_for(number, work.is_completed)
             self._checked(work.wait)
             return result
 
@@ -247,7 +247,7 @@ class TorchDistributedCommunicator(JobCommunicator):
             return call()
         except RuntimeError as error:
             raise RuntimeError(
-                f"torch.distributed has failed in {self.attendance.place()}, as it does where another rank has ended: "
+                f"torch.distributed has failed in {self.tracker.place()}, as it does where another rank has ended: "
                 f"{error}"
             ) from error
 
@@ -256,16 +256,16 @@ class TorchDistributedCommunicator(JobCommunicator):
         """This package's own group; the first use is collective among its ranks."""
         if "mpi" in self._backends.values():  # MPI creates no group without all ranks of the job.
             return self.process_set
-        name = f"{self.meeting_name}.own"
+        name = f"{self.handshake_name}.own"
         known = self._own.get(name)
         if known is None or known.given is not self.process_set:
             number = 1 if known is None else known.number + 1
-            made = self.attendance.during(lambda: _duplicate(self.ranks, self._backends, f"{name}.{number}"))
+            made = self.tracker.run_blocking(lambda: _duplicate(self.ranks, self._backends, f"{name}.{number}"))
             known = self._own[name] = _Own(self.process_set, made, number)
         return known.made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (None if self.process_set is self._world else self.meeting_name,)
+        return _restored, (None if self.process_set is self._world else self.handshake_name,)
 
 
 _registered: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -283,11 +283,11 @@ def register_group(ranks: list[int]) -> Any:
     return known
 
 
-def _restored(meeting_name: str | None) -> TorchDistributedCommunicator:
+def _restored(handshake_name: str | None) -> TorchDistributedCommunicator:
     """Return the communicator of all ranks, or of a group, which only the process that made it knows."""
-    if meeting_name is None:
+    if handshake_name is None:
         return TorchDistributedCommunicator()
-    known = TorchDistributedCommunicator._own.get(f"{meeting_name}.own")
+    known = TorchDistributedCommunicator._own.get(f"{handshake_name}.own")
     if known is None:
         raise RuntimeError(
             "An optimizer over a torch.distributed.ProcessGroup can be unpickled in the process that made the group "

@@ -12,7 +12,7 @@ from hvd_periodic.asynchronous.center_in_memory import ExchangedTensors
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers import Placement, Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.counters import Notes

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.sync.assigned import Assigned
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course, Legacy
@@ -52,7 +52,7 @@ class Beginning(Generic[V]):
         records = setting.meeting.meet(Purpose.START)
         standings = membership.together.gather(self._standing(moment), "start")
         averaging = self._averaging([standing.local_steps for standing in standings.values()])
-        everyone = membership.communicator.meets_with
+        everyone = membership.communicator.handshake_group
         root = everyone.global_ranks[membership.first]
         start = decide(standings, root, averaging, asynchronous=not course.steps_agree)
         if start is Start.ANEW:
@@ -86,7 +86,7 @@ class Beginning(Generic[V]):
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
                 f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
-        self._take_over(membership.communicator.meets_with, giver, membership.name)
+        self._take_over(membership.communicator.handshake_group, giver, membership.name)
         if together.group is not None:
             self._take_over(together.group, together.group_root, together.group_name)
         self._checkpoint.forget()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.centers.saved_vectors import SavedVectors
-from hvd_periodic.checkpoints import Everyone, Leaves, Saving, save_set
+from hvd_periodic.checkpoints import Leaves, Saving, save_set
 from hvd_periodic.checkpoints.saving import Occasion
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.counters import Counters, Notes
 from hvd_periodic.sync.course import Course
 
@@ -58,7 +59,7 @@ class Checkpoint(Generic[V]):
     def save_files(
         self,
         path: Path,
-        everyone: Everyone,
+        everyone: TrainingGroup,
         refuse_inside: Callable[[str], object],
         state: Callable[[], Any],
         leaves: Leaves,

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.attendance import forget_all
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.collective_tracker import forget_trackers
 from hvd_periodic.ranks import titled
 from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
@@ -139,14 +139,14 @@ class _Told:
         numbers: of the commits that it holds.
         loaded: states of exchanges were loaded.
         prepared: of the commit that it has made together with others, and not heard that all have.
-        introduction: what the others have to know to ask it where it is.
+        address: what the others have to know to ask it where it is.
     """
 
     generation: int
     numbers: set[int]
     loaded: bool
     prepared: set[int]
-    introduction: np.ndarray | None
+    address: np.ndarray | None
 
 
 class Commits:
@@ -185,7 +185,7 @@ class Commits:
 
     def reset(self, objects: Objects) -> Objects:
         """Take notice of new ranks and put back the newest copy; communicates nothing. Return its objects."""
-        forget_all()
+        forget_trackers()
         self._rejoin(self._generation + 1)
         if not self.held:
             return objects
@@ -248,11 +248,11 @@ class Commits:
     def _met(self, communicator: Communicator) -> list[_Told]:
         """Return what all ranks have; and hold what this one has prepared, if another one has heard that all had."""
         loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
-        introduction, _ = communicator.introduction()
-        mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), introduction)
-        with communicator.attendance.at("State.sync()"):
+        address, _ = communicator.address()
+        mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), address)
+        with communicator.tracker.at("State.sync()"):
             told: list[_Told] = communicator.allgather_object(mine, "hvd_periodic.commits")
-        communicator.attendance.met([() if each.introduction is None else each.introduction for each in told])
+        communicator.tracker.set_peers([() if each.address is None else each.address for each in told])
         heard = set().union(*(each.numbers for each in told))
         if heard & self._prepared.keys():
             self.held = self._prepared
@@ -425,7 +425,7 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool) -> None:
         synchronizer: its exchanges.
         averages: it is around an ``hvd.DistributedOptimizer``.
     """
-    communicator = synchronizer.membership.communicator.meets_with
+    communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
         "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
-from hvd_periodic.comm.meeting import Record
+from hvd_periodic.comm.handshake import Record
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.comm.meeting import Purpose, Record
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -39,7 +39,7 @@ class Enclosed(Generic[V]):
         nbytes = sum(bucket.nbytes for group in groups for bucket in group.values.layout.buckets)
         self.possible = (
             communicator.size > 1
-            and nbytes * communicator.size <= communicator.encloses
+            and nbytes * communicator.size <= communicator.piggyback_limit_bytes
             and replica.in_host_memory
             and all(group.sends_once for group in groups)
         )
@@ -64,8 +64,8 @@ class Enclosed(Generic[V]):
             records: of all ranks.
             enclosures: of all ranks.
         """
-        places = {(record.purpose, record.pending, record.period, record.enclosed) for record in records}
-        if len(places) > 1 or not records[0].enclosed or records[0].purpose != Purpose.EXCHANGE:
+        places = {(record.purpose, record.pending, record.period, record.piggyback_length) for record in records}
+        if len(places) > 1 or not records[0].piggyback_length or records[0].purpose != Purpose.EXCHANGE:
             return
         memory = [enclosure.view(np.uint8) for enclosure in enclosures]
         start = 0

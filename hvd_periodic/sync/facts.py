@@ -40,7 +40,7 @@ def facts_of(course: Course[Any], policy: LocalState) -> dict[str, object]:
         **course.facts(),
         "center optimizer": exchanged.center_optimizer.name,
         "optimizer_state": policy,
-        "timeout_seconds": setting.membership.communicator.attendance.timeout,
+        "timeout_seconds": setting.membership.communicator.tracker.timeout,
         **exchanged.replica.facts(),
         **exchanged.hyperparameters.settings(),
     }

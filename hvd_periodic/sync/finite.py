@@ -115,7 +115,7 @@ class Finite(Generic[V]):
     def _can_skip(self) -> bool:
         """Whether this rank could be left out: not where others have parts of its replica, or have to stay in step."""
         communicator = self._membership.communicator
-        return self._replica.may_be_left_out and communicator.meets_with is communicator
+        return self._replica.may_be_left_out and communicator.handshake_group is communicator
 
     def _name_in(self, group: TensorGroup[V]) -> str | None:
         """Return what a tensor of a group is called, given its name; None where this rank's can spoil nothing."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree
-from hvd_periodic.comm.meeting import Purpose, Record, leading, meet
+from hvd_periodic.comm.handshake import Purpose, Record, handshake, leading
 from hvd_periodic.outer.framework import Hyperparameters
 from hvd_periodic.ranks import named
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
@@ -115,9 +115,9 @@ class Meeting:
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
         record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
-        communicator.attendance.follow(self._membership.number, self._ledger)
+        communicator.tracker.follow_steps(self._membership.number, self._ledger)
         self.came, came = time.time(), time.perf_counter()
-        met = meet(communicator, record, failure, enclosed)
+        met = handshake(communicator, record, failure, enclosed)
         self.waited = time.perf_counter() - came
         self.have_met(purpose)
         return met
@@ -160,8 +160,8 @@ class Meeting:
         """
         steps, communicator = self._ledger.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
-        communicator.attendance.follow(self._membership.number, self._ledger)
-        meet(communicator, record, None if problem is None else RuntimeError(problem))
+        communicator.tracker.follow_steps(self._membership.number, self._ledger)
+        handshake(communicator, record, None if problem is None else RuntimeError(problem))
 
     def weigh(self, own: Standpoint, purpose: Purpose) -> None:
         """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""
@@ -220,8 +220,8 @@ class Meeting:
         """
         states = {record.optimizer_state for record in records}
         if self._optimizer_state is not None and 0 not in states and len(states) > 1:
-            agree(self._membership.communicator.meets_with, self._membership.name, self._optimizer_state.facts())
-        exchanging = self._membership.communicator.among(records)
+            agree(self._membership.communicator.handshake_group, self._membership.name, self._optimizer_state.facts())
+        exchanging = self._membership.communicator.select(records)
         training = [record for record in records if record.training]
         deciding = training or list(records)
         self.everyone_trains = len(training) == len(records)
@@ -254,7 +254,7 @@ class Meeting:
         ahead on one that has ended its epoch. Those that train decide; of them, who has made most updates; of several,
         the first.
         """
-        communicator, name = self._membership.communicator.meets_with, self._membership.name
+        communicator, name = self._membership.communicator.handshake_group, self._membership.name
         first = leading(deciding)
         most = first.updates
         if all((record.settings, record.rate) == (first.settings, first.rate) for record in records):

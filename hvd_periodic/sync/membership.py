@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.together import Together
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.journal.lines import Log, log_of
 
 
@@ -32,7 +32,7 @@ class Membership:
         """Be a member of these ranks, and no longer of those before."""
         self.communicator, self.asked_root, self.name = communicator, root, name
         self.root = root if root < communicator.size else 0
-        self.together = Together(communicator.meets_with)
+        self.together = TrainingGroup(communicator.handshake_group)
         self.in_groups = False
 
     def refuse_others(self) -> None:
@@ -61,7 +61,7 @@ class Membership:
     @property
     def number_among_several(self) -> int | None:
         """Which optimizer this is, where these ranks have constructed several."""
-        return self.number if self.communicator.meets_with.constructed > 1 else None
+        return self.number if self.communicator.handshake_group.constructed > 1 else None
 
     @property
     def is_root(self) -> bool:
@@ -71,10 +71,10 @@ class Membership:
     @property
     def in_step(self) -> bool:
         """Whether this is one of groups that exchange in step, each by a center of its own."""
-        return self.communicator.meets_with is not self.communicator
+        return self.communicator.handshake_group is not self.communicator
 
     @property
-    def alike(self) -> Communicator | Together:
+    def alike(self) -> Communicator | TrainingGroup:
         """The ranks that have one center."""
         return self.communicator if self.in_step else self.together
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.ranks import named
 from hvd_periodic.sync.shares import Share, Whole, put_together
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -61,7 +61,7 @@ def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> Mirror:
     membership = synchronizer.membership
     communicator, name = membership.communicator, f"{membership.name}.share"
     chosen = keepers(communicator.gather_integers(np.array([communicator.host]), f"{name}.hosts").tolist())
-    shares = communicator.pass_object(share, chosen[communicator.rank], name) | {communicator.rank: share}
+    shares = communicator.send_object(share, chosen[communicator.rank], name) | {communicator.rank: share}
     return Mirror(communicator.rank, synchronizer.course.placement.holders, chosen, shares)
 
 

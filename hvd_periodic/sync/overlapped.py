@@ -66,7 +66,7 @@ class Overlapped(Synchronous[V]):
                 f"from other ranks, and training would wait for that. Received: overlap={setting.overlap!r}"
             )
         super().__init__(setting, place, use_locking)
-        if setting.membership.is_root and setting.membership.communicator.waits_busily:
+        if setting.membership.is_root and setting.membership.communicator.busy_waits:
             logger.warning(
                 "While messages travel, Open MPI spins on the cores that train: start the job with mpirun --mca "
                 "mpi_yield_when_idle 1, or export OMPI_MCA_mpi_yield_when_idle=1"

@@ -126,7 +126,7 @@ class Parts(Generic[V]):
         counts = forms.weight(bool(asynchronous), weight, self.algorithm)
         self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state, counts)
         known = self.membership, self.ledger, self.planner, self.phase, self.meeting
-        communicator.attendance.limit(timeout_seconds)
+        communicator.tracker.limit(timeout_seconds)
         audits = forms.audits(bool(asynchronous), audit_every)
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
         if local is not None:

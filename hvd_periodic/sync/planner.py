@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvd_periodic.comm.agreement import raise_on_all
-from hvd_periodic.comm.meeting import Purpose, Record, leading
+from hvd_periodic.comm.handshake import Purpose, Record, leading
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
 from hvd_periodic.sync.membership import Membership

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvd_periodic.comm.meeting import Record, leading
+from hvd_periodic.comm.handshake import Record, leading
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
 
 

@@ -68,7 +68,7 @@ def unite(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> N
         trained: the ranks that have.
     """
     membership = synchronizer.membership
-    places = membership.communicator.among(range(membership.communicator.meets_with.size))
+    places = membership.communicator.select(range(membership.communicator.handshake_group.size))
     giver = next((place for place, rank in enumerate(places) if rank in trained), 0)
     joined = places[membership.communicator.rank] not in trained
     if joined:

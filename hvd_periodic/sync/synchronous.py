@@ -11,7 +11,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.comm.meeting import Purpose, Record, integers
+from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.counters import Notes

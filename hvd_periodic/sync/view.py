@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.course import Course
@@ -43,7 +43,7 @@ class View(Generic[V]):
         """Hold the center in the model inside the block, the local values again after it, come what may."""
         self.refuse_inside("center")
         membership = self._course.setting.membership
-        with membership.communicator.attendance.at("center()"):
+        with membership.communicator.tracker.at("center()"):
             self.get_ready(begin)
         self._beginning.assigned.name_others()
         shown = list(self._course.tensor_groups) if self._is_known() else []
@@ -51,7 +51,7 @@ class View(Generic[V]):
         held = [[resting(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
         self.inside = True
         try:
-            with membership.communicator.attendance.at("center()"):
+            with membership.communicator.tracker.at("center()"):
                 for group in shown:
                     for bucket in group.values.layout.buckets:
                         group.values.write(bucket, group.fetch(membership.communicator, bucket, membership.name))
@@ -64,13 +64,13 @@ class View(Generic[V]):
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        with self._course.setting.membership.communicator.attendance.at("distance()"):
+        with self._course.setting.membership.communicator.tracker.at("distance()"):
             self.get_ready(begin)
             return float(self._course.tensor_groups.distance())
 
     def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what a checkpoint holds; collective, where the center is not on every rank."""
-        with self._course.setting.membership.communicator.attendance.at("state_dict()"):
+        with self._course.setting.membership.communicator.tracker.at("state_dict()"):
             if not self._beginning.begun:
                 self._require_fit()
                 return self._checkpoint.save_before_training(begin)

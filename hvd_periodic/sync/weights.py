@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hvd_periodic.arguments import require_real
-from hvd_periodic.comm.meeting import Record
+from hvd_periodic.comm.handshake import Record
 from hvd_periodic.options import WeightLike
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import all_buckets
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.counters import Notes
 from hvd_periodic.sync.left_out import tell

@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.checkpoints import Everyone, Saving
+from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import described
@@ -183,9 +184,11 @@ def _levels(optimizer: Trained) -> list[VariableSynchronizer]:
     return [*levels, level] if isinstance(level, VariableSynchronizer) else levels
 
 
-def _everyone(levels: Sequence[VariableSynchronizer]) -> Everyone:
+def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
     memberships = [level.membership for level in levels]
-    return Everyone([membership.together for membership in reversed(memberships)], memberships[0].global_root)
+    return TrainingGroup.of_levels(
+        [membership.together for membership in reversed(memberships)], memberships[0].global_root
+    )
 
 
 def _local_variables(optimizer: Any) -> list[Any]:

@@ -76,14 +76,14 @@ class TensorFlowCommunicator(HorovodCommunicator):
                 received, given = self._hvd.alltoall(value, splits=splits, **options)
             return as_array(received) if of_arrays else received, given
 
-        parts = self.attendance.during(lambda: _THREAD.submit(run).result())
+        parts = self.tracker.run_blocking(lambda: _THREAD.submit(run).result())
         return lambda: parts
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return a tensor or an array several times."""
         return np.tile(buffer, times) if isinstance(buffer, np.ndarray) else tf.tile(buffer, [times])
 
-    def larger(self, x: Any, y: Any) -> Any:
+    def maximum(self, x: Any, y: Any) -> Any:
         """Return the larger of both, of every element."""
         return np.maximum(x, y) if isinstance(x, np.ndarray) else tf.maximum(x, y)
 
@@ -110,16 +110,16 @@ class TensorFlowCommunicator(HorovodCommunicator):
             return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
 
         if isinstance(buffer, np.ndarray):
-            number, tensor = self.attendance.come(), as_tensor(buffer)
+            number, tensor = self.tracker.start_collective(), as_tensor(buffer)
             future = _THREAD.submit(lambda: as_array(run(tensor)))
 
             def finish() -> np.ndarray:
-                self.attendance.wait_for(number, future.done)
+                self.tracker.wait_for(number, future.done)
                 return future.result()
 
             return finish
         if tf.executing_eagerly():
-            result = self.attendance.during(lambda: run(buffer))
+            result = self.tracker.run_blocking(lambda: run(buffer))
         else:
             result = self._apart(run, buffer, (operation, name, *options.values()))
         return lambda: result
@@ -148,7 +148,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, eagerly or in a session of its own."""
-        return self.attendance.during(lambda: self._gathered(array, name))
+        return self.tracker.run_blocking(lambda: self._gathered(array, name))
 
     def _gathered(self, array: np.ndarray, name: str) -> np.ndarray:
         with tf.init_scope():

@@ -130,7 +130,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         Raises:
             ValueError: hyper-parameters that make no sense for so many ranks.
         """
-        communicator = self.membership.communicator.anew(TensorFlowCommunicator())
+        communicator = self.membership.communicator.rebuild(TensorFlowCommunicator())
         self.algorithm.check(communicator.size)
         loaded, checkpoint = self.checkpoint.state, self.checkpoint
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None

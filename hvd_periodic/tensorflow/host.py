@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.variables import default_variable_creator_v2
 
-from hvd_periodic.comm.packing import bits, number
+from hvd_periodic.comm.handshake import float_bits, float_from_bits
 
 Numbers = dict[str, Any]
 """Numbers by name; None for a float that is NaN."""
@@ -32,12 +32,12 @@ def unpacked(vector: tf.Tensor, kinds: Mapping[str, tf.DType]) -> dict[str, tf.T
 def from_integers(integers: list[int], kinds: Mapping[str, tf.DType]) -> Numbers:
     """Return in Python what :func:`packed` has put into a vector."""
     pairs = zip(kinds.items(), integers, strict=True)
-    return {name: number(value) if kind == tf.float64 else value for (name, kind), value in pairs}
+    return {name: float_from_bits(value) if kind == tf.float64 else value for (name, kind), value in pairs}
 
 
 def to_integers(numbers: Numbers, kinds: Mapping[str, tf.DType]) -> list[int]:
     """Return in Python what :func:`unpacked` takes apart."""
-    return [bits(numbers[name]) if kind == tf.float64 else int(numbers[name]) for name, kind in kinds.items()]
+    return [float_bits(numbers[name]) if kind == tf.float64 else int(numbers[name]) for name, kind in kinds.items()]
 
 
 def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:

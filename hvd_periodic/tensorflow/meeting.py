@@ -12,7 +12,7 @@ from typing import Any, cast
 import tensorflow as tf
 
 from hvd_periodic.comm.agreement import audit
-from hvd_periodic.comm.meeting import Purpose, Record, check, integers, records_of
+from hvd_periodic.comm.handshake import Purpose, Record, check_records, integers, records_of
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Course, Setting
 from hvd_periodic.sync.finite import Finite
@@ -62,7 +62,7 @@ class GraphMeeting:
             self.come()
             meeting.weigh(own, purpose)
             record = meeting.record(own, purpose, self.problem(mine, purpose), self.left_out(mine) is not None)
-            membership.communicator.attendance.last = record
+            membership.communicator.tracker.last_record = record
             self.enter()
             return integers(record)
 
@@ -78,11 +78,11 @@ class GraphMeeting:
         """Note that this rank waits in the graph; in sessions, where several optimizers have no order, nothing."""
         communicator = self._setting.membership.communicator
         if not (in_session() and communicator.constructed > 1):
-            communicator.attendance.enter(_no_graph_runs)
+            communicator.tracker.enter(_no_graph_runs)
 
     def leave(self) -> None:
         """Note that this rank waits no longer."""
-        self._setting.membership.communicator.attendance.leave()
+        self._setting.membership.communicator.tracker.leave()
 
     def finish(self) -> None:
         """Note that the exchange is over, as in the core."""
@@ -126,7 +126,7 @@ class GraphMeeting:
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
         kind = RuntimeError if communicator.changed() is None else ValueError
-        check(communicator, records, None if problem is None else kind(problem))
+        check_records(communicator, records, None if problem is None else kind(problem))
         self._setting.meeting.have_met(purpose)
         return records
 
@@ -199,4 +199,4 @@ def _meeting_name(membership: Membership) -> str:
 
     Exchanges of several optimizers in one session might run at the same time.
     """
-    return f"{membership.name}.meeting" if in_session() else membership.communicator.meeting_name
+    return f"{membership.name}.meeting" if in_session() else membership.communicator.handshake_name

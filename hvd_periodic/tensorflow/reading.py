@@ -50,7 +50,7 @@ class VariableView(View[Any]):
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        with self._course.setting.membership.communicator.attendance.at("distance()"):
+        with self._course.setting.membership.communicator.tracker.at("distance()"):
             self.meet_to_read()
             self._course.arrive()
             self.follow_equal_replicas()

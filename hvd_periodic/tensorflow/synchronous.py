@@ -13,8 +13,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import all_buckets
 from hvd_periodic.comm.agreement import ADVICE
-from hvd_periodic.comm.meeting import Purpose
-from hvd_periodic.comm.packing import is_real
+from hvd_periodic.comm.handshake import Purpose, is_real
 from hvd_periodic.sync.left_out import tell
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.tensorflow.host import Numbers, on_host, to_integers, unpacked

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_periodic.checkpoints import Everyone, Saving
+from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.other_ranks import start_from_saved_center
 from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.model import original_name
@@ -198,9 +199,9 @@ def _levels(optimizer: Trained) -> list[Synchronizer]:
     return [*levels, level] if isinstance(level, Synchronizer) else levels
 
 
-def _everyone(optimizer: Trained) -> Everyone:
+def _everyone(optimizer: Trained) -> TrainingGroup:
     levels = [level.membership for level in _levels(optimizer)]
-    return Everyone([membership.together for membership in reversed(levels)], levels[0].global_root)
+    return TrainingGroup.of_levels([membership.together for membership in reversed(levels)], levels[0].global_root)
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -29,7 +29,7 @@ _KEY = "hvd_periodic"
 """The key in a checkpoint that holds the save it belongs to, and its number of ranks."""
 
 _CONSTRUCTION, _END = 1, 2
-"""Further places of handshakes, numbered as in ``TRAINER_PLACES`` of :mod:`hvd_periodic.comm.meeting`."""
+"""Further places of handshakes, numbered as in ``TRAINER_CALLS`` of :mod:`hvd_periodic.comm.handshake`."""
 
 _SWA = callbacks.StochasticWeightAveraging
 _AVERAGING: tuple[Any, ...] = (_SWA, getattr(callbacks, "WeightAveraging", _SWA))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.horovod import HorovodCommunicator
-from hvd_periodic.comm.presence import own_hosts
+from hvd_periodic.comm.stall_protocol import own_addresses
 
 _store: Any = getattr(dist, "TCPStore", None)
 """None in builds of PyTorch without torch.distributed."""
@@ -38,7 +38,7 @@ def init_process_group(backend: str | None = None) -> None:
         accelerator = Accelerator()
     """
     ranks = HorovodCommunicator("horovod.torch", None, torch.from_numpy)
-    with ranks.attendance.at("init_process_group()"):
+    with ranks.tracker.at("init_process_group()"):
         served = build_on_all(ranks, _NAME, lambda: _served(ranks) if ranks.rank == 0 else None)
         host, port = ranks.broadcast_object(served and (served.host, served.port), _NAME, root=0)
     local_rank, local_size = ranks.on_this_host
@@ -57,4 +57,4 @@ def init_process_group(backend: str | None = None) -> None:
 
 def _served(ranks: HorovodCommunicator) -> Any:
     """Return the store through which ranks find each other, on a free port of this host."""
-    return _store(own_hosts(ranks.one_host)[0], 0, ranks.size, is_master=True, wait_for_workers=False)
+    return _store(own_addresses(ranks.one_host)[0], 0, ranks.size, is_master=True, wait_for_workers=False)

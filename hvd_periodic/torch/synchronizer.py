@@ -116,7 +116,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         communicator = communicator_of(options["process_set"])
         self._alone = communicator.elastic
         limit = options["timeout_seconds"]
-        name = f"{communicator.meeting_name}.alone" if self._alone else communicator.unique_name(limit)
+        name = f"{communicator.handshake_name}.alone" if self._alone else communicator.unique_name(limit)
 
         def build() -> None:
             _check_optimizer(optimizer)
@@ -194,7 +194,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
         self.meeting.rejoin()
         _, moving, arguments = self._constructed()
-        communicator = self.membership.communicator.anew(communicator_of(None))
+        communicator = self.membership.communicator.rebuild(communicator_of(None))
         changed = {"communicator": communicator, "name": name, "journal": self.journal}
         _assemble(self, self.replica, moving, arguments | changed)
         self._alone = False
@@ -288,7 +288,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "nonfinite": self.course.setting.nonfinite,
             "weight": self.meeting.weight.given,
             "audit_every": self.course.setting.audit_every,
-            "timeout_seconds": membership.communicator.attendance.timeout,
+            "timeout_seconds": membership.communicator.tracker.timeout,
             "run_log": self.run_log or False,
         }
         return of_rank, self._moving(), arguments
@@ -386,7 +386,7 @@ def _begin_before(optimizer: torch.optim.Optimizer, waiting_now: list[Synchroniz
 
 def _order(synchronizer: Synchronizer) -> tuple[str, int]:
     """Return a key that sorts the synchronizers of a process in the same order on all ranks."""
-    return synchronizer.membership.communicator.meeting_name, synchronizer.membership.number
+    return synchronizer.membership.communicator.handshake_name, synchronizer.membership.number
 
 
 def _first_rate(optimizer: torch.optim.Optimizer | None) -> Callable[[], Any] | None:

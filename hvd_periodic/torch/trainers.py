@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.meeting import Purpose, Record, meet
+from hvd_periodic.comm.handshake import Purpose, Record, handshake
 from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, Values
@@ -117,15 +117,15 @@ def gather(communicator: Communicator, value: Any, failure: Exception | None = N
         communicator: the ranks.
         value: the value of this rank.
         failure: the error to report on all ranks if the others call another collective.
-        place: the purpose of this call: an index of ``TRAINER_PLACES`` in :mod:`hvd_periodic.comm.meeting`.
+        place: the purpose of this call: an index of ``TRAINER_CALLS`` in :mod:`hvd_periodic.comm.handshake`.
 
     Raises:
         RuntimeError: ranks call different collectives; on all of them.
     """
     with neutral():
-        meet(communicator, Record(Purpose.TRAINER, place), failure)
+        handshake(communicator, Record(Purpose.TRAINER, place), failure)
         at_hand = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        found = communicator.allgather_object(at_hand, f"{communicator.meeting_name}.trainer")
+        found = communicator.allgather_object(at_hand, f"{communicator.handshake_name}.trainer")
         return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found
 
 
@@ -140,7 +140,7 @@ def share_average(communicator: Communicator, average: torch.nn.Module, updates:
         updates: number of this rank's replicas in the average. If a rank has none yet, all take the root's values.
     """
     begun = all(gather(communicator, updates))
-    name = f"{communicator.meeting_name}.trainer.average"
+    name = f"{communicator.handshake_name}.trainer.average"
     with neutral():
         for tensor in (*average.parameters(), *average.buffers()):
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

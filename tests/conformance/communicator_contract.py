@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic import Communicator
-from hvd_periodic.comm import objects
+from hvd_periodic.comm import collectives
 from hvd_periodic.vectors.layout import chunk
 
 LAUNCHERS = {
@@ -212,13 +212,13 @@ def check_objects(communicator: Communicator, tensor: Tensor) -> None:
     found = communicator.allgather_object("x" * (1000 * rank), "contract.strings")
     assert [len(text) for text in found] == [1000 * other for other in range(size)]
     assert communicator.allgather_object(None, "contract.nothing") == [None] * size
-    found = communicator.pass_object("x" * (1000 * rank), 0, "contract.passed")
+    found = communicator.send_object("x" * (1000 * rank), 0, "contract.passed")
     assert found == ({other: "x" * (1000 * other) for other in range(size)} if rank == 0 else {})
 
 
 def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
     """Where collectives take a few bytes at once, objects arrive all the same; sizes differ, some ranks end earlier."""
-    limit, objects.AT_ONCE = objects.AT_ONCE, 50
+    limit, collectives.MAX_BYTES = collectives.MAX_BYTES, 50
     try:
         for count in (0, 1, 300):
             mine = ("é" * (count * communicator.rank), communicator.rank, np.arange(count))
@@ -228,8 +228,8 @@ def check_objects_in_pieces(communicator: Communicator, tensor: Tensor) -> None:
                 assert number == rank
                 assert_same(array, np.arange(count))
             following, before = ((communicator.rank + step) % communicator.size for step in (1, -1))
-            ((sender, (text, number, array)),) = communicator.pass_object(mine, following, f"passed.{count}").items()
+            ((sender, (text, number, array)),) = communicator.send_object(mine, following, f"passed.{count}").items()
             assert (sender, text, number) == (before, "é" * (count * before), before)
             assert_same(array, np.arange(count))
     finally:
-        objects.AT_ONCE = limit
+        collectives.MAX_BYTES = limit

@@ -93,9 +93,9 @@ class Machine(RuleBasedStateMachine):
         self.warned: set[int] = set()
         self.ends: Counter[tuple[int, int]] = Counter()
 
-    @initialize(size=st.sampled_from([2, 3, 1]), encloses=st.sampled_from([0, 2**19]), setup=setups)
-    def begin(self, size: int, encloses: int, setup: Setup) -> None:
-        self.ranks = Ranks(size, self.player, encloses)
+    @initialize(size=st.sampled_from([2, 3, 1]), limit_bytes=st.sampled_from([0, 2**19]), setup=setups)
+    def begin(self, size: int, limit_bytes: int, setup: Setup) -> None:
+        self.ranks = Ranks(size, self.player, limit_bytes)
         self.construct(setup, "plain")
 
     def construct(self, setup: Setup, mode: str) -> None:

@@ -73,7 +73,7 @@ class Table:
     A rank computes, waits at the table, or has nothing to do. As soon as none computes, :meth:`rest` returns.
     """
 
-    encloses = 0
+    piggyback_limit_bytes = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -137,9 +137,9 @@ class Table:
 class TableCommunicator(ThreadCommunicator):
     """A rank at a table, which copies share, as processes share what they are connected by."""
 
-    def __init__(self, rank: int, table: Table, encloses: int) -> None:
+    def __init__(self, rank: int, table: Table, limit_bytes: int) -> None:
         super().__init__(rank, table)  # type: ignore[arg-type]
-        self.encloses = encloses
+        self.piggyback_limit_bytes = limit_bytes
         _there[rank, id(table)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,10 +159,10 @@ class Ranks:
     Args:
         size: number of ranks.
         player: makes what a rank consists of, given its communicator.
-        encloses: bytes of messages that travel with records.
+        limit_bytes: bytes of messages that travel with records.
     """
 
-    def __init__(self, size: int, player: Callable[[TableCommunicator], Any], encloses: int = 0) -> None:
+    def __init__(self, size: int, player: Callable[[TableCommunicator], Any], limit_bytes: int = 0) -> None:
         self.size = size
         self._table = Table(size)
         self._calls: list[queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]] = []
@@ -171,7 +171,7 @@ class Ranks:
         for rank in range(size):
             self._calls.append(queue.SimpleQueue())
             table = getattr(player, "table", TableCommunicator)
-            communicator = table(rank, self._table, encloses)
+            communicator = table(rank, self._table, limit_bytes)
             thread = threading.Thread(target=self._work, args=(rank, communicator, player), daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -565,9 +565,9 @@ def save(mode: str) -> Any:
         taken = {}
         for rank in range(hvd.size()):
             if rank == hvd.rank():
-                started = optimizer.synchronizer.membership.communicator.attendance.begun
+                started = optimizer.synchronizer.membership.communicator.tracker.begun
                 taken = {"model": [t.detach().clone() for t in tensors], "optimizer": optimizer.state_dict()}
-                results[case] = optimizer.synchronizer.membership.communicator.attendance.begun - started
+                results[case] = optimizer.synchronizer.membership.communicator.tracker.begun - started
             else:
                 time.sleep(0.1)
             hvd.barrier()

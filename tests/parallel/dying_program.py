@@ -114,11 +114,11 @@ def main(folder: Path, algorithm: str, victim: int, where: str, more: int) -> No
             die_inside(folder, rank, x, optimizer)
         step(np.full(SIZE, -1.0 - rank))
         steps += 1
-        after += bool(communicator.lost())
+        after += bool(communicator.dead_ranks())
     optimizer.synchronizer.finalize()
     own = x.copy()
     with optimizer.center():
-        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.lost())
+        report(folder, rank, x=own, steps=steps, center=x, lost=communicator.dead_ranks())
     print(f"Rank {rank} is at its end", flush=True)
 
 

@@ -25,7 +25,7 @@ def main(scenario: scenarios.Scenario) -> None:
     """Train; die where the scenario says so."""
     hvd.init()
     if scenario.collectives:
-        HorovodCommunicator.encloses = 0
+        HorovodCommunicator.piggyback_limit_bytes = 0
     model = torch.nn.Module()
     model.x = torch.nn.Parameter(torch.zeros(scenarios.SIZE, dtype=torch.float64))
     local = torch.optim.SGD(model.parameters(), lr=scenarios.RATE, momentum=scenarios.MOMENTUM)

@@ -74,7 +74,7 @@ def count() -> None:
     global steps
     steps += 1
     if END == "hang" and steps == LAST:
-        made[0].synchronizer.membership.communicator.attendance.timeout = LIMIT
+        made[0].synchronizer.membership.communicator.tracker.timeout = LIMIT
 
 
 def of_torch() -> tuple[Any, Callable[[], None]]:

@@ -14,7 +14,7 @@ import tempfile
 import numpy as np
 
 from hvd_periodic.comm.mpi import MPICommunicator
-from hvd_periodic.comm.window import FOLDER, SPARE_BYTES_PER_RANK
+from hvd_periodic.comm.shared_memory import FOLDER, SPARE_BYTES_PER_RANK
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 
 

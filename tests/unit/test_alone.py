@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvd_periodic.comm import LocalCommunicator, local
-from hvd_periodic.comm.launchers import started_alone, started_several
+from hvd_periodic.comm.local import started_alone, started_several
 
 LINE = "No launcher has started other processes: this one trains alone, as the only rank"
 

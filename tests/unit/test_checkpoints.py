@@ -24,13 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_periodic import Communicator, LocalCommunicator
-from hvd_periodic.checkpoints import Arrays, Content, Everyone, decode, encode, files, find_file, save_set
+from hvd_periodic.checkpoints import Arrays, Content, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
 from hvd_periodic.checkpoints.saving import Occasion, require_complete
 from hvd_periodic.checkpoints.sets import sets_in
 from hvd_periodic.comm.threads import ThreadCommunicator
-from hvd_periodic.comm.together import Together
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from tests.helpers import errors, outcomes, run_ranks
 
@@ -184,8 +184,8 @@ def test_trees_that_nobody_wrote_are_refused_by_name(tmp_path: Path, tree: Any, 
     assert failures == ["", str(raised.value)]
 
 
-def everyone_of(communicator: Communicator) -> Everyone:
-    return Everyone([Together(communicator)], 0)
+def everyone_of(communicator: Communicator) -> TrainingGroup:
+    return TrainingGroup(communicator)
 
 
 def save(path: Path, communicator: Communicator, step: int, **options: Any) -> Any:
@@ -198,7 +198,7 @@ def save(path: Path, communicator: Communicator, step: int, **options: Any) -> A
 def found(path: Path, communicator: Communicator, step: int | None = None) -> Any:
     """Return what a rank loads: step and rank; None for nothing."""
     everyone = everyone_of(communicator)
-    source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
+    source = find_file(path, everyone.global_rank, everyone.fingerprint, everyone.is_root, step)
     if source is None:
         return None
     state = decode(read_content(source.file))

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
-from hvd_periodic.comm.meeting import Purpose, Record, integers, opened  # noqa: E402
+from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
 from hvd_periodic.numpy import SGD, PeriodicOptimizer  # noqa: E402
 from hvd_periodic.sync.enclosed import as_integers  # noqa: E402
@@ -73,9 +73,9 @@ class Model(torch.nn.Module):
             parameter.grad = (parameter.detach() - i * (rank + 1)) * (0.5 + step % 3)
 
 
-def trained(communicator: ThreadCommunicator, algorithm: str, options: dict[str, Any], encloses: int) -> Any:
+def trained(communicator: ThreadCommunicator, algorithm: str, options: dict[str, Any], limit_bytes: int) -> Any:
     """Return all values after some periods, the counters, and the names of collectives in one exchange."""
-    communicator.encloses = encloses
+    communicator.piggyback_limit_bytes = limit_bytes
     rank, options = communicator.rank, dict(options)
     model = Model(rank)
     local = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -107,8 +107,8 @@ def trained(communicator: ThreadCommunicator, algorithm: str, options: dict[str,
 def test_training_is_the_same_to_the_bit(algorithm: str, options: str, size: int) -> None:
     """Also where ranks end at different steps; and each exchange is one collective, but for the optimizer's state."""
 
-    def train(encloses: int) -> list[Any]:
-        return run_ranks(size, lambda communicator: trained(communicator, algorithm, OPTIONS[options], encloses))  # type: ignore[arg-type]
+    def train(limit_bytes: int) -> list[Any]:
+        return run_ranks(size, lambda communicator: trained(communicator, algorithm, OPTIONS[options], limit_bytes))  # type: ignore[arg-type]
 
     apart, together = train(0), train(2**20)
     for (values, counters, names), (others, as_many, few) in zip(apart, together, strict=True):
@@ -123,8 +123,8 @@ def test_training_is_the_same_to_the_bit(algorithm: str, options: str, size: int
 def test_large_messages_travel_by_themselves() -> None:
     """Up to as many bytes of all ranks as the communicator says."""
 
-    def exchange(communicator: Any, encloses: int) -> list[str]:
-        communicator.encloses = encloses
+    def exchange(communicator: Any, limit_bytes: int) -> list[str]:
+        communicator.piggyback_limit_bytes = limit_bytes
         x = np.zeros(100)
         optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, hvdp.Averaging(), 2, process_set=communicator)
         optimizer.step({"x": x - communicator.rank})
@@ -145,7 +145,7 @@ def test_an_error_of_one_rank_leaves_all_as_they_were(algorithm: str) -> None:
     kept: dict[int, list[Any]] = {}
 
     def fail(communicator: Any) -> None:
-        communicator.encloses = 2**20
+        communicator.piggyback_limit_bytes = 2**20
         model = Model(communicator.rank)
         local = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvdp.PeriodicOptimizer(local, model, ALGORITHMS[algorithm](), 4, process_set=communicator)
@@ -183,8 +183,8 @@ def test_records_with_enclosures() -> None:
     assert words.size == 2 + 1 + 2
     assert words.view(np.uint8)[:12].tobytes() == messages[0].tobytes()
     assert words[3:].tolist() == [0, 1]
-    full, empty = Record(Purpose.EXCHANGE, 1, enclosed=words.size), Record(Purpose.LEAVE, 1, loss=0.5)
-    records, enclosures = opened([*integers(empty), *integers(full), *words.tolist(), *integers(empty)])
+    full, empty = Record(Purpose.EXCHANGE, 1, piggyback_length=words.size), Record(Purpose.LEAVE, 1, loss=0.5)
+    records, enclosures = unpack_records([*integers(empty), *integers(full), *words.tolist(), *integers(empty)])
     assert records == [empty, full, empty]
     assert [enclosure.tolist() for enclosure in enclosures] == [[], words.tolist(), []]
     assert as_integers([]).size == 0

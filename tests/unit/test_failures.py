@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from hvd_periodic.comm import departure, watcher
-from hvd_periodic.comm.failures import OVER, Failures
-from hvd_periodic.comm.presence import Kind, Note
+from hvd_periodic.comm import exit_notice, stall_monitor
+from hvd_periodic.comm.exit_notice import OVER, Failures
+from hvd_periodic.comm.stall_protocol import Datagram, MessageType
 from tests.conftest import PATIENCE
 from tests.unit.test_waiting import ranks
 
 ERROR = "ValueError: a bad batch (train.py:31)"
 
 
-def note(rank: int, text: str, kind: Kind = Kind.FAIL) -> Note:
-    return Note(kind, bytes(16), 0, rank, text=text)
+def note(rank: int, text: str, kind: MessageType = MessageType.ERROR) -> Datagram:
+    return Datagram(kind, bytes(16), 0, rank, text=text)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def note(rank: int, text: str, kind: Kind = Kind.FAIL) -> Note:
 )
 def test_of_ranks_that_fail_at_once_one_prints(texts: list[str], first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest of those whose error is their own; the others return once it has printed."""
-    monkeypatch.setattr(watcher, "_SOON", PATIENCE)
+    monkeypatch.setattr(stall_monitor, "_SOON", PATIENCE)
     printed: list[int] = []
 
     def fail(rank: int, of_rank: Any) -> None:
-        if of_rank.watcher.is_first(texts[rank]):
+        if of_rank.monitor.is_first(texts[rank]):
             printed.append(rank)
-        of_rank.watcher.tell_end(texts[rank])
+        of_rank.monitor.announce_exit(texts[rank])
 
     with ranks(len(texts)) as made:
         threads = [threading.Thread(target=fail, args=each, daemon=True) for each in enumerate(made)]
@@ -58,24 +58,24 @@ def test_of_ranks_that_fail_at_once_one_prints(texts: list[str], first: int, mon
 
 def test_a_rank_that_hears_of_no_traceback_prints_its_own() -> None:
     failures = Failures()
-    failures.hear(note(0, ERROR))
+    failures.record(note(0, ERROR))
     assert failures.is_first(1, ERROR, [0], 0.01), "rank 0 has not printed in time"
-    failures.hear(note(0, OVER, Kind.END))
+    failures.record(note(0, OVER, MessageType.EXIT))
     assert failures.is_first(1, ERROR, [0], 0.01), "sys.exit() prints nothing"
-    failures.hear(note(2, ERROR, Kind.END))
+    failures.record(note(2, ERROR, MessageType.EXIT))
     assert not failures.is_first(1, "RuntimeError: another", [0], PATIENCE)
 
 
 def test_the_summary() -> None:
     failures = Failures()
     for rank in range(1, 48, 2):
-        failures.hear(note(rank, f"ValueError: a bad batch of {rank} (train.py:31)"))
-    failures.hear(
+        failures.record(note(rank, f"ValueError: a bad batch of {rank} (train.py:31)"))
+    failures.record(
         note(2, "RuntimeError: Rank 1 failed (24 of 48 ranks did): ValueError: a bad batch of 1 (train.py:9)")
     )
-    failures.hear(note(6, "OSError: of its own (train.py:31)"))
-    failures.hear(note(8, "OSError: of its own (train.py:31)"))
-    failures.hear(note(10, OVER, Kind.END))
+    failures.record(note(6, "OSError: of its own (train.py:31)"))
+    failures.record(note(8, "OSError: of its own (train.py:31)"))
+    failures.record(note(10, OVER, MessageType.EXIT))
     assert failures.summary(1, "ValueError: a bad batch of 1 (train.py:31)", 48, " at local step 7").splitlines() == [
         "Ranks 6 and 8 failed at the same time: OSError: of its own (train.py:31)",
         "Ranks 1, 3 and 22 more of 48 have ended at local step 7, and the job with them: "
@@ -102,8 +102,8 @@ class Others:
         """Return the error."""
         return f"The job has ended: {text}"
 
-    def tell_end(self, text: str) -> None:
-        """Note it."""
+    def announce_exit(self, text: str) -> None:
+        """Datagram it."""
         self.told.append(text)
 
 
@@ -114,10 +114,10 @@ def test_one_rank_prints_its_traceback(
 ) -> None:
     """All of them where the environment asks for that."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(departure.atexit, "register", lambda function: None)
+    monkeypatch.setattr(exit_notice.atexit, "register", lambda function: None)
     monkeypatch.setenv("HVD_PERIODIC_TRACEBACKS", "all" if everything else "")
     others = Others(first)
-    departure.watch_end(others)
+    exit_notice.send_exit_notices(others)
     sys.excepthook(ValueError, ValueError("a bad batch"), None)
     lines = capsys.readouterr().err.splitlines()
     assert lines.count("ValueError: a bad batch") == int(first or everything)
@@ -132,8 +132,8 @@ def test_a_hook_of_the_user_is_called_on_every_rank(monkeypatch: pytest.MonkeyPa
     """It may send errors elsewhere."""
     called: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: called.append(error))
-    monkeypatch.setattr(departure.atexit, "register", lambda function: None)
-    departure.watch_end(Others(False))
+    monkeypatch.setattr(exit_notice.atexit, "register", lambda function: None)
+    exit_notice.send_exit_notices(Others(False))
     error = ValueError("a bad batch")
     sys.excepthook(ValueError, error, None)
     assert called == [error]

@@ -494,12 +494,12 @@ def test_open_mpi_that_spins_is_noticed(
     for cores, spins in ((2, yields != "1"), (4, False)):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         found._hvd = SimpleNamespace(mpi_enabled=lambda: True, local_size=lambda: 2)
-        assert found.waits_busily == spins
+        assert found.busy_waits == spins
         found._hvd.mpi_enabled = lambda: False
-        assert not found.waits_busily
+        assert not found.busy_waits
 
     def make(communicator: Communicator, overlap: int) -> None:
-        communicator.waits_busily = yields != "1"
+        communicator.busy_waits = yields != "1"
         PeriodicOptimizer(SGD(0.1), {"x": np.ones(2)}, Averaging(), 4, process_set=communicator, overlap=overlap)
 
     run_ranks(2, lambda communicator: make(communicator, 0))

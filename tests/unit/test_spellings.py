@@ -173,3 +173,23 @@ def test_configurations_of_keras_are_read_and_have_their_keys() -> None:
     assert {"center_optimizer", "communication_period", "overlap"} - {*config} == {"overlap"}
     again = module.AGNOptimizer.from_config(config | {"overlap": 0})
     assert again.get_config() == config
+
+
+def test_members_of_communicators() -> None:
+    """They are read, set and overridden under their old names."""
+    with pytest.warns(DeprecationWarning, match=r"`Own\.(larger|encloses)` .*: write `\.") as caught:
+
+        class Own(LocalCommunicator):
+            encloses = 7
+
+            def larger(self, x: Any, y: Any) -> Any:
+                return max(x, y)
+
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    own = Own()
+    assert (own.piggyback_limit_bytes, own.maximum(2, 3)) == (7, 3)
+    with pytest.warns(DeprecationWarning, match=r"`Own\.meets_with` .*: write `\.handshake_group`$"):
+        assert own.meets_with is own
+    with pytest.warns(DeprecationWarning, match=r"`Own\.waits_busily` .*: write `\.busy_waits`$"):
+        own.waits_busily = True
+    assert own.busy_waits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator
-from hvd_periodic.comm.meeting import Purpose, Record, cross_purposes, integers, records_of
+from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, records_of
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 from hvd_periodic.sync.startup import Moment, Standing, Start, decide
 from tests.helpers import errors, run_ranks
@@ -23,7 +23,7 @@ def test_records_travel_as_integers() -> None:
 
 
 def test_ranks_of_a_group_are_named_as_the_job_numbers_them() -> None:
-    message = cross_purposes([Record(2, 1, local_steps=6), Record(4, 1, local_steps=6)], [1, 3])
+    message = describe_conflict([Record(2, 1, local_steps=6), Record(4, 1, local_steps=6)], [1, 3])
     assert message is not None
     assert (
         "exchange of optimizer 1 at local step 6 on rank 1; save() of optimizer 1 at local step 6 on rank 3" in message
@@ -43,7 +43,7 @@ def test_ranks_of_a_group_are_named_as_the_job_numbers_them() -> None:
     ],
 )
 def test_cross_purposes(first: Record, second: Record, message: str | None) -> None:
-    found = cross_purposes([first, second], [0, 1])
+    found = describe_conflict([first, second], [0, 1])
     assert found is None if message is None else message.lower() in str(found).lower()
 
 

@@ -40,7 +40,7 @@ class Tensors(ThreadCommunicator):
         received, given = super().scatter(buffer, counts, name)()
         return lambda: (torch.from_numpy(received), given)
 
-    def repeated(self, buffer: Any, times: int) -> Any:
+    def tile(self, buffer: Any, times: int) -> Any:
         """Return a new tensor."""
         return buffer.repeat(times)
 

@@ -7,26 +7,25 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hvd_periodic.comm.attendance import Attendance, Wait
-from hvd_periodic.comm.meeting import Purpose, Record
-from hvd_periodic.comm.presence import (
+from hvd_periodic.comm.collective_tracker import CollectiveTracker, Wait
+from hvd_periodic.comm.handshake import Purpose, Record
+from hvd_periodic.comm.stall_monitor import VARIABLE, StallMonitor, warn_seconds
+from hvd_periodic.comm.stall_protocol import (
     SIZE,
-    Kind,
-    Note,
+    Datagram,
+    MessageType,
     Peer,
     as_integers,
+    decode,
+    encode,
     from_integers,
-    number_of,
-    own_hosts,
-    packed,
-    unpacked,
+    own_addresses,
+    stable_hash,
 )
-from hvd_periodic.comm.watcher import VARIABLE, Watcher, warn_seconds
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,8 +37,8 @@ PATIENCE = 30.0
 class Rank:
     """One rank that is watched."""
 
-    attendance: Attendance
-    watcher: Watcher
+    tracker: CollectiveTracker
+    monitor: StallMonitor
 
 
 @contextmanager
@@ -47,20 +46,20 @@ def ranks(count: int, warns_after: float = 0.05) -> Iterator[list[Rank]]:
     """Ranks that have met; each with a thread of its own that answers, and the first one warns."""
     made = []
     for rank in range(count):
-        attendance = Attendance("some ranks", rank, range(count))
-        attendance.begun = 10 * rank  # They need not have counted from the same place before they met.
+        tracker = CollectiveTracker("some ranks", rank, range(count))
+        tracker.begun = 10 * rank  # They need not have counted from the same place before they met.
         warns = warns_after if rank == 0 else 0
-        made.append(Rank(attendance, Watcher(warns, True, lambda attendance=attendance: [attendance])))
-    introductions = [rank.watcher.introduction(rank.attendance) for rank in made]
+        made.append(Rank(tracker, StallMonitor(warns, True, lambda tracker=tracker: [tracker])))
+    addresses = [rank.monitor.address(rank.tracker) for rank in made]
     for rank in made:
-        rank.attendance.met(introductions)
-        rank.attendance.last = Record(Purpose.EXCHANGE, optimizer=1, local_steps=6)
-        rank.attendance.seen = [Record(Purpose.EXCHANGE, optimizer=1, local_steps=3)] * count
+        rank.tracker.set_peers(addresses)
+        rank.tracker.last_record = Record(Purpose.EXCHANGE, optimizer=1, local_steps=6)
+        rank.tracker.last_records = [Record(Purpose.EXCHANGE, optimizer=1, local_steps=3)] * count
     try:
         yield made
     finally:
         for rank in made:
-            rank.watcher.close()
+            rank.monitor.close()
 
 
 class Counted:
@@ -78,7 +77,7 @@ class Heard(logging.Handler):
         self.told = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a warning."""
+        """Datagram a warning."""
         self.texts.append(record.getMessage())
         self.told.set()
 
@@ -94,11 +93,11 @@ def heard() -> Iterator[Heard]:
 def wait_in_thread(rank: Rank, done: Callable[[], bool]) -> tuple[threading.Thread, list[Exception]]:
     """Let a rank come to the next collective and wait there; return the thread, and what it raises."""
     errors: list[Exception] = []
-    number = rank.attendance.come()
+    number = rank.tracker.start_collective()
 
     def work() -> None:
         try:
-            rank.attendance.wait_for(number, done)
+            rank.tracker.wait_for(number, done)
         except Exception as error:
             errors.append(error)
 
@@ -109,8 +108,8 @@ def wait_in_thread(rank: Rank, done: Callable[[], bool]) -> tuple[threading.Thre
 
 def test_who_does_not_come_is_named_and_nobody_else(heard: Heard) -> None:
     with ranks(3) as (first, second, third):
-        third.attendance.follow(1, counts := Counted())
-        second.attendance.come()
+        third.tracker.follow_steps(1, counts := Counted())
+        second.tracker.start_collective()
         done = threading.Event()
         thread, errors = wait_in_thread(first, done.is_set)
         assert heard.told.wait(PATIENCE)
@@ -129,8 +128,9 @@ def test_who_does_not_come_is_named_and_nobody_else(heard: Heard) -> None:
 
 def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
     with ranks(2) as (first, second):
-        second.attendance.wait = SimpleNamespace(number=0, since=0.0, over=None, raises=False, assembly=False)
-        second.attendance.task = "center()"
+        second.tracker.wait = Wait(0)
+        second.tracker.wait.since = 0.0
+        second.tracker.task = "center()"
         done = threading.Event()
         thread, _ = wait_in_thread(first, done.is_set)
         assert heard.told.wait(PATIENCE)
@@ -142,8 +142,8 @@ def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
 
 def test_a_rank_that_does_not_answer_is_named_with_the_step_of_the_last_meeting(heard: Heard) -> None:
     with ranks(2) as (first, second):
-        second.watcher.close()
-        second.watcher.close = lambda: None  # type: ignore[method-assign]
+        second.monitor.close()
+        second.monitor.close = lambda: None  # type: ignore[method-assign]
         done = threading.Event()
         thread, _ = wait_in_thread(first, done.is_set)
         assert heard.told.wait(PATIENCE)
@@ -154,8 +154,8 @@ def test_a_rank_that_does_not_answer_is_named_with_the_step_of_the_last_meeting(
 
 def test_nobody_is_accused_where_all_have_come(heard: Heard) -> None:
     with ranks(2) as (first, second):
-        second.attendance.come()
-        second.attendance.come()
+        second.tracker.start_collective()
+        second.tracker.start_collective()
         done = threading.Event()
         thread, _ = wait_in_thread(first, done.is_set)
         assert heard.told.wait(PATIENCE)
@@ -166,7 +166,7 @@ def test_nobody_is_accused_where_all_have_come(heard: Heard) -> None:
 
 def test_nobody_is_accused_before_ranks_have_met(heard: Heard) -> None:
     with ranks(2) as (first, _):
-        first.attendance.peers = {}
+        first.tracker.peers = {}
         done = threading.Event()
         thread, _ = wait_in_thread(first, done.is_set)
         assert heard.told.wait(PATIENCE)
@@ -188,7 +188,7 @@ def test_warnings_come_at_growing_intervals(heard: Heard) -> None:
 
 def test_waiting_too_long_is_an_error(heard: Heard) -> None:
     with ranks(2, warns_after=0) as (first, _):
-        first.attendance.limit(0.1)
+        first.tracker.limit(0.1)
         thread, errors = wait_in_thread(first, lambda: False)
         thread.join(PATIENCE)
     assert [type(error) for error in errors] == [TimeoutError]
@@ -199,13 +199,13 @@ def test_waiting_too_long_is_an_error(heard: Heard) -> None:
 
 def test_waiting_for_a_rank_that_has_ended_is_an_error() -> None:
     with ranks(3) as (first, second, third):
-        third.attendance.come()
-        third.watcher.tell_end("its program is over")  # It had come: nobody waits for it.
+        third.tracker.start_collective()
+        third.monitor.announce_exit("its program is over")  # It had come: nobody waits for it.
         done = threading.Event()
         thread, errors = wait_in_thread(first, done.is_set)
-        assert first.watcher.told.wait(PATIENCE)
+        assert first.monitor.exit_received.wait(PATIENCE)
         assert thread.is_alive()
-        second.watcher.tell_end("ValueError: of the second")
+        second.monitor.announce_exit("ValueError: of the second")
         thread.join(PATIENCE)
     assert [type(error) for error in errors] == [RuntimeError]
     assert "rank 1 at local step 6 has ended: ValueError: of the second" in str(errors[0])
@@ -213,23 +213,23 @@ def test_waiting_for_a_rank_that_has_ended_is_an_error() -> None:
 
 def test_elastic_ranks_leave_it_to_horovod() -> None:
     with ranks(2) as (first, second):
-        first.attendance.elastic = True
-        wait = Wait(first.attendance.come())
-        second.watcher.tell_end("killed")
-        assert first.watcher.told.wait(PATIENCE)
-        assert first.attendance.gone_before(wait) is None
+        first.tracker.elastic = True
+        wait = Wait(first.tracker.start_collective())
+        second.monitor.announce_exit("killed")
+        assert first.monitor.exit_received.wait(PATIENCE)
+        assert first.tracker.exited_before(wait) is None
 
 
 def test_a_rank_that_has_left_comes_to_assemblies_and_to_nothing_else() -> None:
     with ranks(2) as (first, second):
-        second.watcher.tell_end("its program is over", Kind.LEAVE)
-        second.attendance.come()
-        assert first.watcher.told.wait(PATIENCE)
-        look = first.attendance.assembly(iter([None, 7]).__next__)
-        assert first.attendance.wait is not None
-        assert first.attendance.gone_before(first.attendance.wait) is None
+        second.monitor.announce_exit("its program is over", MessageType.IDLE)
+        second.tracker.start_collective()
+        assert first.monitor.exit_received.wait(PATIENCE)
+        look = first.tracker.begin_idle_barrier(iter([None, 7]).__next__)
+        assert first.tracker.wait is not None
+        assert first.tracker.exited_before(first.tracker.wait) is None
         assert [look(), look()] == [None, 7]
-        assert first.attendance.wait is None
+        assert first.tracker.wait is None
         thread, errors = wait_in_thread(first, lambda: False)
         thread.join(PATIENCE)
     assert [type(error) for error in errors] == [RuntimeError]
@@ -244,13 +244,13 @@ def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
     monkeypatch.setattr("os._exit", lambda code: ended.set())
     with ranks(3, warns_after=0) as (first, second, third):
         for rank in (first, second, third):
-            rank.attendance.elastic, rank.attendance.timeout = True, 0.2
+            rank.tracker.elastic, rank.tracker.timeout = True, 0.2
         done = threading.Event()
         threads, errors = zip(*(wait_in_thread(rank, done.is_set) for rank in (first, third)), strict=True)
         assert ended.wait(PATIENCE)
-        second.watcher.close()
+        second.monitor.close()
         for rank in (first, third):  # Whoever gives up the second, the other knows.
-            while rank.watcher._given_up.get("some ranks") is not rank.attendance.wait:
+            while rank.monitor._evicting.get("some ranks") is not rank.tracker.wait:
                 assert heard.told.wait(PATIENCE)
         done.set()
         for thread in threads:
@@ -262,61 +262,61 @@ def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
 def test_who_comes_late_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os._exit", lambda code: pytest.fail("it has come"))
     with ranks(2, warns_after=0) as (first, second):
-        second.attendance.elastic = True
-        first.attendance.come()
-        note = Note(Kind.GIVE_UP, second.watcher.own.token, 0, 0, begun=first.attendance.begun)
-        second.attendance.come()
-        second.watcher._be_given_up(note, second.attendance)
-        second.attendance.elastic = False
-        first.attendance.come()
-        second.watcher._be_given_up(replace(note, begun=first.attendance.begun), second.attendance)
+        second.tracker.elastic = True
+        first.tracker.start_collective()
+        note = Datagram(MessageType.EVICT, second.monitor.own.token, 0, 0, begun=first.tracker.begun)
+        second.tracker.start_collective()
+        second.monitor._evict_self(note, second.tracker)
+        second.tracker.elastic = False
+        first.tracker.start_collective()
+        second.monitor._evict_self(replace(note, begun=first.tracker.begun), second.tracker)
 
 
 def test_what_strangers_send_is_passed_over(heard: Heard) -> None:
     with ranks(2) as (first, second):
-        stranger = Note(Kind.END, bytes(16), 0, 1, text="no")
-        second.watcher.send(stranger, first.watcher.own)
-        second.watcher._sockets[0].sendto(b"GET / HTTP/1.1", first.watcher.own.addresses[0])
-        second.watcher._sockets[0].sendto(bytes(SIZE), first.watcher.own.addresses[0])
-        second.watcher.tell_end("yes")
-        assert first.watcher.told.wait(PATIENCE)
-        assert [note.text for note in first.attendance.gone.values()] == ["yes"]
+        stranger = Datagram(MessageType.EXIT, bytes(16), 0, 1, text="no")
+        second.monitor.send(stranger, first.monitor.own)
+        second.monitor._sockets[0].sendto(b"GET / HTTP/1.1", first.monitor.own.addresses[0])
+        second.monitor._sockets[0].sendto(bytes(SIZE), first.monitor.own.addresses[0])
+        second.monitor.announce_exit("yes")
+        assert first.monitor.exit_received.wait(PATIENCE)
+        assert [note.text for note in first.tracker.exited.values()] == ["yes"]
 
 
 def test_a_note_arrives_as_it_was_sent() -> None:
-    note = Note(Kind.ANSWER, bytes(range(16)), 7, 2, 3, 4, 5, 6.5, "in load(), train.py:8, größer")
-    assert unpacked(packed(note)) == note
-    assert len(packed(replace(note, text="ä" * 1000))) == SIZE
+    note = Datagram(MessageType.ANSWER, bytes(range(16)), 7, 2, 3, 4, 5, 6.5, "in load(), train.py:8, größer")
+    assert decode(encode(note)) == note
+    assert len(encode(replace(note, text="ä" * 1000))) == SIZE
     peer = Peer(bytes(range(240, 256)), (("10.0.0.1", 1), ("255.255.255.254", 65535)), 9)
     assert from_integers(as_integers(peer)) == peer
     assert from_integers(np.empty(0, np.int64)) is None
 
 
 def test_addresses_are_those_the_launcher_was_told_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_hosts(one_host=True) == ["127.0.0.1"]
+    assert own_addresses(one_host=True) == ["127.0.0.1"]
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "127.0.0.0/8,no_such_interface")
-    assert own_hosts(one_host=False) == ["127.0.0.1"]
+    assert own_addresses(one_host=False) == ["127.0.0.1"]
 
 
 def test_it_listens_on_the_named_addresses_alone(monkeypatch: pytest.MonkeyPatch, heard: Heard) -> None:
     """Of an address that no interface has, as the name of a host may have one, nothing is told to the others."""
     named = ["127.0.0.2", "203.0.113.7", "127.0.0.3"]
-    monkeypatch.setattr("hvd_periodic.comm.watcher.own_hosts", lambda one_host: named)
+    monkeypatch.setattr("hvd_periodic.comm.stall_monitor.own_addresses", lambda one_host: named)
     with ranks(2) as (first, second):
         for rank in (first, second):
-            bound = [each.getsockname() for each in rank.watcher._sockets]
+            bound = [each.getsockname() for each in rank.monitor._sockets]
             assert [host for host, _ in bound] == ["127.0.0.2", "127.0.0.3"]
-            assert list(rank.watcher.own.addresses) == bound
-        for address in first.watcher.own.addresses:
-            only = replace(first.watcher.own, addresses=(address,))
-            first.watcher.told.clear()
-            note = Note(Kind.END, only.token, number_of("some ranks"), 1, text="over there")
-            second.watcher.send(note, only)
-            assert first.watcher.told.wait(PATIENCE)
-    monkeypatch.setattr("hvd_periodic.comm.watcher.own_hosts", lambda one_host: named[1:2])
+            assert list(rank.monitor.own.addresses) == bound
+        for address in first.monitor.own.addresses:
+            only = replace(first.monitor.own, addresses=(address,))
+            first.monitor.exit_received.clear()
+            note = Datagram(MessageType.EXIT, only.token, stable_hash("some ranks"), 1, text="over there")
+            second.monitor.send(note, only)
+            assert first.monitor.exit_received.wait(PATIENCE)
+    monkeypatch.setattr("hvd_periodic.comm.stall_monitor.own_addresses", lambda one_host: named[1:2])
     with pytest.raises(OSError, match="Cannot assign requested address"):
-        Watcher(0, False, list)
+        StallMonitor(0, False, list)
 
 
 def test_the_environment_says_when_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_a_limit_is_a_positive_number(value: object, kind: type[Exception]) -> N
 
 
 def test_the_longest_limit_counts() -> None:
-    attendance = Attendance("some ranks", 0, [0, 1])
+    tracker = CollectiveTracker("some ranks", 0, [0, 1])
     for seconds in (None, 2.0, 3.0, 1.0, None):
-        attendance.limit(seconds)
-    assert attendance.timeout == 3.0
+        tracker.limit(seconds)
+    assert tracker.timeout == 3.0

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.together import Together
+from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
@@ -44,13 +44,13 @@ class Initialization:
         self._getter = getter
         self._counters = counters
         self._first_companion = first_companion
-        self._together: Together | None = None
+        self._together: TrainingGroup | None = None
         self._global_step: Any = None
         self._buffer_centers: list[tuple[tf.Variable, Any]] = []
         self.times = 0
         self.shared_centers: list[SharedCenter] = []
 
-    def begin_within(self, together: Together, prefix: str, global_step: Any) -> None:
+    def begin_within(self, together: TrainingGroup, prefix: str, global_step: Any) -> None:
         """Reach the groups of ranks too, under names of no other optimizer, and give all this global step, if any."""
         self._together, self._prefix, self._global_step = together, prefix, global_step
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.comm.meeting import Purpose
+from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.course import Setting
 from hvd_periodic.sync.startup import Standing, Start, decide, replaces
 from hvd_periodic.tensorflow.host import on_host

@@ -1,9 +1,11 @@
-"""Messages between two ranks, through mpi4py."""
+"""Transports of asynchronous exchange: memory that all ranks share, and messages between two ranks."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,45 @@ SHORT, LONG = 5e-5, 2e-3
 
 A rank that waits sleeps: waiting inside MPI would take a core from ranks that compute.
 """
+
+
+class NoSharedMemoryError(RuntimeError):
+    """The ranks of one host cannot share that much memory; raised on all of them."""
+
+
+class SharedMemory(ABC):
+    """Bytes that all ranks share, initially zero.
+
+    Attributes:
+        buffer: the bytes, as a ``uint8`` array.
+        description: human-readable description for the log.
+    """
+
+    buffer: np.ndarray
+    description: str
+
+    @abstractmethod
+    def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
+        """Hold locks ``start`` to ``start + count`` inside the ``with`` block; waiting for them takes no CPU time.
+
+        Locks are numbers, not positions in the buffer. A rank holds one range of locks at a time.
+        """
+
+    def close(self) -> None:
+        """Release the system's resources; the buffer must not be used afterwards. Collective."""
+
+
+class LocalMemory(SharedMemory):
+    """Memory of the only rank."""
+
+    description = "memory of this process"
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = np.zeros(nbytes, np.uint8)
+
+    def lock(self, start: int, count: int = 1) -> AbstractContextManager[object]:
+        """Return a context that locks nothing: there is no other rank."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -35,7 +76,7 @@ class Arrival:
 
 
 class Messages:
-    """Sends and receives arrays; messages from one rank arrive in the order in which they were sent.
+    """Sends and receives arrays through mpi4py; messages from one rank arrive in the order in which they were sent.
 
     Args:
         comm: a communicator that nothing else uses.

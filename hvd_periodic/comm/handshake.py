@@ -6,31 +6,32 @@ therefore find out, instead of waiting forever.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_periodic.comm.agreement import Ranks, raise_on_all
-from hvd_periodic.comm.attendance import Attendance
-from hvd_periodic.comm.packing import pack, unpack
+from hvd_periodic.comm.collective_tracker import CollectiveTracker
 from hvd_periodic.ranks import by_value
 
 
-class MeetingRanks(Ranks, Protocol):
+class HandshakeRanks(Ranks, Protocol):
     """Ranks that can perform a handshake: a communicator."""
 
-    meeting_name: str
-    attendance: Attendance
+    handshake_name: str
+    tracker: CollectiveTracker
 
     @property
     def global_ranks(self) -> list[int]:
         """Global ranks of all of them."""
 
     @property
-    def meets_with(self) -> MeetingRanks:
+    def handshake_group(self) -> HandshakeRanks:
         """All ranks that share the handshakes of these."""
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
@@ -53,7 +54,7 @@ class Purpose(IntEnum):
     COMPLETE = 10
 
 
-TRAINER_PLACES = ("a collective of the trainer", "construction of a strategy", "the end of training")
+TRAINER_CALLS = ("a collective of the trainer", "construction of a strategy", "the end of training")
 """Calls in which trainers perform a handshake; their records count these in place of optimizers."""
 
 
@@ -78,7 +79,7 @@ class Record:
         foreseen: iterations at the exchange after this one, if the schedule knows it before the handshake; else 0.
         weight: weight of this rank in means; None if all ranks count equally.
         left_out: 1 if this rank is excluded, as its replica is not finite.
-        enclosed: number of integers that follow this record: the memory of messages.
+        piggyback_length: number of integers that follow this record: the memory of messages.
     """
 
     purpose: int
@@ -97,7 +98,7 @@ class Record:
     foreseen: int = 0
     weight: float | None = None
     left_out: int = 0
-    enclosed: int = 0
+    piggyback_length: int = 0
 
     @property
     def training(self) -> bool:
@@ -110,30 +111,71 @@ class Record:
         return _place(self)
 
 
+def is_real(annotation: Any) -> bool:
+    """Return whether a field of :class:`Record` holds a float."""
+    return str(annotation).startswith("float")
+
+
+_CODES = ["d" if is_real(field.type) else "q" for field in fields(Record)]
+_VALUES, _INTEGERS = struct.Struct(f"<{''.join(_CODES)}"), struct.Struct(f"<{len(_CODES)}q")
+
+
 def integers(record: Record) -> list[int]:
-    """Return a record as the integers to send.
+    """Return a record as the integers to send; a float as the integer with the same 64 bits.
 
     Example:
         >>> integers(Record(Purpose.START, optimizer=1))[:5]
         [1, 1, 0, 0, 0]
     """
-    return pack(record)
+    values = (getattr(record, field.name) for field in fields(Record))
+    numbers = [_number(code, value) for code, value in zip(_CODES, values, strict=True)]
+    return list(_INTEGERS.unpack(_VALUES.pack(*numbers)))
 
 
-def opened(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.ndarray]]:
-    """Return the records and enclosed integers of all ranks, given all their integers, concatenated."""
-    width, rest = len(fields(Record)), np.asarray(gathered, np.int64)
-    records, enclosures = [], []
+def _number(code: str, value: Any) -> int | float:
+    """Return a value of the type that ``struct`` packs for a code; NaN for None."""
+    if code == "q":
+        return int(value)
+    return math.nan if value is None else float(value)
+
+
+def _record(packed: Sequence[int]) -> Record:
+    """Return the record that :func:`integers` was given."""
+    values: list[Any] = [None if math.isnan(value) else value for value in _VALUES.unpack(_INTEGERS.pack(*packed))]
+    return Record(*values)
+
+
+def unpack_records(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], list[np.ndarray]]:
+    """Return the records and piggybacked integers of all ranks, given all their integers, concatenated."""
+    width, rest = len(_CODES), np.asarray(gathered, np.int64)
+    records, piggybacks = [], []
     while rest.size:
-        records.append(unpack(Record, rest[:width].tolist()))
-        enclosures.append(rest[width : width + records[-1].enclosed])
-        rest = rest[width + records[-1].enclosed :]
-    return records, enclosures
+        record = _record(rest[:width].tolist())
+        records.append(record)
+        piggybacks.append(rest[width : width + record.piggyback_length])
+        rest = rest[width + record.piggyback_length :]
+    return records, piggybacks
 
 
 def records_of(gathered: Sequence[int] | np.ndarray) -> list[Record]:
     """Return the records of all ranks, given all their integers, concatenated."""
-    return opened(gathered)[0]
+    return unpack_records(gathered)[0]
+
+
+def float_bits(value: float | None) -> int:
+    """Return a float as the integer with the same 64 bits; None as NaN.
+
+    Example:
+        >>> float_bits(1.0), float_from_bits(float_bits(0.1)), float_from_bits(float_bits(None))
+        (4607182418800017408, 0.1, None)
+    """
+    return int(struct.unpack("<q", struct.pack("<d", math.nan if value is None else value))[0])
+
+
+def float_from_bits(integer: int) -> float | None:
+    """Return the float with these 64 bits; None for NaN."""
+    value = float(struct.unpack("<d", struct.pack("<q", integer))[0])
+    return None if math.isnan(value) else value
 
 
 def leading(records: Sequence[Record]) -> Record:
@@ -144,44 +186,44 @@ def leading(records: Sequence[Record]) -> Record:
     return max(records, key=lambda record: record.updates)
 
 
-def meet(
-    communicator: MeetingRanks,
+def handshake(
+    communicator: HandshakeRanks,
     record: Record,
     failure: Exception | None = None,
-    enclosed: np.ndarray | None = None,
+    piggyback: np.ndarray | None = None,
 ) -> tuple[list[Record], list[np.ndarray]]:
-    """Perform a handshake; return the records and enclosed integers of all its ranks, in rank order.
+    """Perform a handshake; return the records and piggybacked integers of all its ranks, in rank order.
 
     Args:
         communicator: the ranks.
         record: this rank's record.
         failure: the error that keeps this rank from going on, if ``record.problem`` is set.
-        enclosed: integers to send along.
+        piggyback: integers to send along with the record.
 
     Raises:
         Exception: ``failure``, on this rank.
         RuntimeError: another rank cannot go on, or ranks are in conflicting calls; on all ranks.
     """
-    enclosed = np.empty(0, np.int64) if enclosed is None else enclosed
-    communicator = communicator.meets_with
-    communicator.attendance.last = record
-    own = np.concatenate([np.array(integers(replace(record, enclosed=enclosed.size)), np.int64), enclosed])
-    records, enclosures = opened(communicator.gather_integers(own, communicator.meeting_name))
-    check(communicator, records, failure)
-    return records, enclosures
+    piggyback = np.empty(0, np.int64) if piggyback is None else piggyback
+    communicator = communicator.handshake_group
+    communicator.tracker.last_record = record
+    own = np.concatenate([np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64), piggyback])
+    records, piggybacks = unpack_records(communicator.gather_integers(own, communicator.handshake_name))
+    check_records(communicator, records, failure)
+    return records, piggybacks
 
 
-def check(communicator: MeetingRanks, records: Sequence[Record], failure: Exception | None) -> None:
-    """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :func:`meet`."""
-    communicator.attendance.seen = records
-    crossed = cross_purposes(records, communicator.global_ranks)
+def check_records(communicator: HandshakeRanks, records: Sequence[Record], failure: Exception | None) -> None:
+    """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :func:`handshake`."""
+    communicator.tracker.last_records = records
+    crossed = describe_conflict(records, communicator.global_ranks)
     if crossed or any(record.problem for record in records):
-        raise_on_all(communicator, communicator.meeting_name, failure)
+        raise_on_all(communicator, communicator.handshake_name, failure)
     if crossed:
         raise RuntimeError(crossed)
 
 
-def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
+def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
     """Return an error message that names the calls in which ranks wait, if these conflict; else None.
 
     Args:
@@ -189,7 +231,7 @@ def cross_purposes(records: Sequence[Record], numbers: Sequence[int]) -> str | N
         numbers: the global ranks of these.
 
     Example:
-        >>> print(cross_purposes([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])
+        >>> print(describe_conflict([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])
         Ranks wait for each other in different places
     """
     purposes = {record.purpose for record in records}
@@ -231,7 +273,7 @@ def _place(record: Record) -> str:
     if record.purpose == Purpose.CONSTRUCT:
         return "construction of an optimizer"
     if record.purpose == Purpose.TRAINER:
-        return TRAINER_PLACES[record.optimizer]
+        return TRAINER_CALLS[record.optimizer]
     what = {
         Purpose.START: "first step",
         Purpose.EXCHANGE: "exchange",

@@ -1,4 +1,4 @@
-"""Memory that all ranks of one host share."""
+"""Memory that all ranks of one host share, and a barrier in it that detects dead ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvd_periodic.comm.memory import NoSharedMemoryError, SharedMemory
+from hvd_periodic.comm.base import common_barrier
+from hvd_periodic.comm.transports import NoSharedMemoryError, SharedMemory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,9 +26,11 @@ SPARE_BYTES_PER_RANK = 4 * 2**20
 """Bytes left free for every rank. Open MPI keeps a file of 4 MiB per rank in the same folder for its own messages; the
 file is sparse, and if the folder is full, the first access to one of its new pages ends the process."""
 
+_LIVENESS_LOCKS = 2**40
+"""Number of the first liveness lock. A process holds one for as long as it lives."""
 
-_SEATS = 2**40
-"""First of the locks that a process holds for as long as it lives."""
+_ID_BITS = 32
+"""Low bits of a word of a barrier, which hold its id; the bits above hold how many barriers a rank has entered."""
 
 
 class WindowMemory(SharedMemory):
@@ -56,21 +59,21 @@ class WindowMemory(SharedMemory):
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, count, start)
 
-    def take_seat(self, number: int) -> None:
-        """Hold the lock of a seat until this process ends or closes the memory."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _SEATS + number)
+    def hold_liveness_lock(self, rank: int) -> None:
+        """Hold a rank's liveness lock until this process ends or closes the memory."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _LIVENESS_LOCKS + rank)
 
-    def is_taken(self, number: int) -> bool:
-        """Return whether another process holds such a lock; True also at the moment when another process asks."""
+    def is_alive(self, rank: int) -> bool:
+        """Return whether another process holds a liveness lock; True also while another process calls this."""
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _SEATS + number)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _LIVENESS_LOCKS + rank)
         except OSError:
             return True
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _SEATS + number)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _LIVENESS_LOCKS + rank)
         return False
 
     def close(self) -> None:
-        """Unmap the file, which disappears with the last rank."""
+        """Unmap the file, which the system deletes when the last rank has closed it."""
         self.buffer = np.zeros(0, np.uint8)
         os.close(self._file)
 
@@ -142,3 +145,59 @@ def _reserve(file: int, nbytes: int, spare: int) -> None:
 
 def _first_problem(comm: MPI.Intracomm, problem: str) -> str:
     return next((f"rank {rank}: {found}" for rank, found in enumerate(comm.allgather(problem)) if found), "")
+
+
+class LivenessBarrier:
+    """Idle barrier of the ranks of one host, which needs no MPI and does not wait for dead ranks.
+
+    Every rank holds a liveness lock, which the operating system releases however the process ends. MPI's collectives
+    would wait forever for a dead rank.
+
+    A rank has two words, which it uses in turn, for the id of the barrier it waits in: it enters the next barrier but
+    one only after all ranks have entered the next, when none of them still reads the word. A third word marks a regular
+    end.
+
+    Args:
+        memory: shared memory of :meth:`nbytes` bytes, which all ranks have opened.
+        rank: this rank, whose liveness lock is held from now on; all ranks must hold theirs before any of them calls a
+            method.
+        size: number of ranks.
+    """
+
+    def __init__(self, memory: WindowMemory, rank: int, size: int) -> None:
+        self._memory, self._rank, self._size = memory, rank, size
+        self._words = memory.buffer.view(np.int64).reshape(size, 3)
+        self._entered = 0
+        memory.hold_liveness_lock(rank)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes that ``size`` ranks need."""
+        return 24 * size
+
+    def leave(self) -> None:
+        """Mark the end of this rank's process as regular."""
+        self._words[self._rank, 2] = 1
+
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks whose processes have ended without :meth:`leave`."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in others if not self._memory.is_alive(rank) and not self._words[rank, 2]]
+
+    def begin(self, barrier_id: int) -> Callable[[], int | None]:
+        """Enter the next barrier of all live ranks; as :meth:`Communicator.begin_idle_barrier`."""
+        self._entered += 1
+        entered, slot = self._entered, self._entered % 2
+        self._words[self._rank, slot] = entered << _ID_BITS | barrier_id
+
+        def poll() -> int | None:
+            ids = []
+            for rank in range(self._size):
+                word = int(self._words[rank, slot])
+                if word >> _ID_BITS == entered:
+                    ids.append(word & (1 << _ID_BITS) - 1)
+                elif self._memory.is_alive(rank):
+                    return None
+            return common_barrier(ids)
+
+        return poll
