@@ -73,6 +73,31 @@ def renamed(**names: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return decorate
 
 
+def rename_members(owner: type, **names: str) -> None:
+    """Give a subclass the new names of the members that it defines under their old names, with a warning.
+
+    Args:
+        owner: the subclass, in ``__init_subclass__`` of its base.
+        names: the new names, by the old ones.
+
+    Example:
+        >>> class Base:
+        ...     def __init_subclass__(cls, **kwargs):
+        ...         super().__init_subclass__(**kwargs)
+        ...         rename_members(cls, length="size")
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     class Setup(Base):
+        ...         length = 3
+        ...     print(Setup.size, caught[0].message)
+        3 `Setup.length` is a spelling of version 0.1 and ends with the next version: write `size`
+    """
+    for old, new in names.items():
+        if old in vars(owner):
+            warn_old(f"`{owner.__name__}.{old}`", f"`{new}`", 4)  # Its metaclass is a frame, too.
+            setattr(owner, new, vars(owner)[old])
+
+
 class RenamedAttribute:
     """An attribute under its old name, which warns.
 

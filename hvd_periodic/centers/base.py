@@ -59,7 +59,7 @@ class Placement(ABC):
     def reduce(self, communicator: Communicator, buffer: Any, name: str, op: str) -> Callable[[], Any]:
         """Start to reduce over ranks; what is returned waits for the result, of this rank's share at least."""
 
-    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
+    def bytes_to_publish(self, bytes_of_bucket: int) -> int:
         """Return the bytes that :meth:`fetch` hands to a collective."""
         return 0
 

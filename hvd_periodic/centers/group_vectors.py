@@ -149,7 +149,7 @@ class GroupVectors(Generic[V]):
         if self.travelling is not None and here:
             return None, self.travelling
         lent = self.share is self.values.layout and not self._lasting and not self.outbox.wire.lossy
-        spent = self.algorithm.spent if lent and here else None
+        spent = self.algorithm.consumed_state if lent and here else None
         if spent is not None:
             return spent, self.worker[spent]
         return None, self._replica.new_resting_store(self.share, f"{self.name}.{_TOTAL}")
@@ -185,9 +185,7 @@ class GroupVectors(Generic[V]):
         """Return a whole bucket of what the center hands out."""
         if center is None:
             center = self._read_all(self.center_state, self._share_of(bucket))
-        return self._spread(
-            communicator, bucket, self.algorithm.hand_out(self._replica.space, center, exchange), prefix
-        )
+        return self._spread(communicator, bucket, self.algorithm.publish(self._replica.space, center, exchange), prefix)
 
     def _spread(self, communicator: Communicator, bucket: Bucket, share: V, prefix: str) -> V:
         out = None

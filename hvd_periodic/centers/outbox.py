@@ -60,7 +60,7 @@ class Outbox(Generic[V]):
         self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
         self.delivered: dict[int, V] = {}
         self.unsent: Store[V] | None = None
-        if wire.lossy and algorithm.keeps_error:
+        if wire.lossy and algorithm.uses_error_feedback:
             self.unsent = replica.new_store(layout, f"{name}.{UNSENT}")
         self.unsent_sums: Store[V] | None = None
         self.saved_sums = ""

@@ -33,7 +33,7 @@ class Root(Placement):
         """All-reduce, or broadcast from the root."""
         return reduced(communicator, buffer, name, op, self._root)
 
-    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
+    def bytes_to_publish(self, bytes_of_bucket: int) -> int:
         """Return the whole bucket on the root, which sends it."""
         return bytes_of_bucket if self._rank == self._root else 0
 

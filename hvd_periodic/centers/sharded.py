@@ -35,7 +35,7 @@ class Sharded(Placement):
             raise ValueError(f"Only sums can be scattered over ranks. Received: {op!r}")
         return communicator.reducescatter(buffer, name)
 
-    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
+    def bytes_to_publish(self, bytes_of_bucket: int) -> int:
         """Return the bytes of this rank's chunk."""
         start, stop = chunk(bytes_of_bucket, self._rank, self._size)
         return stop - start

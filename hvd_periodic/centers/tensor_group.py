@@ -82,7 +82,7 @@ class TensorGroup(GroupVectors[V]):
                 for place in self._blocks[bucket.index]:
                     center = self.handed_out(communicator, place, exchange, prefix)
                     self._pull(self._block(bucket, place), center, exchange)
-                sent += self.placement.bytes_to_hand_out(bucket.nbytes)
+                sent += self.placement.bytes_to_publish(bucket.nbytes)
         return sent
 
     def begin(
@@ -91,7 +91,7 @@ class TensorGroup(GroupVectors[V]):
         """Let the message of a bucket travel; return what :meth:`finish` takes, and the bytes handed to collectives."""
         pulls, lossy, handed_out = not self.algorithm.reads_after, self.outbox.wire.lossy, 0
         if self.algorithm.reads_before:
-            handed_out = self.placement.bytes_to_hand_out(bucket.nbytes)
+            handed_out = self.placement.bytes_to_publish(bucket.nbytes)
         blocks, formed, room = [], [], self._room(bucket)
         for place in self._blocks[bucket.index]:
             block = self._block(bucket, place)
@@ -122,7 +122,7 @@ class TensorGroup(GroupVectors[V]):
                 # Not read again: a store may keep what is written of a tensor until its last bucket is there.
                 handed_out = self.handed_out(communicator, block.place, exchange, prefix, moved)
                 self._pull(block, handed_out, exchange)
-        return self.placement.bytes_to_hand_out(pending.bucket.nbytes) if pulls else 0
+        return self.placement.bytes_to_publish(pending.bucket.nbytes) if pulls else 0
 
     def arrive(self, pending: Pending[V], exchange: Exchange) -> None:
         """Wait for the total of a bucket, and move this rank's share of the center by it.
@@ -164,7 +164,7 @@ class TensorGroup(GroupVectors[V]):
         copies = {key: space.copy(vector) for key, vector in worker.items()}
         seen = x
         if self.algorithm.reads_before:
-            seen = self.algorithm.hand_out(space, self._read_all(self.center_state, bucket), exchange)
+            seen = self.algorithm.publish(space, self._read_all(self.center_state, bucket), exchange)
         out = self._replica.scratch(bucket, slot + 1)
         return self.algorithm.message(space, x, copies, seen, exchange, out=out)[0]
 
@@ -194,7 +194,7 @@ class TensorGroup(GroupVectors[V]):
 
     def _room(self, bucket: Bucket) -> V | None:
         """Return where the message of a bucket is put together; the memory of what it uses up, where that serves."""
-        spent = self.algorithm.spent
+        spent = self.algorithm.consumed_state
         if self.travelling is not None:
             return self.travelling.read(bucket)
         if spent is not None and len(self._blocks[bucket.index]) > 1:
@@ -213,7 +213,7 @@ class TensorGroup(GroupVectors[V]):
         self._write(self.worker, place, worker, changed)
         block.worker = worker | changed
         lasts = self.travelling is not None
-        there = message is part or (not lasts and message is block.worker.get(algorithm.spent or ""))
+        there = message is part or (not lasts and message is block.worker.get(algorithm.consumed_state or ""))
         if part is not None and (lasts or place is not bucket) and not there:
             cast(Any, part)[...] = message
         return cast(V, part) if lasts else message
@@ -262,7 +262,7 @@ class TensorGroup(GroupVectors[V]):
     def _pull(self, block: Block[V], center: V, exchange: Exchange, sent: V | None = None) -> None:
         """Let the replica pull; by what was ``sent``, where that is a part of the message, and the rest is its own."""
         algorithm, space = self.algorithm, self._replica.space
-        if sent is None or algorithm.keeps_error:
+        if sent is None or algorithm.uses_error_feedback:
             values, changed = algorithm.pull(space, block.x, block.worker, center, exchange)
         else:
             values, changed = algorithm.pull_sent(space, block.x, block.worker, center, sent, exchange)
@@ -280,7 +280,7 @@ class TensorGroup(GroupVectors[V]):
 
     def _forget_spent(self, block: Block[V]) -> None:
         """Set to zeros what a message has used up."""
-        spent = self.algorithm.spent
+        spent = self.algorithm.consumed_state
         if spent is not None:
             zeros = self._replica.space.zeros_like(block.worker[spent], out=block.worker[spent])
             self._write(self.worker, block.place, block.worker, {spent: zeros})

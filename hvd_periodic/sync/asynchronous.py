@@ -38,7 +38,7 @@ class Asynchronous(Course[V]):
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
         """Return the algorithm as one worker after another runs it."""
-        return algorithm.one_by_one(size)
+        return algorithm.asynchronous_variant(size)
 
     @classmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
@@ -52,7 +52,7 @@ class Asynchronous(Course[V]):
         membership, exchanged = setting.membership, setting.exchanged
         self.setting = setting
         size = membership.communicator.size
-        tensors = [kind._replace(algorithm=kind.algorithm.one_by_one(size)) for kind in exchanged.tensors()]
+        tensors = [kind._replace(algorithm=kind.algorithm.asynchronous_variant(size)) for kind in exchanged.tensors()]
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
@@ -199,5 +199,5 @@ def _refuse_state(group: TensorGroup[Any]) -> None:
     if kept:
         raise ValueError(
             f"{type(group.algorithm).__name__} keeps {', '.join(map(repr, kept))} with the center, and asynchronous "
-            "exchange knows the center alone: let `one_by_one` return an algorithm that needs no more"
+            "exchange knows the center alone: let `asynchronous_variant` return an algorithm that needs no more"
         )

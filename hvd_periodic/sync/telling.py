@@ -77,7 +77,7 @@ def _facts(course: Course[Any], counters: Counters) -> Facts:
         "schedule": described(schedule),
         "period": period,
         "step": counters.local_steps,
-        "closes": exchanged.algorithm.closes(Exchange(communicator.size, period)) if course.steps_agree else None,
+        "closes": exchanged.algorithm.contraction(Exchange(communicator.size, period)) if course.steps_agree else None,
         "asynchronous": not course.steps_agree,
         "center": course.placement.name,
         "transport": transport,
@@ -133,7 +133,7 @@ def tell(
         return
     if course.steps_agree:
         size = setting.membership.communicator.size
-        closes = setting.exchanged.algorithm.closes(Exchange(size, own.clock.period)) if completes else 0.0
+        closes = setting.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
         closes = 1.0 if setting.phase.equal else closes
     count = count_of(counters())
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance

@@ -313,7 +313,7 @@ def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) ->
         optimizer.step([np.ones(3)])
     optimizer.synchronizer.finalize()
     assert not any("of its way" in line for line in said.messages)
-    assert EASGD().closes.__doc__
+    assert EASGD().contraction.__doc__
 
 
 @pytest.mark.parametrize(("level", "lines_seen"), [("info", 2), ("DEBUG", 4), ("warning", 0), ("loud", 1)])

@@ -14,7 +14,8 @@ import pytest
 
 import hvd_periodic
 import hvd_periodic.numpy
-from hvd_periodic import AGN, LocalCommunicator, logs
+from hvd_periodic import AGN, Averaging, LocalCommunicator, logs
+from hvd_periodic.algorithms import Exchange
 from tests.conftest import PATIENCE
 from tests.one_rank import one_rank
 
@@ -173,3 +174,34 @@ def test_configurations_of_keras_are_read_and_have_their_keys() -> None:
     assert {"center_optimizer", "communication_period", "overlap"} - {*config} == {"overlap"}
     again = module.AGNOptimizer.from_config(config | {"overlap": 0})
     assert again.get_config() == config
+
+
+def test_members_of_algorithms_of_users_had_other_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\..*` is a spelling of version 0\.1") as warned:
+
+        class Mine(Averaging):
+            keeps_error = False
+
+            def one_by_one(self, size: int) -> Averaging:
+                return self
+
+            def closes(self, exchange: Exchange) -> float:
+                return 0.5
+
+            def hand_out(self, space: Any, center: Any, exchange: Exchange) -> Any:
+                return center["center"] + 1
+
+    assert [str(each.message) for each in warned] == [
+        f"`Mine.{old}` is a spelling of version 0.1 and ends with the next version: write `{new}`"
+        for old, new in (
+            ("keeps_error", "uses_error_feedback"),
+            ("closes", "contraction"),
+            ("one_by_one", "asynchronous_variant"),
+            ("hand_out", "publish"),
+        )
+    ]
+    assert warned[0].filename == __file__
+    assert not Mine.uses_error_feedback
+    assert Mine().contraction(Exchange(2, 1)) == 0.5
+    assert Mine().asynchronous_variant(2) == Mine()
+    assert Mine().publish(None, {"center": 1}, Exchange(2, 1)) == 2

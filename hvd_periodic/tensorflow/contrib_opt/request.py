@@ -80,7 +80,7 @@ class Request:
         planned = as_schedule(period, name)
         with spelled_as(cls):
             algorithm = self.algorithm()
-            (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
+            (algorithm.asynchronous_variant if self.asynchronous else algorithm.check)(communicator.size)
         averaged = gradient_group_of(self.opt)
         return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
 
