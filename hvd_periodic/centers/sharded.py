@@ -1,4 +1,4 @@
-"""A part of the center on every rank."""
+"""The center in shards, one on every rank."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class Sharded(Placement):
         if saved is not None and (states is None or len(states) != self._size):
             raise ValueError(
                 f"The state of the center optimizer was not saved with center='sharded' on {self._size} ranks: load it "
-                "with the placement and the number of ranks that it was saved with, or start anew from the saved center"
+                "with the placement and the number of ranks that it was saved with, or start from the saved center"
             )
         return None if states is None else states[self._rank]

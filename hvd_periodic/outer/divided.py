@@ -82,7 +82,7 @@ class Divided:
             found = 1 if states is None else len(states)
             raise ValueError(
                 f"The state of the center optimizer was saved with fragments={found}, and this one has "
-                f"{len(self.parts)}: load it with the same number, or start anew from the saved center"
+                f"{len(self.parts)}: load it with the same number, or start from the saved center"
             )
         for part, of_part in zip(self.parts, states, strict=True):
             part.load(of_part)

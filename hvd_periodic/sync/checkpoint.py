@@ -158,7 +158,7 @@ class Checkpoint(Generic[V]):
         if saved != fragments:
             raise ValueError(
                 f"The state was saved with fragments={saved}, and this optimizer has fragments={fragments}: load it "
-                "with the same number, or start anew from the saved center"
+                "with the same number, or start from the saved center"
             )
 
     def load(self, state: dict[str, Any], begun: bool) -> None:

@@ -73,7 +73,7 @@ def _numbered(groups: Sequence[Any], place: list[list[Stretch | None]]) -> Itera
     """
     if [len(group["params"]) for group in groups] != [len(stretches) for stretches in place]:
         raise ValueError(
-            "The state of the center optimizer was saved with other parameter groups: start anew from the saved center"
+            "The state of the center optimizer was saved with other parameter groups: start from the saved center"
         )
     for group, stretches in zip(groups, place, strict=True):
         yield from zip(group["params"], stretches, strict=True)

@@ -91,11 +91,11 @@ class Wire(ABC):
     def check(self, communicator: Communicator, place: str) -> None:
         """Raise a ValueError if messages to a center with this placement cannot travel in this encoding."""
 
-    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
         """Return whether every rank forms the sum of a part of each message, and sends it on to the others."""
         return False
 
-    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
+    def traffic(self, workers: int, nbytes: float, overlapped: bool = False) -> tuple[float, float]:
         """Return how many messages follow each other, and how many bytes each worker sends, until all have the sum.
 
         For b bytes and n workers: 2 (n − 1) messages and 2 (n − 1) / n · b bytes, the minimum for an all-reduce.
@@ -104,7 +104,7 @@ class Wire(ABC):
         Args:
             workers: n.
             nbytes: bytes of the message in float32, before encoding.
-            lasting: whether training goes on meanwhile.
+            overlapped: whether training goes on meanwhile.
 
         Example:
             >>> from hvd_periodic.wires import Plain, TopK
@@ -114,7 +114,7 @@ class Wire(ABC):
         others = workers - 1
         return 2 * others, 2 * others / workers * nbytes
 
-    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
+    def decoded(self, workers: int, nbytes: float, overlapped: bool = False) -> float:
         """Return how many bytes of float32 each worker decodes, if that grows with the number of workers; else 0.
 
         Example:

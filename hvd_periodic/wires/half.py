@@ -50,19 +50,19 @@ class Half(Encoded):
         if self.kind not in communicator.sums:
             super().check(communicator, place)
 
-    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
         """Return False if the collective itself sums."""
-        return self.kind not in communicator.sums and super().forms_sums(communicator, lasting)
+        return self.kind not in communicator.sums and super().forms_sums(communicator, overlapped)
 
-    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
+    def traffic(self, workers: int, nbytes: float, overlapped: bool = False) -> tuple[float, float]:
         """Return the cost of half the bytes if the collective itself sums, as Horovod does in float16."""
         if self.kind == "f2":
-            return Wire.traffic(self, workers, nbytes / 2, lasting)
-        return super().traffic(workers, nbytes, lasting)
+            return Wire.traffic(self, workers, nbytes / 2, overlapped)
+        return super().traffic(workers, nbytes, overlapped)
 
-    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
+    def decoded(self, workers: int, nbytes: float, overlapped: bool = False) -> float:
         """Return 0 if the collective itself sums."""
-        return 0.0 if self.kind == "f2" else super().decoded(workers, nbytes, lasting)
+        return 0.0 if self.kind == "f2" else super().decoded(workers, nbytes, overlapped)
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Reduce in 16 bits, or as bytes."""

@@ -16,6 +16,8 @@ import hvd_periodic
 import hvd_periodic.numpy
 from hvd_periodic import AGN, Averaging, LocalCommunicator, logs
 from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers import Replicated
+from hvd_periodic.vectors.store import FlatStore
 from tests.conftest import PATIENCE
 from tests.one_rank import one_rank
 
@@ -205,3 +207,14 @@ def test_members_of_algorithms_of_users_had_other_names() -> None:
     assert Mine().contraction(Exchange(2, 1)) == 0.5
     assert Mine().asynchronous_variant(2) == Mine()
     assert Mine().publish(None, {"center": 1}, Exchange(2, 1)) == 2
+
+
+def test_members_of_placements_replicas_and_stores_of_users_had_other_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\.bytes_to_hand_out` .*: write `bytes_to_publish`$"):
+        placement = type("Mine", (Replicated,), {"bytes_to_hand_out": lambda self, nbytes: nbytes})
+    assert placement(LocalCommunicator(), 0).bytes_to_publish(4) == 4
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\.resting` .*: write `offload`$"):
+        replica = type("Mine", (hvd_periodic.numpy.NumpyReplica,), {"resting": lambda self, value: -value})
+    assert replica({"x": np.zeros(2)}).offload(1) == -1
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\.away` .*: write `offloaded`$"):
+        assert type("Mine", (FlatStore,), {"away": True}).offloaded
