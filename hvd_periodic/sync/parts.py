@@ -32,7 +32,7 @@ from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.streamed import streamed
 from hvd_periodic.sync.telling import count_of, new_journal
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.wires.given import Compression
+from hvd_periodic.wires.compression import Compression
 
 V = TypeVar("V")
 

@@ -58,7 +58,18 @@ def test_a_sum_travels_as_in_a_ring(workers: int) -> None:
     assert Half("f2").traffic(workers, 2400, overlapped=True) == ring(workers, 1200)
 
 
-@pytest.mark.parametrize("wire", [Int8(), TopK(0.01), Half("bf2")], ids=readable)
+def test_sixteen_bits_that_no_collective_sums_travel_encoded() -> None:
+    """Over MPI as bfloat16 over Horovod: the type alone does not say who sums."""
+    for kind, others in (("f2", frozenset({"bf2"})), ("bf2", frozenset({"f2"}))):
+        for overlapped in (False, True):
+            encoded = Int8().traffic(4, 1.0, overlapped)[0], Half("bf2").traffic(4, 1.0, overlapped)[1]
+            assert Half(kind).traffic(4, 1.0, overlapped, others) == encoded
+            assert Half(kind).decoded(4, 1.0, overlapped, others) == Int8().decoded(4, 1.0, overlapped)
+        assert Half(kind).traffic(4, 2400.0, sums={kind}) == ring(4, 1200)
+        assert Half(kind).decoded(4, 1.0, True, {kind}) == 0.0
+
+
+@pytest.mark.parametrize("wire", [Int8(), TopK(0.01), Half("bf2"), Half("f2")], ids=readable)
 def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
     """Of 2 ranks; in two hops they also hand over the half that stays; the rest is what they tell each other."""
     elements = 1 << 16
@@ -70,7 +81,7 @@ def test_bytes_are_those_that_an_exchange_counts(wire: Wire) -> None:
         return optimizer.synchronizer.counters.bytes_sent
 
     counted = run_ranks(2, program)[0]
-    _, sent = wire.traffic(2, 4 * elements)
+    _, sent = wire.traffic(2, 4 * elements, sums=()) if isinstance(wire, Half) else wire.traffic(2, 4 * elements)
     handed_over = sent if isinstance(wire, TopK) else 3 / 2 * sent
     assert counted == pytest.approx(handed_over, rel=0.05)
 
