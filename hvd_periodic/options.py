@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypedDict, cast, get_type_hints
 
 from hvd_periodic.local_state import LocalStateLike
-from hvd_periodic.wires.given import Compression
+from hvd_periodic.wires.compression import Compression
 
 P = ParamSpec("P")
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.spellings import rename_members
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import Store
@@ -38,6 +39,10 @@ class Replica(Protocol, Generic[V]):
         how_to_exclude: advice to users about parameters that take part but should not.
         how_to_exchange: advice to users about weights that should be exchanged but are not.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        rename_members(cls, new_resting_store="new_offloaded_store", resting="offload")
 
     space: VectorSpace[V]
     parameters: Store[V]
@@ -70,15 +75,15 @@ class Replica(Protocol, Generic[V]):
     def new_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store of zeros for a vector of the algorithm's state, such as ``"parameters.center"``."""
 
-    def new_resting_store(self, layout: Layout, name: str) -> Store[V]:
+    def new_offloaded_store(self, layout: Layout, name: str) -> Store[V]:
         """Return a store as :meth:`new_store` does, of a vector that only exchanges read; it may be in other memory."""
         return self.new_store(layout, name)
 
     def new_snapshot_store(self, layout: Layout, name: str) -> Store[V]:
-        """Return a store as :meth:`new_resting_store` does, of the replica while its message is in flight."""
-        return self.new_resting_store(layout, name)
+        """Return a store as :meth:`new_offloaded_store` does, of the replica while its message is in flight."""
+        return self.new_offloaded_store(layout, name)
 
-    def resting(self, value: V) -> V:
+    def offload(self, value: V) -> V:
         """Return a vector that is not used for some time; it may be in other memory until it is written again."""
         return value
 

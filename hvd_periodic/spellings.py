@@ -109,30 +109,29 @@ class RenamedAttribute:
         warn_old(f"`{type(instance).__name__}.{self._old}`", f"`.{self.new}`", 3)
 
 
-def rename_members(cls: type, stacklevel: int = 2) -> None:
-    """Give members that a class defines under old names their new names, with a warning.
-
-    Call it in ``__init_subclass__`` of a class that has a :class:`RenamedAttribute` for each of these members.
+def rename_members(owner: type, **names: str) -> None:
+    """Give a subclass the new names of the members that it defines under their old names, with a warning.
 
     Args:
-        cls: the class.
-        stacklevel: as in :func:`warn_old`.
+        owner: the subclass, in ``__init_subclass__`` of its base.
+        names: the new names, by the old ones; those of each :class:`RenamedAttribute` of the base are known.
 
     Example:
-        >>> class Setup:
-        ...     length = RenamedAttribute("size")
-        ...     def __init_subclass__(cls):
-        ...         rename_members(cls)
+        >>> class Base:
+        ...     def __init_subclass__(cls, **kwargs):
+        ...         super().__init_subclass__(**kwargs)
+        ...         rename_members(cls, length="size")
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     class Own(Setup):
+        ...     class Setup(Base):
         ...         length = 3
-        ...     print(Own().size, caught[0].message)
-        3 `Own.length` is a spelling of version 0.1 and ends with the next version: write `.size`
+        ...     print(Setup.size, caught[0].message)
+        3 `Setup.length` is a spelling of version 0.1 and ends with the next version: write `size`
     """
-    for old, value in list(vars(cls).items()):
-        inherited = next((vars(base)[old] for base in cls.__mro__[1:] if old in vars(base)), None)
-        if isinstance(inherited, RenamedAttribute):
-            warn_old(f"`{cls.__name__}.{old}`", f"`.{inherited.new}`", stacklevel + 1)
-            setattr(cls, inherited.new, value)
-            delattr(cls, old)
+    inherited = [attribute for base in owner.__mro__[1:] for attribute in vars(base).items()]
+    names |= {old: attribute.new for old, attribute in inherited if isinstance(attribute, RenamedAttribute)}
+    for old, new in names.items():
+        if old in vars(owner):
+            warn_old(f"`{owner.__name__}.{old}`", f"`{new}`", 4)  # Its metaclass is a frame, too.
+            setattr(owner, new, vars(owner)[old])
+            delattr(owner, old)

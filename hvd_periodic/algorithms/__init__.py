@@ -6,7 +6,7 @@ Notation, the same in all files:
     x_i   worker i's replica                    c     center variable
     α     moving rate                           ρ     strength of the elastic term in the loss
     g     gradient                              a_i   worker i's accumulated gradient
-    h     values that the center hands out      γ     local learning rate
+    h     published center                       γ     local learning rate
 """
 
 from hvd_periodic.algorithms.agn import AGN

@@ -42,7 +42,7 @@ class AGN(Algorithm):
     op: str = "sum"
 
     reads_before: ClassVar[bool] = False
-    spent: ClassVar[str | None] = "gradient"
+    consumed_state: ClassVar[str | None] = "gradient"
     takes_outer_optimizer: ClassVar[bool] = True
     needs_outer_optimizer: ClassVar[bool] = True
 
@@ -61,7 +61,7 @@ class AGN(Algorithm):
         """Whether ``op`` is ``"average"``."""
         return self.op == "average"
 
-    def one_by_one(self, size: int) -> Algorithm:
+    def asynchronous_variant(self, size: int) -> Algorithm:
         """Return this algorithm: the gradients of each worker in turn are applied to the center."""
         return self
 

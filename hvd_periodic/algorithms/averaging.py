@@ -34,7 +34,7 @@ class Averaging(Consensus):
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
     """
 
-    def closes(self, exchange: Exchange) -> float:
+    def contraction(self, exchange: Exchange) -> float:
         """Return 1: an exchange removes the whole distance."""
         return 1.0
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+from hvd_periodic.spellings import rename_members
 from hvd_periodic.vectors.space import VectorSpace
 
 V = TypeVar("V")
@@ -17,16 +18,16 @@ State: TypeAlias = dict[str, V]
 
 @dataclass(frozen=True)
 class Exchange:
-    """The facts that an algorithm may use about an exchange.
+    """What an algorithm knows about an exchange.
 
     Attributes:
         size: number of workers n.
         period: local steps that the schedule planned for this exchange (τ); at least 1.
         gradients: gradients that this worker accumulated since the last exchange; at least 1, even if there were none.
-        learning_rate: learning rate of the local optimizers for the elements at hand (γ); None for algorithms that do
-            not use it.
-        weight: weight of this worker's message in a mean over workers, w_i n / Σ_j w_j; None if all have the same.
-            Algorithms can ignore it: their messages are multiplied by it.
+        learning_rate: learning rate of the local optimizers for the elements being computed (γ); None for algorithms
+            that do not use it.
+        weight: weight of this worker's message in a mean over workers, w_i n / Σ_j w_j; None if all weights are equal.
+            Algorithms can ignore it: the caller multiplies their messages by it.
 
     In a compiled graph, all attributes but ``size`` are scalars of the graph.
     """
@@ -41,10 +42,10 @@ class Exchange:
 class Algorithm(ABC):
     """One exchange, as functions of vectors: ``message`` and ``pull`` on each worker, ``move`` where the center lives.
 
-        h   = hand_out(c)                    the values that workers see, by default the center itself
+        h   = publish(c)                     the values that workers see, by default the center itself
         m_i = message(x_i, h)
         c'  = move(c, Σ_i m_i)               c and all vectors that belong to it
-        h'  = hand_out(c')
+        h'  = publish(c')
         x_i = pull(x_i, h or h')
 
     All functions are elementwise, so that the center can be cut anywhere. An algorithm holds hyper-parameters only;
@@ -55,13 +56,13 @@ class Algorithm(ABC):
 
     Attributes:
         reduction: how messages are reduced: ``"sum"`` or ``"max"`` over workers, or the ``"root"``'s message alone.
-        reads_before: ``message`` needs the values that the center hands out.
-        reads_after: ``pull`` needs the values that the center hands out after it has moved; otherwise it takes the
-            values that ``message`` saw.
+        reads_before: ``message`` needs the published center.
+        reads_after: ``pull`` needs the center that is published after the move; otherwise it takes the values that
+            ``message`` saw.
         uses_learning_rate: ``move`` reads ``exchange.learning_rate``.
-        spent: name of the worker's vector that a message consumes, if there is one: it is set to zeros. Until ``pull``,
-            its memory may hold the total.
-        keeps_error: error feedback: the part of a message that a lossy wire does not send is added to the next message;
+        consumed_state: name of the worker's vector that a message consumes, if there is one: it is reset to zeros.
+            Until ``pull``, its memory may hold the total.
+        uses_error_feedback: the part of a message that a lossy wire does not send is added to the next message;
             otherwise it stays in the replica, which ``pull_sent`` moves.
         takes_outer_optimizer: an optimizer of the framework may replace ``move``: it descends on the result of
             ``gradient`` for the total.
@@ -72,10 +73,21 @@ class Algorithm(ABC):
     reads_before: ClassVar[bool] = True
     reads_after: ClassVar[bool] = True
     uses_learning_rate: ClassVar[bool] = False
-    spent: ClassVar[str | None] = None
-    keeps_error: ClassVar[bool] = True
+    consumed_state: ClassVar[str | None] = None
+    uses_error_feedback: ClassVar[bool] = True
     takes_outer_optimizer: ClassVar[bool] = False
     needs_outer_optimizer: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        rename_members(
+            cls,
+            spent="consumed_state",
+            keeps_error="uses_error_feedback",
+            closes="contraction",
+            one_by_one="asynchronous_variant",
+            hand_out="publish",
+        )
 
     @property
     def uses_gradients(self) -> bool:
@@ -90,7 +102,7 @@ class Algorithm(ABC):
     def check(self, size: int) -> None:
         """Raise a ValueError if the hyper-parameters make no sense for ``size`` workers."""
 
-    def closes(self, exchange: Exchange) -> float | None:
+    def contraction(self, exchange: Exchange) -> float | None:
         """Return the fraction of the distance between the center and the mean of the replicas that an exchange removes.
 
         None if it is not constant.
@@ -101,8 +113,8 @@ class Algorithm(ABC):
         """Return the algorithm as text, for logs, with the values in force at this exchange in place of defaults."""
         return str(self)
 
-    def one_by_one(self, size: int) -> Algorithm:
-        """Return the asynchronous variant, in which ``size`` workers exchange one by one, each on its own clock.
+    def asynchronous_variant(self, size: int) -> Algorithm:
+        """Return the variant for asynchronous training, in which ``size`` workers exchange one at a time.
 
         Its ``message`` reads only the center and x, or only the worker's vectors; its ``move`` may assume that the
         total is the message of one worker.
@@ -111,8 +123,8 @@ class Algorithm(ABC):
             ValueError: there is no such variant, which is the default.
         """
         raise ValueError(
-            f"{type(self).__name__} is for synchronous exchange: all workers have to meet. For asynchronous=True there "
-            "are elastic averaging and accumulated gradient normalization"
+            f"{type(self).__name__} is for synchronous exchange, in which all workers take part. With "
+            "asynchronous=True, use elastic averaging or accumulated gradient normalization"
         )
 
     def outer_optimizer(self, local: Optimizer, given: Optimizer | None) -> Optimizer | None:
@@ -156,9 +168,9 @@ class Algorithm(ABC):
             space: the verbs.
             x: the replica.
             worker: the worker's own vectors.
-            center: the values that the center hands out; not to be used without ``reads_before``.
+            center: the published center; undefined without ``reads_before``.
             exchange: the present exchange.
-            out: a vector of this size, if there is one; it may be the memory of the vector named by ``spent``.
+            out: a vector of this size, if there is one; it may be the memory of the vector named by ``consumed_state``.
         """
 
     def weighed(self, space: VectorSpace[V], message: V, exchange: Exchange) -> V:
@@ -178,8 +190,8 @@ class Algorithm(ABC):
         """Return the gradient for an outer optimizer, given the ``total`` of the messages; may overwrite ``total``."""
         return total
 
-    def hand_out(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
-        """Return the values that workers see of the center; overwrites nothing."""
+    def publish(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
+        """Return the values that workers see instead of the center; overwrites nothing."""
         return center["center"]
 
     @abstractmethod
@@ -194,9 +206,9 @@ class Algorithm(ABC):
     ) -> tuple[V, State[V]]:
         """Return the result of ``pull`` if only the part ``sent`` was sent; may overwrite whatever ``pull`` may.
 
-        For algorithms without ``keeps_error``; the center is the one that ``message`` saw.
+        For algorithms without ``uses_error_feedback``; the center is the one that ``message`` saw.
         """
-        raise NotImplementedError(f"{type(self).__name__} keeps what a lossy wire leaves")
+        raise NotImplementedError(f"{type(self).__name__} uses error feedback")
 
     def catch_up(self, space: VectorSpace[V], x: V, snapshot: V, pulled: V, out: V | None = None) -> V:
         """Return the replica after a pull that is some local steps late; may overwrite the replica.

@@ -17,19 +17,19 @@ V = TypeVar("V")
 class BMUF(Consensus):
     """Filter the movement of the mean in a block of local training with a momentum over blocks.
 
-        ḡ   = h − 1/n Σ_i x_i          h: the values handed out last
+        ḡ   = h − 1/n Σ_i x_i          h: the last published center
         Δ   ← η Δ − ζ ḡ
         c   ← c + Δ
         h   = c + η Δ                  Nesterov; c without it
         x_i ← h
 
-    Δ is in units of parameters. With ζ = 1 and η = 0 this is model averaging. Nesterov's form hands out the center of
+    Δ is in units of parameters. With ζ = 1 and η = 0 this is model averaging. Nesterov's form publishes the center of
     DiLoCo with λ = ζ = 1 and μ = η.
 
     Args:
         block_momentum: η in [0, 1); default 1 − 1/n.
         block_learning_rate: ζ > 0.
-        nesterov: hand out the center moved ahead by the momentum; otherwise the center itself.
+        nesterov: publish the center moved ahead by the momentum; otherwise the center itself.
 
     Raises:
         TypeError: an argument is not a number.
@@ -40,7 +40,7 @@ class BMUF(Consensus):
         >>> from hvd_periodic.vectors.space import VectorSpace
         >>> two, center = Exchange(size=2, period=3), {"center": np.array([0.0]), "block_update": np.array([0.0])}
         >>> center = BMUF().move(VectorSpace(), center, np.array([2.0]), two)
-        >>> center["center"], BMUF().hand_out(VectorSpace(), center, two)
+        >>> center["center"], BMUF().publish(VectorSpace(), center, two)
         (array([1.]), array([1.5]))
 
     References:
@@ -77,7 +77,7 @@ class BMUF(Consensus):
         update = space.axpy(self.block_learning_rate / exchange.size, total, update)
         return {"center": space.axpy(1.0, update, center["center"]), "block_update": update}
 
-    def hand_out(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
+    def publish(self, space: VectorSpace[V], center: State[V], exchange: Exchange) -> V:
         """Return the center, moved ahead by the momentum."""
         if not self.nesterov:
             return center["center"]

@@ -27,9 +27,9 @@ class Broadcast(Algorithm):
     reduction: ClassVar[str] = "root"
     reads_before: ClassVar[bool] = False
 
-    def one_by_one(self, size: int) -> Algorithm:
-        """Raise: the root may be absent when another worker exchanges."""
-        raise ValueError("buffers='broadcast' is for synchronous exchange, where the root is there: use 'local'")
+    def asynchronous_variant(self, size: int) -> Algorithm:
+        """Raise: the root does not take part when another worker exchanges."""
+        raise ValueError("buffers='broadcast' is for synchronous exchange, in which the root takes part: use 'local'")
 
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None

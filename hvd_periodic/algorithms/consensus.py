@@ -1,4 +1,4 @@
-"""The base of algorithms whose workers all continue from the values that the center hands out."""
+"""The base of algorithms whose workers all continue from the published center."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class Consensus(Algorithm):
-    """Workers send their displacement from the values handed out last, and take over those handed out next.
+    """Workers send their displacement from the last published center, and continue from the next one.
 
         m_i = x_i − h
         x_i ← h
@@ -36,5 +36,5 @@ class Consensus(Algorithm):
         """Return the changes to the center's vectors, given the sum of the displacements; may overwrite all vectors."""
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
-        """Return the values that the center hands out."""
+        """Return the published center."""
         return center, {}

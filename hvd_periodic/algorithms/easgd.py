@@ -31,7 +31,7 @@ class EASGD(Algorithm):
         g ← g + ρ (x − lc)
 
     The mean displacement x̄ − c is multiplied by 1 − α(n+1) at each exchange: it shrinks without oscillation up to
-    α(n+1) = 1, only changes its sign at 2, where equal replicas and the center swap places, and grows without bound
+    α(n+1) = 1, only changes sign at 2, where equal replicas and the center swap places, and grows without bound
     beyond 2. Without gradients, Σ_i x_i + c is conserved.
 
     Args:
@@ -41,7 +41,7 @@ class EASGD(Algorithm):
 
     Raises:
         TypeError: an argument is not a number.
-        ValueError: an argument is out of range, or both ``moving_rate`` and ``beta``.
+        ValueError: an argument is out of range, or ``moving_rate`` and ``beta`` are both given.
 
     Example:
         >>> EASGD(beta=0.9).rate(Exchange(size=3, period=10))
@@ -56,7 +56,7 @@ class EASGD(Algorithm):
     rho: float = 0.0
 
     reads_after: ClassVar[bool] = False
-    keeps_error: ClassVar[bool] = False
+    uses_error_feedback: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.moving_rate is not None and self.beta is not None:
@@ -96,7 +96,7 @@ class EASGD(Algorithm):
         """Return the algorithm as text, with α in place of a default."""
         return str(self).replace("moving_rate=None", f"moving_rate={self.rate(exchange):.4g}")
 
-    def closes(self, exchange: Exchange) -> float:
+    def contraction(self, exchange: Exchange) -> float:
         """Return α(n+1)."""
         return self.rate(exchange) * (exchange.size + 1)
 
@@ -124,8 +124,8 @@ class EASGD(Algorithm):
                 stacklevel=1,  # Python shows a text from one line once, however often an optimizer checks its rate.
             )
 
-    def one_by_one(self, size: int) -> Algorithm:
-        """Return this algorithm; refuse a rate above 1, at which one worker and the center step past each other.
+    def asynchronous_variant(self, size: int) -> Algorithm:
+        """Return this algorithm; refuse a rate above 1, at which one worker and the center overshoot each other.
 
         Raises:
             ValueError: α > 1.

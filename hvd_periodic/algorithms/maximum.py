@@ -21,21 +21,21 @@ class Maximum(Algorithm):
     own type, and a count should not fall behind.
 
     Args:
-        rising: the center takes part as well, for workers that exchange one by one: c ← max(c, x_i).
+        include_center: the center takes part as well, for workers that exchange one at a time: c ← max(c, x_i).
 
     Example:
         >>> Maximum().reduction
         'max'
     """
 
-    rising: bool = False
+    include_center: bool = False
 
     reduction: ClassVar[str] = "max"
     reads_before: ClassVar[bool] = False
 
-    def one_by_one(self, size: int) -> Algorithm:
+    def asynchronous_variant(self, size: int) -> Algorithm:
         """Return the maximum in which the center takes part as well."""
-        return replace(self, rising=True)
+        return replace(self, include_center=True)
 
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
@@ -46,7 +46,7 @@ class Maximum(Algorithm):
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
         """Set the center to the maximum."""
         old = center["center"]
-        return {"center": space.maximum(old, total) if self.rising else space.copy(total, out=old)}
+        return {"center": space.maximum(old, total) if self.include_center else space.copy(total, out=old)}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Return the center."""

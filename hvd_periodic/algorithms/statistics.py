@@ -25,7 +25,7 @@ class Statistics(Averaging):
     keep their own values, and the first exchange at which all are finite sets the center to their mean.
 
     Args:
-        alone: workers exchange one by one: a center that is not finite takes the value of the next worker.
+        one_worker: only one worker exchanges at a time: a center that is not finite takes this worker's value.
 
     Example:
         >>> import numpy as np
@@ -36,11 +36,11 @@ class Statistics(Averaging):
         {'center': array([  2., -inf])}
     """
 
-    alone: bool = False
+    one_worker: bool = False
 
-    def one_by_one(self, size: int) -> Algorithm:
+    def asynchronous_variant(self, size: int) -> Algorithm:
         """Return the mean that recovers from a center that is not finite."""
-        return replace(self, alone=True)
+        return replace(self, one_worker=True)
 
     def message(
         self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange, out: V | None = None
@@ -52,7 +52,7 @@ class Statistics(Averaging):
         """Move the finite part by the mean displacement."""
         old = center["center"]
         moved = space.axpy(1.0 / exchange.size, total, _finite(space, old))
-        return {"center": space.where_finite(old, moved, total) if self.alone else moved}
+        return {"center": space.where_finite(old, moved, total) if self.one_worker else moved}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:
         """Return the center where it is finite, the replica elsewhere."""

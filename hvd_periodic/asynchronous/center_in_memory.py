@@ -48,9 +48,9 @@ class CenterInMemory:
     Buckets are numbered across all parts. A transaction on a bucket takes the worker's replica x, or its message if the
     algorithm forms the message without the center, and returns the center that the worker then pulls:
 
-        m  = message(x, hand_out(c))
+        m  = message(x, publish(c))
         c' = move(c, m)              with c and x of one worker alone; n in the rates is the number of all workers
-        returned: hand_out(c), or c' if the algorithm pulls the moved center
+        returned: publish(c), or c' if the algorithm pulls the moved center
 
     Args:
         parts: tensors that are exchanged.
@@ -110,14 +110,14 @@ class CenterInMemory:
         part, bucket = self._buckets[index]
         algorithm, space = self.parts[part].algorithm, self._space
         center = {"center": self.centers[part].read(bucket)}
-        before = np.array(algorithm.hand_out(space, center, exchange)) if algorithm.reads_before else payload
+        before = np.array(algorithm.publish(space, center, exchange)) if algorithm.reads_before else payload
         message = payload
         if algorithm.reads_before:
             message, _ = algorithm.message(space, payload, {}, before, exchange)
         moved = algorithm.move(space, center, message, exchange)["center"]
         if moved is not center["center"]:
             self.centers[part].write(bucket, moved)
-        return np.array(algorithm.hand_out(space, {"center": moved}, exchange)) if algorithm.reads_after else before
+        return np.array(algorithm.publish(space, {"center": moved}, exchange)) if algorithm.reads_after else before
 
 
 def _pieces(parts: Sequence[ExchangedTensors], shares: Sequence[Layout]) -> Iterator[_Arena]:

@@ -1,4 +1,4 @@
-"""Centers: where the center lives, and the exchange of tensors with it, bucket by bucket. One file per place."""
+"""Centers: where the center lives (one file per placement), and the exchange of tensors with it, bucket by bucket."""
 
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.placement import PLACEMENTS, placement_of

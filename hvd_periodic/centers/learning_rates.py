@@ -9,10 +9,10 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 
 
 class LearningRates:
-    """What every rank reads from its own local optimizer, and what all take for an exchange.
+    """Learning rates that each rank reads from its local optimizer, and on which ranks agree for an exchange.
 
-    Ranks tell each other where theirs differ, as they do of the hyper-parameters of an outer optimizer: a scheduler is
-    behind where updates were skipped.
+    Like the hyper-parameters of an outer optimizer, they may differ between ranks: a scheduler lags behind on a rank
+    that skipped updates.
 
     Args:
         read: returns the learning rate of every tensor, in their order.
@@ -27,23 +27,23 @@ class LearningRates:
         self._followed: Sequence[Any] | None = None
 
     def settings(self) -> dict[str, object]:
-        """Return them by readable name."""
+        """Return the learning rates by readable name."""
         return {"learning_rate of the local optimizer": str(list(self._read()))}
 
     def hyperparameters(self) -> Any:
-        """Return them in the form that :meth:`follow` takes, on another rank."""
+        """Return the learning rates in the form that :meth:`follow` takes on another rank."""
         return list(self._read())
 
     def follow(self, settings: Any) -> None:
-        """Take those of another rank for the next exchange; None: this rank's own."""
+        """Use the learning rates of another rank for the next exchange; None: this rank's own."""
         self._followed = settings
 
-    def stretches(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
-        """Yield first and past-the-last element and the rate of parts of a bucket in which one rate holds.
+    def constant_ranges(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
+        """Yield the ranges of a bucket with one learning rate: first and past-the-last element, and the rate.
 
         Args:
-            layout: of this rank's share of the tensors.
-            bucket: of this layout.
+            layout: layout of this rank's shard of the tensors.
+            bucket: a bucket of this layout.
         """
         rates = self._read() if self._followed is None else self._followed
         start, rate = 0, None

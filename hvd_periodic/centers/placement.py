@@ -1,4 +1,4 @@
-"""Placements by name."""
+"""Finds placements by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.choices import choices
 
 PLACEMENTS: dict[str, type[Placement]] = choices("hvd_periodic.centers", Placement)
-"""The placements by the name that users give them."""
+"""The placements, by the users' names for them."""
 
 
 def placement_of(center: object) -> type[Placement]:
-    """Return the placement of this name.
+    """Return the placement with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such placement.
     """
     if not isinstance(center, str) or center not in PLACEMENTS:
         raise ValueError(f"`center` must be one of {tuple(PLACEMENTS)}. Received: center={center!r}")

@@ -12,7 +12,7 @@ from hvd_periodic.vectors.layout import Bucket
 
 
 class Root(Placement):
-    """The root alone holds the center, and broadcasts it. Horovod has no reduction to one rank: it reduces to all."""
+    """The root alone holds the center, and broadcasts it. Horovod has no reduction to one rank, so all ranks reduce."""
 
     name = "root"
 
@@ -33,15 +33,15 @@ class Root(Placement):
         """All-reduce, or broadcast from the root."""
         return reduced(communicator, buffer, name, op, self._root)
 
-    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
+    def bytes_to_publish(self, bytes_of_bucket: int) -> int:
         """Return the whole bucket on the root, which sends it."""
         return bytes_of_bucket if self._rank == self._root else 0
 
     def gather(self, communicator: Communicator, state: Any, name: str) -> Any:
-        """Give all ranks the root's state, so that any of them may save."""
+        """Return the root's state on all ranks, so that any of them may save."""
         return gather_states(communicator, state, name)[self._root]
 
     def select(self, saved: Any) -> Any:
-        """Return all of it on the root."""
+        """Return the whole state on the root, and None elsewhere."""
         saved = super().select(saved)
         return saved if self._rank == self._root else None

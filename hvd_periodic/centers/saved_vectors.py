@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the vectors of a group of tensors."""
+"""Saves and loads the vectors of a group of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvd_periodic.centers.outbox import UNSENT
+from hvd_periodic.centers.error_feedback import RESIDUAL
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.replica import Replica
@@ -20,15 +20,15 @@ from hvd_periodic.vectors.lending import Deferred, defers
 V = TypeVar("V")
 
 Saved = Mapping[str, Mapping[str, Any]]
-"""Tensors by the name of the vector, then by that of the parameter."""
+"""Tensors by the name of the vector, then by the name of the parameter."""
 
 
 class SavedVectors(Generic[V]):
-    """Saves and loads the worker's vectors and those of the center, which is whole in what is saved.
+    """Saves and loads the worker's and the center's vectors; the center is saved whole.
 
     Args:
-        group: whose vectors they are.
-        replica: knows how its framework saves.
+        group: the group.
+        replica: saves and loads tensors of its framework.
     """
 
     def __init__(self, group: TensorGroup[V], replica: Replica[V]) -> None:
@@ -49,7 +49,7 @@ class SavedVectors(Generic[V]):
         return saved
 
     def _deferred(self, communicator: Communicator, prefix: str, key: str) -> dict[str, Deferred]:
-        """Return a vector of the center, each bucket of which travels when its tensors are read."""
+        """Return a vector of the center whose buckets travel when its tensors are read."""
         group, replica, layout = self._group, self._replica, self._group.values.layout
 
         def pieces() -> Iterator[tuple[int, np.ndarray]]:
@@ -74,13 +74,13 @@ class SavedVectors(Generic[V]):
         }
 
     def save_own(self) -> dict[str, Any]:
-        """Return copies of what this rank has whole: of a center of shares, nothing. Local."""
+        """Return copies of the vectors that this rank holds whole: of a sharded center, none. Local."""
         everywhere = self._group.placement.everywhere
         center = self._group.center_state if everywhere else {}
         return self._save_workers() | {key: self._replica.save(store) for key, store in center.items()}
 
     def save_initial(self) -> dict[str, Any]:
-        """Return what :meth:`save` returns at the start of training from the values of now; nothing is communicated."""
+        """Return what :meth:`save` would return if training started from the present values; without communication."""
         group, replica, saved = self._group, self._replica, self._save_workers()
         stores = {key: replica.new_temporary_store(group.values.layout) for key in group.center_state}
         for bucket in group.values.layout.buckets:
@@ -90,56 +90,56 @@ class SavedVectors(Generic[V]):
         return saved | {key: replica.save(store) for key, store in stores.items()}
 
     def load(self, saved: Saved) -> None:
-        """Set the worker's vectors and this rank's share of the center's to what :meth:`save` returned."""
+        """Set the worker's vectors, and this rank's shard of the center's, to the values that :meth:`save` returned."""
         group, replica = self._group, self._replica
-        group.outbox.forget()  # A state that was saved without compression has left nothing.
+        group.error_feedback.reset()  # A state that was saved without compression has no residual.
         for key, store in group.worker.items():
-            if key in saved or key != UNSENT:
+            if key in saved or key != RESIDUAL:
                 replica.load(store, dict(saved[key]))
-        sums, of_rank = group.outbox.unsent_sums, saved.get(group.outbox.saved_sums, {})
-        # Other ranks sum other parts; and so does this one where the same tensors are packed otherwise.
+        sums, of_rank = group.error_feedback.second_hop_residual, saved.get(group.error_feedback.second_hop_key, {})
+        # A rank sums other elements on another number of ranks, or if tensors are packed in another order.
         if sums is not None and of_rank.keys() == {spec.name for spec in sums.layout.specs}:
             replica.load(sums, dict(of_rank))
         for key, store in group.center_state.items():
-            share: dict[str, Any] = {}
-            for spec, (tensor, start, stop) in zip(group.share.specs, group.share.sources, strict=True):
+            shard: dict[str, Any] = {}
+            for spec, (tensor, start, stop) in zip(group.shard.specs, group.shard.sources, strict=True):
                 whole = saved[key][group.values.layout.specs[tensor].name]
-                share[spec.name] = whole.reshape(-1)[start:stop].reshape(spec.shape)
-            replica.load(store, share)
+                shard[spec.name] = whole.reshape(-1)[start:stop].reshape(spec.shape)
+            replica.load(store, shard)
 
     def check(self, saved: Saved) -> None:
-        """Check that saved vectors have the names and shapes of these.
+        """Check that saved vectors have the names and shapes of this group's vectors.
 
         Raises:
-            ValueError: names the first tensor that differs.
+            ValueError: a name or shape differs; names the first such tensor.
         """
         group = self._group
         for key in group.vectors:
-            if key == UNSENT and key not in saved:
+            if key == RESIDUAL and key not in saved:
                 continue
             if key not in saved and saved:
                 raise ValueError(
-                    f"The saved state has no {key!r} of the {group.name}: it was saved by an algorithm of other "
+                    f"The saved state has no {key!r} of the {group.name}: it was saved by an algorithm with other "
                     "settings"
                 )
             check_names(f"{key!r} of the {group.name}", group.values.layout, saved.get(key, {}))
 
     def _save_workers(self) -> dict[str, Any]:
-        outbox = self._group.outbox
+        error_feedback = self._group.error_feedback
         stores = dict(self._group.worker)
-        if outbox.unsent_sums is not None:
-            stores[outbox.saved_sums] = outbox.unsent_sums
+        if error_feedback.second_hop_residual is not None:
+            stores[error_feedback.second_hop_key] = error_feedback.second_hop_residual
         return {key: self._replica.save(store) for key, store in stores.items()}
 
 
 def check_names(what: str, layout: Layout, saved: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first tensor whose name or shape is not that of the layout."""
+    """Raise a ValueError that names the first tensor whose name or shape differs from the layout."""
     here = {spec.name: spec.shape for spec in layout.specs}
     there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     if differing:
         raise ValueError(
-            f"The saved {what} is of another model: {differing[0]!r} is {_shape(there, differing[0])} there and "
+            f"The saved {what} belongs to another model: {differing[0]!r} is {_shape(there, differing[0])} there and "
             f"{_shape(here, differing[0])} here"
         )
 

@@ -1,4 +1,4 @@
-"""A part of the center on every rank."""
+"""The center in shards, one on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sharded(Placement):
             raise ValueError(f"Only sums can be scattered over ranks. Received: {op!r}")
         return communicator.reducescatter(buffer, name)
 
-    def bytes_to_hand_out(self, bytes_of_bucket: int) -> int:
+    def bytes_to_publish(self, bytes_of_bucket: int) -> int:
         """Return the bytes of this rank's chunk."""
         start, stop = chunk(bytes_of_bucket, self._rank, self._size)
         return stop - start
@@ -54,6 +54,6 @@ class Sharded(Placement):
         if saved is not None and (states is None or len(states) != self._size):
             raise ValueError(
                 f"The state of the center optimizer was not saved with center='sharded' on {self._size} ranks: load it "
-                "with the placement and the number of ranks that it was saved with, or start anew from the saved center"
+                "with the placement and the number of ranks that it was saved with, or start from the saved center"
             )
         return None if states is None else states[self._rank]

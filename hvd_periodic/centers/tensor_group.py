@@ -7,44 +7,60 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
-from hvd_periodic.algorithms.base import Exchange, State
-from hvd_periodic.centers.group_vectors import IN_FLIGHT, GroupVectors
+from hvd_periodic.algorithms.base import Algorithm, Exchange, State
+from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
+from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.outer.divided import Divided
+from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
+from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.fragments import Fragment
-from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.store import Store
+from hvd_periodic.wires.base import Wire
+from hvd_periodic.wires.plain import Plain
 
 V = TypeVar("V")
+
+IN_FLIGHT = 2
+"""Number of buckets in flight: one travels while the next is computed."""
+
+_FETCHED = 2 * IN_FLIGHT
+"""Slot of the scratch buffer for a fetched bucket of the center; the slots before it are two per bucket in flight."""
+
+_TOTAL = "total"
+"""Name of the store from which an outer optimizer takes its gradient."""
 
 
 @dataclass
 class Block(Generic[V]):
-    """A part of a bucket that is computed at once.
+    """A part of a bucket that is computed in one go.
 
     Attributes:
-        place: its elements.
+        part: its elements.
         x: the replica.
         in_place: ``x`` is the memory of the replica itself.
-        worker: the worker's own vectors.
-        seen: what the message is to know of the center; anything, where it needs nothing.
+        worker: the worker's vectors.
+        published: the published center; the replica if the message does not need the center.
     """
 
-    place: Bucket
+    part: Bucket
     x: V
     in_place: bool
     worker: State[V]
-    seen: V
+    published: V
 
 
 @dataclass
 class Pending(Generic[V]):
-    """The exchange of one bucket that has begun.
+    """A bucket whose exchange is in flight.
 
     Attributes:
-        bucket: which.
-        blocks: what the message was formed from.
-        lent: the message, where that lies in the memory in which an outer optimizer finds its gradient.
-        wait: waits for the total of the messages, of this rank's share at least.
+        bucket: the bucket.
+        blocks: the blocks from which its message was formed.
+        lent: the message, if it is in the memory from which an outer optimizer takes its gradient.
+        wait: waits for the total of the messages, or this rank's shard of it.
     """
 
     bucket: Bucket
@@ -55,127 +71,283 @@ class Pending(Generic[V]):
     def forget_replica(self) -> None:
         """Keep nothing of the replica and of the worker's vectors, which change while the message travels."""
         for block in self.blocks:
-            block.x, block.seen, block.worker = cast(Any, None), cast(Any, None), {}
+            block.x, block.published, block.worker = cast(Any, None), cast(Any, None), {}
 
 
-class TensorGroup(GroupVectors[V]):
-    """Exchanges the vectors of a group, bucket by bucket: one travels while the next is computed.
+class TensorGroup(Generic[V]):
+    """Holds a group of tensors with its algorithm, center and worker's vectors, and exchanges it bucket by bucket.
 
-    A bucket is computed in blocks, which stay in the processor's cache from the first verb to the last, and in the
-    memory of the replica itself where that is possible.
+    One bucket travels while the next is computed. A bucket is computed in blocks, which stay in the processor's cache
+    from the first verb to the last, and in the memory of the replica itself if possible.
+
+    Args:
+        name: name of the group in collectives and in saved states.
+        values: the tensors of this rank, with at least one element.
+        algorithm: the computation of an exchange.
+        replica: provides scratch buffers.
+        placement: where the center lives.
+        outer: the framework optimizer that moves the center, if one does.
+        rates: the learning rates, for algorithms that use them.
+        period_in_exchanges: the group takes part in every exchange whose number is a multiple of this.
+        overlapped: local steps continue while an exchange is in flight, so that its messages need their own memory.
+        wire: encoding of the messages.
+        communicator: the ranks, for wires that divide sums among them.
+
+    Attributes:
+        center_state: this rank's shard of the center and its vectors, by name.
+        worker: the worker's vectors, by name. All vectors are zeros until :meth:`reset`.
+        total: this rank's shard of the gradient for an outer optimizer; None without one.
+        error_feedback: sends the messages, and keeps the parts that the wire did not send.
+        messages: the messages in flight, if exchanges are overlapped, no wire has encoded them, and the replica would
+            otherwise form them in memory that is used again.
+        snapshot: the replica from which these were formed, if a late pull needs it.
     """
 
+    def __init__(
+        self,
+        name: str,
+        values: Store[V],
+        algorithm: Algorithm,
+        replica: Replica[V],
+        placement: Placement,
+        outer: OuterOptimizer | None = None,
+        rates: LearningRates | None = None,
+        period_in_exchanges: int = 1,
+        overlapped: bool = False,
+        wire: Wire = Plain(),  # noqa: B008
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.name, self.values, self.algorithm, self.placement = name, values, algorithm, placement
+        self.period_in_exchanges = period_in_exchanges
+        self._replica, self._outer, self._rates = replica, outer, rates
+        first = self._read(values.layout.buckets[0], slot=0)
+        self.shard, self.center_state = self._new_center(first)
+        self.worker: dict[str, Store[V]] = {
+            key: replica.new_store(values.layout, f"{name}.{key}")
+            for key in algorithm.init_worker(replica.space, first)
+        }
+        self.error_feedback = ErrorFeedback(
+            name, values.layout, placement, replica, algorithm, wire, communicator, overlapped
+        )
+        if self.error_feedback.residual is not None:
+            self.worker[RESIDUAL] = self.error_feedback.residual
+        self.messages: Store[V] | None = None
+        self.snapshot: Store[V] | None = None
+        if overlapped and not wire.lossy and replica.reuses_memory:
+            self.messages = replica.new_store(values.layout, f"{name}.travelling")
+        if overlapped and algorithm.reads_after:
+            self.snapshot = replica.new_snapshot_store(values.layout, f"{name}.snapshot")
+        self._overlapped = overlapped
+        self._blocks = [
+            replica.blocks(bucket) if placement.everywhere else (bucket,) for bucket in values.layout.buckets
+        ]
+        self._consumed, self.total = self._new_total()
+
+    @property
+    def center(self) -> Store[V]:
+        """This rank's shard of the center."""
+        return self.center_state["center"]
+
+    def due(self, rounds: int) -> bool:
+        """Return whether the group takes part in the next exchange, given the number of exchanges so far."""
+        return (rounds + 1) % self.period_in_exchanges == 0
+
+    @property
+    def vectors(self) -> dict[str, Store[V]]:
+        """All vectors of the center and of the worker, by name."""
+        return {**self.center_state, **self.worker}
+
+    def reset(self) -> None:
+        """Set all vectors to their values at the start of training."""
+        space = self._replica.space
+        for bucket in self.values.layout.buckets:
+            x = self._read(bucket, slot=0)
+            for key, vector in self.initial_center(x).items():
+                self.set_shard(key, bucket, vector)
+            self._write(self.worker, bucket, {}, self.algorithm.init_worker(space, x))
+        self.error_feedback.reset()
+
+    def join(self, communicator: Communicator, root: int) -> bool:
+        """Exchange with other ranks from now on; return whether this rank holds another shard of the center.
+
+        The shard keeps its values; another shard starts with zeros. The worker's vectors keep theirs.
+        """
+        buckets = self.values.layout.buckets
+        held = [self.placement.bounds(bucket) for bucket in buckets]
+        self.placement.join(communicator, root)
+        if self.error_feedback.second_hop_residual is not None:
+            self.error_feedback.join(communicator)
+        if [self.placement.bounds(bucket) for bucket in buckets] == held:
+            return False
+        for key in (*self.center_state, _TOTAL):
+            self._replica.drop_store(f"{self.name}.{key}")
+        self.shard, self.center_state = self._new_center(self._read(buckets[0], slot=0))
+        self._consumed, self.total = self._new_total()
+        return True
+
+    def _new_center(self, first: V) -> tuple[Layout, dict[str, Store[V]]]:
+        """Return this rank's shard, and zeros for each vector of the center; ``first`` is a part of the replica."""
+        shard = self.placement.share(self.values.layout)
+        keys = self.initial_center(first)
+        return shard, {key: self._replica.new_offloaded_store(shard, f"{self.name}.{key}") for key in keys}
+
+    def _new_total(self) -> tuple[str | None, Store[V] | None]:
+        """Return the name of the worker's vector that lends its memory to the total, if one does, and the total."""
+        if self._outer is None:
+            return None, None
+        here = not self.center.offloaded
+        if self.messages is not None and here:
+            return None, self.messages
+        lent = self.shard is self.values.layout and not self._overlapped and not self.error_feedback.wire.lossy
+        consumed = self.algorithm.consumed_state if lent and here else None
+        if consumed is not None:
+            return consumed, self.worker[consumed]
+        return None, self._replica.new_offloaded_store(self.shard, f"{self.name}.{_TOTAL}")
+
+    def start_from(self, bucket: Bucket, center: V) -> None:
+        """Set a bucket of the replica to the center, and the worker's vectors to their values at the start."""
+        self.values.write(bucket, center)
+        self._write(self.worker, bucket, {}, self.algorithm.init_worker(self._replica.space, center))
+
+    def set_shard(self, key: str, bucket: Bucket, vector: V) -> None:
+        """Set this rank's shard of a bucket of a vector of the center, given the whole bucket."""
+        start, stop = self.placement.bounds(bucket)
+        if stop > start:
+            self.center_state[key].write(self._shard_of(bucket), cast(Any, vector)[start:stop])
+
+    def fetch(self, communicator: Communicator, bucket: Bucket, prefix: str, key: str = "center") -> V:
+        """Return a whole bucket of a vector of the center; collective, unless the center is everywhere."""
+        return self._gather(communicator, bucket, self.center_state[key].read(self._shard_of(bucket)), prefix)
+
+    def initial_center(self, x: V) -> State[V]:
+        """Return the vectors of the center when training starts from a replica."""
+        state = self.algorithm.init_center(self._replica.space, x)
+        return {"center": state["center"]} if self._outer is not None else state
+
+    def published_center(
+        self,
+        communicator: Communicator,
+        bucket: Bucket,
+        exchange: Exchange,
+        prefix: str,
+        center: State[V] | None = None,
+    ) -> V:
+        """Return a whole bucket of the published center; collective, unless the center is everywhere."""
+        if center is None:
+            center = self._read_all(self.center_state, self._shard_of(bucket))
+        return self._gather(communicator, bucket, self.algorithm.publish(self._replica.space, center, exchange), prefix)
+
     def exchange(self, communicator: Communicator, exchange: Exchange, prefix: str, of: Fragment | None = None) -> int:
-        """Exchange all, or a fragment; return the bytes sent.
+        """Exchange all buckets, or those of a fragment; return the bytes sent.
 
         With an outer optimizer, all totals come first, then its step, then the pulls.
         """
         sent = 0
-        under_way: deque[Pending[V]] = deque()
-        part = of or Fragment(0, self.values.layout.buckets)
-        for bucket in part.buckets:
-            if len(under_way) == IN_FLIGHT:
-                sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
+        in_flight: deque[Pending[V]] = deque()
+        fragment = of or Fragment(0, self.values.layout.buckets)
+        for bucket in fragment.buckets:
+            if len(in_flight) == IN_FLIGHT:
+                sent += self.finish(in_flight.popleft(), communicator, exchange, prefix)
             pending, bytes_sent = self.begin(bucket, communicator, exchange, prefix)
-            under_way.append(pending)
+            in_flight.append(pending)
             sent += bytes_sent
-        while under_way:
-            sent += self.finish(under_way.popleft(), communicator, exchange, prefix)
+        while in_flight:
+            sent += self.finish(in_flight.popleft(), communicator, exchange, prefix)
         if self._outer is not None:
-            self.move_by_outer_optimizer(part.index)
-            for bucket in part.buckets:
-                for place in self._blocks[bucket.index]:
-                    center = self.handed_out(communicator, place, exchange, prefix)
-                    self._pull(self._block(bucket, place), center, exchange)
-                sent += self.placement.bytes_to_hand_out(bucket.nbytes)
+            self.step_outer_optimizer(fragment.index)
+            for bucket in fragment.buckets:
+                for part in self._blocks[bucket.index]:
+                    center = self.published_center(communicator, part, exchange, prefix)
+                    self._pull(self._block(bucket, part), center, exchange)
+                sent += self.placement.bytes_to_publish(bucket.nbytes)
         return sent
 
     def begin(
         self, bucket: Bucket, communicator: Communicator, exchange: Exchange, prefix: str
     ) -> tuple[Pending[V], int]:
-        """Let the message of a bucket travel; return what :meth:`finish` takes, and the bytes handed to collectives."""
-        pulls, lossy, handed_out = not self.algorithm.reads_after, self.outbox.wire.lossy, 0
+        """Send the message of a bucket; return the argument of :meth:`finish`, and the bytes handed to collectives."""
+        pulls, lossy, published_bytes = not self.algorithm.reads_after, self.error_feedback.wire.lossy, 0
         if self.algorithm.reads_before:
-            handed_out = self.placement.bytes_to_hand_out(bucket.nbytes)
-        blocks, formed, room = [], [], self._room(bucket)
-        for place in self._blocks[bucket.index]:
-            block = self._block(bucket, place)
+            published_bytes = self.placement.bytes_to_publish(bucket.nbytes)
+        blocks, formed, buffer = [], [], self._message_buffer(bucket)
+        for part in self._blocks[bucket.index]:
+            block = self._block(bucket, part)
             if self.algorithm.reads_before:
-                block.seen = self.handed_out(communicator, place, exchange, prefix)
-            formed.append(self._form(bucket, block, exchange, room))
+                block.published = self.published_center(communicator, part, exchange, prefix)
+            formed.append(self._form_message(bucket, block, exchange, buffer))
             if pulls and not lossy:
-                self._pull(block, block.seen, exchange)
+                self._pull(block, block.published, exchange)
             blocks.append(block)
-        message = formed[0] if len(blocks) == 1 else room
+        message = formed[0] if len(blocks) == 1 else buffer
         message = self._replica.space.concatenate(formed) if message is None else message
-        shared = self.travelling is self.total or (self._spent is not None and len(blocks) > 1 and room is not None)
-        lent = message if shared else blocks[0].worker.get(self._spent or "")
-        sent = self.outbox.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
+        shared = self.messages is self.total or (self._consumed is not None and len(blocks) > 1 and buffer is not None)
+        lent = message if shared else blocks[0].worker.get(self._consumed or "")
+        sent = self.error_feedback.send(communicator, bucket, message, f"{prefix}.{self.name}.{bucket.index}")
         for block in blocks:
             if pulls and lossy:
-                decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.place)
-                self._pull(block, block.seen, exchange, decoded)
-            if self._lasting:
-                self._forget_spent(block)
-        return Pending(bucket, blocks, lent, sent.wait), sent.nbytes + handed_out
+                decoded = None if sent.decoded is None else _part(sent.decoded, bucket, block.part)
+                self._pull(block, block.published, exchange, decoded)
+            if self._overlapped:
+                self._reset_consumed_state(block)
+        return Pending(bucket, blocks, lent, sent.wait), sent.nbytes + published_bytes
 
     def finish(self, pending: Pending[V], communicator: Communicator, exchange: Exchange, prefix: str) -> int:
-        """Move the center by what has come of a bucket, and let the replica pull; return the bytes handed on."""
+        """Wait for a bucket, move the center, and pull the replica; return the bytes handed to collectives."""
         pulls = self.total is None and self.algorithm.reads_after
         for block, moved in self._moves(pending, exchange):
             if pulls:
-                # Not read again: a store may keep what is written of a tensor until its last bucket is there.
-                handed_out = self.handed_out(communicator, block.place, exchange, prefix, moved)
-                self._pull(block, handed_out, exchange)
-        return self.placement.bytes_to_hand_out(pending.bucket.nbytes) if pulls else 0
+                # Not read again: a store may hold back the values of a tensor until its last bucket is written.
+                center = self.published_center(communicator, block.part, exchange, prefix, moved)
+                self._pull(block, center, exchange)
+        return self.placement.bytes_to_publish(pending.bucket.nbytes) if pulls else 0
 
-    def arrive(self, pending: Pending[V], exchange: Exchange) -> None:
-        """Wait for the total of a bucket, and move this rank's share of the center by it.
+    def wait_and_update_center(self, pending: Pending[V], exchange: Exchange) -> None:
+        """Wait for the total of a bucket, and move this rank's shard of the center.
 
-        Where an outer optimizer moves the center, it finds its gradient in ``total`` afterwards.
+        If an outer optimizer moves the center, only its gradient is written, to ``total``.
         """
         for _ in self._moves(pending, exchange):
             pass
 
-    def move_by_outer_optimizer(self, fragment: int = 0) -> None:
-        """Let the outer optimizer of a fragment step, if there is one: the gradient of all its elements is there."""
+    def step_outer_optimizer(self, fragment: int = 0) -> None:
+        """Step the outer optimizer of a fragment, if there is one; the gradients of all elements must be complete."""
         if self._outer is not None:
-            (self._outer.parts[fragment] if isinstance(self._outer, Divided) else self._outer).step()
+            (self._outer.parts[fragment] if isinstance(self._outer, PerFragmentOptimizer) else self._outer).step()
 
     def pull_late(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
-        """Let a replica that has gone on since its message was formed pull a bucket of what the center hands out."""
+        """Pull a bucket of the replica, which has taken local steps since its message was formed."""
         if self.snapshot is None:
             self.pull(bucket, center, exchange)
             return
         algorithm, space = self.algorithm, self._replica.space
         reused = self._replica.reuses_memory
-        room = cast(Any, self._replica.scratch(bucket, _slot(bucket) + 1) if reused else None)
-        for place in self._blocks[bucket.index]:
-            block, snapshot = self._block(bucket, place), self.snapshot.read(place)
-            cached = None if room is None else room[: place.size]  # The same memory for all blocks.
+        buffer = cast(Any, self._replica.scratch(bucket, _slot(bucket) + 1) if reused else None)
+        for part in self._blocks[bucket.index]:
+            block, snapshot = self._block(bucket, part), self.snapshot.read(part)
+            cached = None if buffer is None else buffer[: part.size]  # The same memory for all blocks.
             then = space.copy(snapshot, out=cached)
-            pulled, changed = algorithm.pull(space, then, block.worker, _part(center, bucket, place), exchange)
+            pulled, changed = algorithm.pull(space, then, block.worker, _part(center, bucket, part), exchange)
             self._set(block, algorithm.catch_up(space, block.x, snapshot, pulled, out=cached))
-            self._write(self.worker, place, block.worker, changed)
+            self._write(self.worker, part, block.worker, changed)
 
     @property
-    def sends_once(self) -> bool:
-        """Whether an exchange sends each message as it is, and nothing besides."""
-        return self.placement.everywhere and not self.outbox.wire.lossy and not self._lasting
+    def can_piggyback(self) -> bool:
+        """Whether each message is sent unencoded and all at once, so that it may travel with the handshake."""
+        return self.placement.everywhere and not self.error_feedback.wire.lossy and not self._overlapped
 
     def preview(self, bucket: Bucket, exchange: Exchange) -> V:
-        """Return the message of a bucket, as an exchange would form it; changes nothing. Of a center on every rank."""
+        """Return the message that an exchange would form of a bucket; changes nothing. For a center on every rank."""
         space, slot = self._replica.space, _slot(bucket)
         x, worker = self._read(bucket, slot), self._read_all(self.worker, bucket)
         copies = {key: space.copy(vector) for key, vector in worker.items()}
-        seen = x
+        center = x
         if self.algorithm.reads_before:
-            seen = self.algorithm.hand_out(space, self._read_all(self.center_state, bucket), exchange)
+            center = self.algorithm.publish(space, self._read_all(self.center_state, bucket), exchange)
         out = self._replica.scratch(bucket, slot + 1)
-        return self.algorithm.message(space, x, copies, seen, exchange, out=out)[0]
+        return self.algorithm.message(space, x, copies, center, exchange, out=out)[0]
 
     def payload(self, bucket: Bucket, exchange: Exchange) -> V:
-        """Return what an asynchronous transaction takes: the replica, or the message if that needs no center."""
+        """Return the input of an asynchronous transaction: the replica, or the message if it needs no center."""
         x = self._read(bucket, _slot(bucket))
         if self.algorithm.reads_before:
             return x
@@ -185,122 +357,159 @@ class TensorGroup(GroupVectors[V]):
         return message
 
     def pull(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
-        """Let the replica pull a bucket of what the center hands out."""
-        for place in self._blocks[bucket.index]:
-            self._pull(self._block(bucket, place), _part(center, bucket, place), exchange)
+        """Pull a bucket of the replica, given the published center."""
+        for part in self._blocks[bucket.index]:
+            self._pull(self._block(bucket, part), _part(center, bucket, part), exchange)
 
-    def _block(self, bucket: Bucket, place: Bucket) -> Block[V]:
-        """Return what is here of a part of a bucket."""
-        x = self.values.view(place)
+    def _gather(self, communicator: Communicator, bucket: Bucket, shard: V, prefix: str) -> V:
+        """Return the whole bucket of which every rank passes its shard."""
+        out = None
+        if not self.placement.everywhere:
+            out = self._replica.scratch(bucket, _FETCHED)
+            out = self.values.read(bucket) if out is None else out
+        name = f"{prefix}.{self.name}.{bucket.index}.center"
+        return cast(V, self.placement.fetch(communicator, shard, bucket, name, out))
+
+    def _read(self, bucket: Bucket, slot: int) -> V:
+        return self.values.read(bucket, out=self._replica.scratch(bucket, slot))
+
+    def _read_all(self, stores: Mapping[str, Store[V]], bucket: Bucket) -> State[V]:
+        return {key: store.read(bucket) for key, store in stores.items()}
+
+    def _view_all(self, stores: Mapping[str, Store[V]], bucket: Bucket) -> State[V]:
+        """Return the vectors of a bucket; views if possible."""
+        views = {key: store.view(bucket) for key, store in stores.items()}
+        return {key: stores[key].read(bucket) if view is None else view for key, view in views.items()}
+
+    def _write(self, stores: Mapping[str, Store[V]], bucket: Bucket, old: State[V], new: State[V]) -> None:
+        """Write vectors, except those that are the views that were read, which are up to date."""
+        for key, value in new.items():
+            if value is not old.get(key) or stores[key].offloaded:
+                stores[key].write(bucket, value)
+
+    def _reread(self, stores: Mapping[str, Store[V]], bucket: Bucket, old: State[V], new: State[V]) -> State[V]:
+        """Return vectors that may be passed on: views that were updated in place are read again."""
+        return {
+            key: stores[key].read(bucket) if value is old.get(key) and not stores[key].offloaded else value
+            for key, value in new.items()
+        }
+
+    def _shard_of(self, part: Bucket) -> Bucket:
+        """Return this rank's shard of a bucket; the bucket itself, or the part of it, if the center is everywhere."""
+        return part if self.placement.everywhere else self.shard.buckets[part.index]
+
+    def _block(self, bucket: Bucket, part: Bucket) -> Block[V]:
+        """Return a part of a bucket with the vectors of this rank."""
+        x = self.values.view(part)
         in_place = x is not None
         if x is None:
-            room = self._replica.scratch(bucket, _slot(bucket))
-            x = self.values.read(place, out=None if room is None else _part(room, bucket, place))
-        return Block(place, x, in_place, self._read_all(self.worker, place), seen=x)
+            buffer = self._replica.scratch(bucket, _slot(bucket))
+            x = self.values.read(part, out=None if buffer is None else _part(buffer, bucket, part))
+        return Block(part, x, in_place, self._read_all(self.worker, part), published=x)
 
-    def _room(self, bucket: Bucket) -> V | None:
-        """Return where the message of a bucket is put together; the memory of what it uses up, where that serves."""
-        spent = self.algorithm.spent
-        if self.travelling is not None:
-            return self.travelling.read(bucket)
-        if spent is not None and len(self._blocks[bucket.index]) > 1:
-            return self.worker[spent].view(bucket)
+    def _message_buffer(self, bucket: Bucket) -> V | None:
+        """Return the memory for the message of a bucket; of several blocks, that of the consumed state."""
+        consumed = self.algorithm.consumed_state
+        if self.messages is not None:
+            return self.messages.read(bucket)
+        if consumed is not None and len(self._blocks[bucket.index]) > 1:
+            return self.worker[consumed].view(bucket)
         return self._replica.scratch(bucket, _slot(bucket) + 1)
 
-    def _form(self, bucket: Bucket, block: Block[V], exchange: Exchange, room: V | None) -> V:
-        """Return the message of a block; in the room, where a bucket has several or that of the whole has to last."""
-        algorithm, place, worker = self.algorithm, block.place, block.worker
+    def _form_message(self, bucket: Bucket, block: Block[V], exchange: Exchange, buffer: V | None) -> V:
+        """Return the message of a block; in the buffer, if there are several blocks or messages stay in flight."""
+        algorithm, part, worker = self.algorithm, block.part, block.worker
         if self.snapshot is not None:
-            self.snapshot.write(place, block.x)
-        part = None if room is None else _part(room, bucket, place)
+            self.snapshot.write(part, block.x)
+        out = None if buffer is None else _part(buffer, bucket, part)
         space = self._replica.space
-        message, changed = algorithm.message(space, block.x, worker, block.seen, exchange, out=part)
+        message, changed = algorithm.message(space, block.x, worker, block.published, exchange, out=out)
         message = algorithm.weighed(space, message, exchange)
-        self._write(self.worker, place, worker, changed)
+        self._write(self.worker, part, worker, changed)
         block.worker = worker | changed
-        lasts = self.travelling is not None
-        there = message is part or (not lasts and message is block.worker.get(algorithm.spent or ""))
-        if part is not None and (lasts or place is not bucket) and not there:
-            cast(Any, part)[...] = message
-        return cast(V, part) if lasts else message
+        kept = self.messages is not None
+        written = message is out or (not kept and message is block.worker.get(algorithm.consumed_state or ""))
+        if out is not None and (kept or part is not bucket) and not written:
+            cast(Any, out)[...] = message
+        return cast(V, out) if kept else message
 
     def _moves(self, pending: Pending[V], exchange: Exchange) -> Iterator[tuple[Block[V], State[V] | None]]:
-        """Move this rank's share of the center, block by block; yield what the center becomes there, if it moved."""
+        """Move this rank's shard of the center block by block; yield each block, and its center if that has moved."""
         bucket, total = pending.bucket, pending.wait()
         if self.total is not None:
-            self._keep_gradient(pending, total, exchange)
+            self._write_gradient(pending, total, exchange)
             return
         for block in pending.blocks:
-            share, moved = self._share_of(block.place), None
-            if share.size:
-                center = self._view_all(self.center_state, share)
-                changed = self._move(share, center, _part(total, bucket, block.place), exchange)
+            shard, moved = self._shard_of(block.part), None
+            if shard.size:
+                center = self._view_all(self.center_state, shard)
+                changed = self._move(shard, center, _part(total, bucket, block.part), exchange)
                 if self.center_state:
-                    self._write(self.center_state, share, center, changed)
-                moved = self._settled(self.center_state, share, center, center | changed)
+                    self._write(self.center_state, shard, center, changed)
+                moved = self._reread(self.center_state, shard, center, center | changed)
             yield block, moved
 
-    def _keep_gradient(self, pending: Pending[V], total: V, exchange: Exchange) -> None:
-        """Let the outer optimizer find its gradient."""
-        share = self._share_of(pending.bucket)
-        if self.total is None or not share.size:
+    def _write_gradient(self, pending: Pending[V], total: V, exchange: Exchange) -> None:
+        """Write the gradient for the outer optimizer."""
+        shard = self._shard_of(pending.bucket)
+        if self.total is None or not shard.size:
             return
         gradient = self.algorithm.gradient(self._replica.space, total, exchange)
-        if self.outbox.wire.lossy or gradient is not pending.lent:
-            self.total.write(share, gradient)
+        if self.error_feedback.wire.lossy or gradient is not pending.lent:
+            self.total.write(shard, gradient)
 
-    def _move(self, share: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Return what changes of the center's vectors: of stretches of equal learning rate one by one."""
+    def _move(self, shard: Bucket, center: State[V], total: V, exchange: Exchange) -> State[V]:
+        """Return the changes to the center's vectors, computed one by one for each range of one learning rate."""
         space, whole = self._replica.space, cast(Any, total)
         if self._rates is None:
             return self.algorithm.move(space, center, total, exchange)
-        stretches = list(self._rates.stretches(self.share, share))
-        if len(stretches) == 1:
-            return self.algorithm.move(space, center, total, replace(exchange, learning_rate=stretches[0][2]))
+        ranges = list(self._rates.constant_ranges(self.shard, shard))
+        if len(ranges) == 1:
+            return self.algorithm.move(space, center, total, replace(exchange, learning_rate=ranges[0][2]))
         moved = [
             self.algorithm.move(
                 space, _cut(center, start, stop), whole[start:stop], replace(exchange, learning_rate=rate)
             )
-            for start, stop, rate in stretches
+            for start, stop, rate in ranges
         ]
         return {key: space.concatenate([part[key] for part in moved]) for key in moved[0]}
 
     def _pull(self, block: Block[V], center: V, exchange: Exchange, sent: V | None = None) -> None:
-        """Let the replica pull; by what was ``sent``, where that is a part of the message, and the rest is its own."""
+        """Pull a block of the replica; without error feedback, only by the part of the message that was ``sent``."""
         algorithm, space = self.algorithm, self._replica.space
-        if sent is None or algorithm.keeps_error:
+        if sent is None or algorithm.uses_error_feedback:
             values, changed = algorithm.pull(space, block.x, block.worker, center, exchange)
         else:
             values, changed = algorithm.pull_sent(space, block.x, block.worker, center, sent, exchange)
         self._set(block, values)
-        self._write(self.worker, block.place, block.worker, changed)
-        if not self._lasting:
-            self._forget_spent(block)
+        self._write(self.worker, block.part, block.worker, changed)
+        if not self._overlapped:
+            self._reset_consumed_state(block)
 
     def _set(self, block: Block[V], values: V) -> None:
         """Set the values of the replica."""
         if not block.in_place:
-            self.values.write(block.place, values)
+            self.values.write(block.part, values)
         elif values is not block.x:
             cast(Any, block.x)[:] = values
 
-    def _forget_spent(self, block: Block[V]) -> None:
-        """Set to zeros what a message has used up."""
-        spent = self.algorithm.spent
-        if spent is not None:
-            zeros = self._replica.space.zeros_like(block.worker[spent], out=block.worker[spent])
-            self._write(self.worker, block.place, block.worker, {spent: zeros})
+    def _reset_consumed_state(self, block: Block[V]) -> None:
+        """Set the consumed state to zeros."""
+        consumed = self.algorithm.consumed_state
+        if consumed is not None:
+            zeros = self._replica.space.zeros_like(block.worker[consumed], out=block.worker[consumed])
+            self._write(self.worker, block.part, block.worker, {consumed: zeros})
 
 
-def _part(vector: V, bucket: Bucket, place: Bucket) -> V:
-    """Return a part of a vector, given what that is a part of."""
-    if place is bucket:
+def _part(vector: V, bucket: Bucket, part: Bucket) -> V:
+    """Return the part of a vector that holds a part of a bucket, given the vector of the bucket."""
+    if part is bucket:
         return vector
-    return cast(V, cast(Any, vector)[place.start - bucket.start : place.stop - bucket.start])
+    return cast(V, cast(Any, vector)[part.start - bucket.start : part.stop - bucket.start])
 
 
 def _slot(bucket: Bucket) -> int:
-    """Return the first working buffer of a bucket: there are two for each that is under way."""
+    """Return the slot of the first scratch buffer of a bucket: each bucket in flight has two."""
     return 2 * (bucket.index % IN_FLIGHT)
 
 
@@ -309,5 +518,5 @@ def _cut(state: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def all_buckets(groups: Iterable[TensorGroup[V]]) -> Iterator[tuple[TensorGroup[V], Bucket]]:
-    """Yield the buckets of all groups, in the order in which they are counted."""
+    """Yield the buckets of all groups, in the order of their numbers."""
     return ((group, bucket) for group in groups for bucket in group.values.layout.buckets)

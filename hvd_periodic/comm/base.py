@@ -61,7 +61,7 @@ class Communicator(Collectives):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        rename_members(cls, stacklevel=3)  # ABCMeta calls this.
+        rename_members(cls)
 
     # Names
 

@@ -38,7 +38,7 @@ class Asynchronous(Course[V]):
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
         """Return the algorithm as one worker after another runs it."""
-        return algorithm.one_by_one(size)
+        return algorithm.asynchronous_variant(size)
 
     @classmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
@@ -52,7 +52,7 @@ class Asynchronous(Course[V]):
         membership, exchanged = setting.membership, setting.exchanged
         self.setting = setting
         size = membership.communicator.size
-        tensors = [kind._replace(algorithm=kind.algorithm.one_by_one(size)) for kind in exchanged.tensors()]
+        tensors = [kind._replace(algorithm=kind.algorithm.asynchronous_variant(size)) for kind in exchanged.tensors()]
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
         shared[0] = replace(shared[0], optimized=exchanged.outer is not None)
         outer, sharded = exchanged.center_optimizer, issubclass(place, Sharded)
@@ -75,7 +75,7 @@ class Asynchronous(Course[V]):
     @property
     def shows_loaded(self) -> bool:
         """Whether no training is under way since it was loaded."""
-        return self.worker.at_rest
+        return self.worker.finished
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this, and over what."""
@@ -114,7 +114,7 @@ class Asynchronous(Course[V]):
         sent = missed = 0
         with failing(setting.meeting, counters.local_steps):
             if left_out:
-                self.worker.go_on()
+                self.worker.resume_training()
                 start_again(self.tensor_groups, setting, not_finite)
             else:
                 sent = self.worker.exchange(list(self.tensor_groups), exchange)
@@ -157,7 +157,7 @@ class Asynchronous(Course[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Refuse to load in the middle of training."""
-        if begun and not self.worker.at_rest and self.setting.membership.communicator.size > 1:
+        if begun and not self.worker.finished and self.setting.membership.communicator.size > 1:
             raise RuntimeError(
                 "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "
                 "first step; or after finalize() on every rank, or on the root and then call broadcast() on all"
@@ -178,7 +178,7 @@ class Asynchronous(Course[V]):
 
     def begin_taking_over(self) -> None:
         """Forget the center that was final."""
-        self.worker.go_on()
+        self.worker.resume_training()
 
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
         """Return None: it is behind the transport."""
@@ -199,5 +199,5 @@ def _refuse_state(group: TensorGroup[Any]) -> None:
     if kept:
         raise ValueError(
             f"{type(group.algorithm).__name__} keeps {', '.join(map(repr, kept))} with the center, and asynchronous "
-            "exchange knows the center alone: let `one_by_one` return an algorithm that needs no more"
+            "exchange knows the center alone: let `asynchronous_variant` return an algorithm that needs no more"
         )

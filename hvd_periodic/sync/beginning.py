@@ -116,7 +116,7 @@ class Beginning(Generic[V]):
                 replica.load(center, state["vectors"][group.name]["center"])
             for bucket in group.values.layout.buckets:
                 group.start_from(bucket, center.read(bucket))
-            group.outbox.forget()
+            group.error_feedback.reset()
         self._forget_work()
 
     def start_anew(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.centers.saved_vectors import SavedVectors
 from hvd_periodic.checkpoints import Leaves, Saving, save_set
-from hvd_periodic.checkpoints.saving import Occasion
+from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.counters import Counters, Notes
@@ -80,9 +80,9 @@ class Checkpoint(Generic[V]):
         """
         setting, meeting = self._course.setting, self._course.setting.meeting
 
-        def check() -> Occasion:
+        def check() -> SavePoint:
             refuse_inside("save")
-            return Occasion(setting.ledger.local_steps, self.run, self._course.steps_agree)
+            return SavePoint(setting.ledger.local_steps, self.run, self._course.steps_agree)
 
         meeting.meet(Purpose.SAVE)
         saving = save_set(
@@ -159,7 +159,7 @@ class Checkpoint(Generic[V]):
         if saved != fragments:
             raise ValueError(
                 f"The state was saved with fragments={saved}, and this optimizer has fragments={fragments}: load it "
-                "with the same number, or start anew from the saved center"
+                "with the same number, or start from the saved center"
             )
 
     def load(self, state: dict[str, Any], begun: bool) -> None:

@@ -41,7 +41,7 @@ class Enclosed(Generic[V]):
             communicator.size > 1
             and nbytes * communicator.size <= communicator.piggyback_limit_bytes
             and replica.in_host_memory
-            and all(group.sends_once for group in groups)
+            and all(group.can_piggyback for group in groups)
         )
 
     def messages(self, due: Due) -> list[np.ndarray]:
@@ -74,7 +74,7 @@ class Enclosed(Generic[V]):
             start += message.nbytes + -message.nbytes % 8
             reduction = group.algorithm.reduction
             total = of_ranks[self._root] if reduction == "root" else reduce(_REDUCTIONS[reduction], of_ranks)
-            group.outbox.delivered[bucket.index] = self._replica.from_host(np.array(total), bucket)
+            group.error_feedback.received_totals[bucket.index] = self._replica.from_host(np.array(total), bucket)
 
     def _sent(self, due: Due) -> Iterator[tuple[TensorGroup[V], Bucket, Any]]:
         """Yield what an exchange sends: group, bucket and exchange, in order."""

@@ -91,7 +91,7 @@ class Exchanged(Generic[V]):
         self,
         tensors: Sequence[Tensors],
         placements: Sequence[Placement],
-        lasting: bool = False,
+        overlapped: bool = False,
         wire: Wire = Plain(),  # noqa: B008
         communicator: Communicator | None = None,
     ) -> list[TensorGroup[V]]:
@@ -109,7 +109,7 @@ class Exchanged(Generic[V]):
                 parameters[1],
                 self.outer,
                 rates,
-                lasting=lasting,
+                overlapped=overlapped,
                 wire=wire,
                 communicator=communicator,
             ),

@@ -102,7 +102,7 @@ class OptimizerStateExchange(Generic[V]):
 
     def _group(self, entry: str, pairs: Pairs, every: int) -> TensorGroup[V]:
         store = self._state.store(pairs)
-        return TensorGroup(f"state.{entry}", store, Mean(), self._replica, self._placement, every=every)
+        return TensorGroup(f"state.{entry}", store, Mean(), self._replica, self._placement, period_in_exchanges=every)
 
 
 def state_exchange(

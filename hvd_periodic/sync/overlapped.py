@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.saved_vectors import check_names
-from hvd_periodic.centers.under_way import UnderWay
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting, failing
 from hvd_periodic.sync.ranges import range_of, ranged
@@ -57,7 +57,7 @@ class Overlapped(Synchronous[V]):
     Ranks may look at the center, and so move it, at different steps: it moves by the learning rates of step s.
     """
 
-    lasting = True
+    overlapped = True
 
     def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None:
         if not place.everywhere:
@@ -71,7 +71,7 @@ class Overlapped(Synchronous[V]):
                 "While messages travel, Open MPI spins on the cores that train: start the job with mpirun --mca "
                 "mpi_yield_when_idle 1, or export OMPI_MCA_mpi_yield_when_idle=1"
             )
-        self._under_way: list[UnderWay[V]] = []
+        self._under_way: list[InFlightExchange[V]] = []
         self._begun = 0
         self._counted_before: Counters | None = None
 
@@ -104,7 +104,7 @@ class Overlapped(Synchronous[V]):
         try:
             with failing(setting.meeting, self._begun), range_of(self, "arrive"):
                 for part in self._under_way:
-                    part.arrive()
+                    part.wait_and_update_center()
         except Exception:
             self._uncount()
             raise
@@ -136,7 +136,7 @@ class Overlapped(Synchronous[V]):
             if misfit is not None:
                 raise RuntimeError(misfit)
             for part in self._under_way:
-                part.land(setting.ledger.local_steps > self._begun)
+                part.apply_to_replica(setting.ledger.local_steps > self._begun)
         self._forget()
         setting.meeting.have_exchanged()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
@@ -192,7 +192,9 @@ class Overlapped(Synchronous[V]):
             self._begun, self.setting.ledger.landing = saved["begun"], saved["due"]
             self.setting.exchanged.replica.load(group.snapshot, saved["snapshot"])
             self._under_way = [
-                UnderWay(group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i])
+                InFlightExchange(
+                    group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i]
+                )
                 for i, exchange in saved["fragments"]
             ]
 
@@ -212,7 +214,9 @@ class Overlapped(Synchronous[V]):
             twin.arrive()
         _SENDING[used] = self
         with range_of(self, "begin"):
-            part = UnderWay(self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment).begin()
+            part = InFlightExchange(
+                self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment
+            ).begin()
         self._under_way.append(part)
         self._begun, self.setting.ledger.landing = step, None if overlap is None else step + overlap
         return part.sent

@@ -10,14 +10,14 @@ from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.journal import Journal
-from hvd_periodic.journal.files import folder_asked
+from hvd_periodic.journal.files import requested_folder
 from hvd_periodic.local_state import LocalStateLike, as_local_state
 from hvd_periodic.options import PathLike, WeightLike
-from hvd_periodic.outer.divided import Divisible
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting
@@ -32,7 +32,7 @@ from hvd_periodic.sync.planner import Planner
 from hvd_periodic.sync.streamed import streamed
 from hvd_periodic.sync.telling import count_of, new_journal
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.wires.given import Compression
+from hvd_periodic.wires.compression import Compression
 
 V = TypeVar("V")
 
@@ -112,7 +112,7 @@ class Parts(Generic[V]):
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
         cut = forms.fragments(bool(asynchronous), fragments, replica.parameters, outer is not None)
-        outer = cast(Divisible, outer).divided(cut) if outer is not None and len(cut) > 1 else outer
+        outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy, planned = as_local_state(optimizer_state), streamed(as_schedule(schedule, "schedule"), len(cut))
         self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
         course.check(planned, self.policy)
@@ -131,7 +131,7 @@ class Parts(Generic[V]):
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
         if local is not None:
             local.learn_start()
-        self.run_log = folder_asked(run_log)
+        self.run_log = requested_folder(run_log)
         self.journal = journal or new_journal(lambda: self.membership, self.run_log)
         kept = forms.center_file(bool(asynchronous), center_file), self.journal
         setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, *kept)

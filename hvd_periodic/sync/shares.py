@@ -98,7 +98,7 @@ def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
         vectors[group.name] = {}
         for key, store in group.center_state.items():
             saved = synchronizer.replica.save(store)
-            places = zip(group.share.specs, group.share.sources, strict=True)
+            places = zip(group.shard.specs, group.shard.sources, strict=True)
             vectors[group.name][key] = [(names[t], start, stop, saved[spec.name]) for spec, (t, start, stop) in places]
     return Share(vectors, synchronizer.exchanged.center_optimizer.state())
 

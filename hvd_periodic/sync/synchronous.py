@@ -39,8 +39,8 @@ class Synchronous(Course[V]):
     """
 
     steps_agree = True
-    lasting: ClassVar[bool] = False
-    """Local steps go on while an exchange is under way."""
+    overlapped: ClassVar[bool] = False
+    """Local steps continue while an exchange is in flight."""
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
@@ -65,7 +65,7 @@ class Synchronous(Course[V]):
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
                 f"reduction. Received: compression={setting.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, self.lasting, setting.wire, membership.communicator)
+        groups = exchanged.groups(tensors, placements, self.overlapped, setting.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
         self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, exchanged.replica)
@@ -288,7 +288,7 @@ class Synchronous(Course[V]):
         for group in self.tensor_groups:
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, legacy.send)
-            group.outbox.forget()
+            group.error_feedback.reset()
             if group.placement.everywhere:
                 for store in group.center_state.values():
                     self.tensor_groups.send_store(store, legacy.send)
@@ -305,4 +305,4 @@ class Synchronous(Course[V]):
             if legacy.is_giver and legacy.state is not None:
                 replica.load(held, legacy.state["vectors"][group.name][key])
             for bucket in layout.buckets:
-                group.set_share(key, bucket, legacy.send(held.read(bucket, out=replica.scratch(bucket, 0))))
+                group.set_shard(key, bucket, legacy.send(held.read(bucket, out=replica.scratch(bucket, 0))))

@@ -47,8 +47,8 @@ class View(Generic[V]):
             self.get_ready(begin)
         self._beginning.assigned.name_others()
         shown = list(self._course.tensor_groups) if self._is_known() else []
-        resting = self._course.setting.exchanged.replica.resting
-        held = [[resting(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
+        offload = self._course.setting.exchanged.replica.offload
+        held = [[offload(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
         self.inside = True
         try:
             with membership.communicator.tracker.at("center()"):

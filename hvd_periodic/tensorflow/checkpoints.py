@@ -212,10 +212,12 @@ def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, An
     """Return a state with the names that tensors have now: Keras numbers layers, also those of models made before."""
     vectors = dict(state["vectors"])
     for group in level.tensor_groups:
-        sums, saved = group.outbox.unsent_sums, vectors.get(group.name, {})
+        sums, saved = group.error_feedback.second_hop_residual, vectors.get(group.name, {})
         vectors[group.name] = {}
         for key, tensors in saved.items():
-            layout = sums.layout if sums is not None and key == group.outbox.saved_sums else group.values.layout
+            layout = (
+                sums.layout if sums is not None and key == group.error_feedback.second_hop_key else group.values.layout
+            )
             names = [spec.name for spec in layout.specs]
             alike = len(names) == len(tensors)
             vectors[group.name][key] = dict(zip(names if alike else tensors, tensors.values(), strict=True))

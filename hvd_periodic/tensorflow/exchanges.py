@@ -94,7 +94,7 @@ class Exchanges:
         plan, options, connection = self.plan, self.plan.options, self.connection
         replica = VariableReplica(named, self._new_variable, forget_variable=self._forget_variable)
         ranks, root = connection.communicator, 0
-        sums = as_wire(options["compression"]).forms_sums(ranks, lasting=False)
+        sums = as_wire(options["compression"]).forms_sums(ranks, overlapped=False)
         if plan.asynchronous or options["center"] != "replicated" or sums:
             ranks = connection.ranks_of_file()  # What this rank holds of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
@@ -122,7 +122,7 @@ class Exchanges:
             synchronizer.course.has_loaded(saved)
         self._name_center_optimizer()
         synchronizer.after_join = self._after_join
-        if synchronizer.tensor_groups.parameters.outbox.unsent_sums is not None:
+        if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
         self.saved.variables.later = varying | set(synchronizer.ledger.note_variables) | ADDED
@@ -201,7 +201,7 @@ class Exchanges:
         marked = self.saved.variables.variables.get(SUMS_OF)
         if marked is None or (native(marked).numpy() == self._place).all():
             return
-        self.synchronizer.tensor_groups.parameters.outbox.forget_sums()
+        self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
         marked.assign(self._place)
 
     @property

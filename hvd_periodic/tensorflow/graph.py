@@ -111,7 +111,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Return the variables that there are, notes last, in the order in which construction makes them."""
         groups, ledger = self.tensor_groups, self.ledger
         stores = [
-            store for group in groups for store in (*group.vectors.values(), group.outbox.unsent_sums, group.total)
+            store
+            for group in groups
+            for store in (*group.vectors.values(), group.error_feedback.second_hop_residual, group.total)
         ]
         found = [*ledger.variables.values(), *(v for store in stores if store is not None for v in store.tensors())]
         found += [*([] if self._share is None else [self._share]), *ledger.note_variables.values()]
@@ -321,7 +323,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             for group in groups:
                 moved = group.total is None or group.algorithm.reads_before
                 (stores if moved else lent).extend(group.center_state.values())  # else its optimizer alone reads it
-                stores += [store for store in (group.total, group.outbox.unsent_sums) if store is not None]
+                stores += [
+                    store for store in (group.total, group.error_feedback.second_hop_residual) if store is not None
+                ]
         others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
         if self._local is not None:
             if self.course.setting.optimizer_state is not None or self.course.finite.skips:

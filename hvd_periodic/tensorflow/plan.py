@@ -135,5 +135,5 @@ def _check_levels(inside: Any, overlap: int | str) -> None:
 
 def _check_ranks(ranks: Communicator, algorithm: Algorithm, asynchronous: bool, options: KerasOptions) -> None:
     """Raise a ValueError where so many ranks, or groups of them that exchange in step, do not do what was asked for."""
-    (algorithm.one_by_one if asynchronous else algorithm.check)(ranks.size)
+    (algorithm.asynchronous_variant if asynchronous else algorithm.check)(ranks.size)
     require_possible(ranks, options["center"], options["nonfinite"], asynchronous, options["overlap"])

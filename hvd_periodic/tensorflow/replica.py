@@ -207,7 +207,7 @@ class VariableReplica(Replica[Any]):
         """Return variables of zeros, one per variable of the layout."""
         return self._stored(layout, self._new_variables(layout, name), VariableStore)
 
-    def new_resting_store(self, layout: Layout, name: str) -> Store[Any]:
+    def new_offloaded_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return such variables that change in place."""
         return self._stored(layout, self._new_variables(layout, name), CenterStore)
 

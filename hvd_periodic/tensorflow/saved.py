@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.centers.outbox import UNSENT, UNSENT_SUMS
+from hvd_periodic.centers.error_feedback import RESIDUAL, SECOND_HOP_RESIDUAL
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.ledger import MEMORY, SINCE
@@ -22,13 +22,13 @@ _CENTER = "asynchronous_center"
 _IN_FLIGHT = "in_flight"
 """Begins the names under which an exchange is saved that is in flight."""
 
-SUMS_OF = f"{UNSENT_SUMS}_of"
+SUMS_OF = f"{SECOND_HOP_RESIDUAL}_of"
 """Name of the variable that tells of which rank, of how many, the sums are of which something is left."""
 
 
 def depends_on_wire(name: str) -> bool:
     """Return whether there is such a variable with some ways to compress only: what is left; a total that is apart."""
-    return name == SUMS_OF or not {UNSENT, UNSENT_SUMS, "total"}.isdisjoint(name.split("."))
+    return name == SUMS_OF or not {RESIDUAL, SECOND_HOP_RESIDUAL, "total"}.isdisjoint(name.split("."))
 
 
 def _renumbered(values: Mapping[str, Any], prefix: str, formerly: Sequence[bool]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class SavedVariables:
             for name, value in _renumbered(self._waiting, "buffers.center.", self.formerly).items()
             if name in known or not (name.startswith(MEMORY) or depends_on_wire(name))
         }
-        for name in [name for name in waiting if UNSENT_SUMS in name.split(".") and name in known]:
+        for name in [name for name in waiting if SECOND_HOP_RESIDUAL in name.split(".") and name in known]:
             if waiting[name].shape != tuple(self.variables[name].shape):  # Of another number of ranks.
                 del waiting[name]
         self._waiting = {}

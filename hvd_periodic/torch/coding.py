@@ -78,7 +78,7 @@ class TensorCoding(Coding[torch.Tensor]):
 
     def quotient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
-        return (x / torch.where(y == 0, torch.ones_like(y), y)).round_()
+        return (x / torch.where(y == 0, torch.full_like(y, torch.inf), y)).round_()
 
     def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
         """Return the bytes of every row."""

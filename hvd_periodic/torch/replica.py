@@ -179,19 +179,19 @@ class TorchReplica(WatchedTensors):
 
         return FlatStore(layout, zeros)
 
-    def new_resting_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
+    def new_offloaded_store(self, layout: Layout, name: str) -> Store[torch.Tensor]:
         """Return zeros in the memory where centers are kept."""
         if self.center_device is None or self.in_host_memory:
             return self.new_store(layout, name)
         return RestingStore(layout, self._kinds)
 
-    def resting(self, value: torch.Tensor) -> torch.Tensor:
+    def offload(self, value: torch.Tensor) -> torch.Tensor:
         """Return a vector in the memory where centers are kept."""
         return value if self.center_device is None else value.to(self.center_device)
 
     def new_temporary_store(self, layout: Layout) -> Store[torch.Tensor]:
         """Return zeros in the memory where centers are kept."""
-        return self.new_resting_store(layout, "temporary")
+        return self.new_offloaded_store(layout, "temporary")
 
     def scratch(self, bucket: Bucket, slot: int) -> torch.Tensor:
         """Return the reusable buffer of this slot."""

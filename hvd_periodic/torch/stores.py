@@ -73,7 +73,7 @@ class RestingStore(FlatStore[torch.Tensor]):
         kinds: dtype and device of every kind.
     """
 
-    away = True
+    offloaded = True
 
     def __init__(self, layout: Layout, kinds: Mapping[str, tuple[torch.dtype, torch.device]]) -> None:
         self._kinds = kinds

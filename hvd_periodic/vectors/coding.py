@@ -1,4 +1,4 @@
-"""The few verbs that wires are written in; they turn numbers into the bytes that travel."""
+"""The operations (verbs) in which wires are written: they convert numbers to the bytes that travel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = {"f2": 65504.0, "bf2": 3.3895313892515355e38}
 
 
 class Coding(Generic[V]):
-    """Verbs on numpy arrays; a front end has its own for its tensors.
+    """The verbs on numpy arrays; each front end has its own for its tensors.
 
     Types are named ``"f4"``, ``"f2"`` (float16), ``"bf2"`` (bfloat16), ``"i1"``, ``"i4"``, ``"u1"``. All verbs act on
     the last axis, and return new values, or their argument if nothing changes.
@@ -90,7 +90,7 @@ class Coding(Generic[V]):
 
     def quotient(self, x: Any, y: Any) -> V:
         """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
-        return cast(V, np.rint(x / np.where(y == 0, np.ones_like(y), y)))
+        return cast(V, np.rint(x / np.where(y == 0, np.full_like(y, np.inf), y)))
 
     def to_bytes(self, x: Any) -> V:
         """Return the memory of every row as ``"u1"``."""

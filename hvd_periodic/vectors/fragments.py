@@ -14,7 +14,7 @@ _UNEVEN = 1.5
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of the parameters that is exchanged at its own time.
+    """A part of the parameters, exchanged at different steps than the other parts.
 
     Attributes:
         index: number of the fragment, from 0.

@@ -18,7 +18,7 @@ from itertools import pairwise
 from math import prod
 
 DEFAULT_BUCKET_BYTES = 16 * 2**20
-"""Large enough for bandwidth, small enough that the next bucket is computed while this one travels."""
+"""Large enough for bandwidth, small enough that computing the next bucket overlaps with sending this one."""
 
 MAX_BUCKET_ELEMENTS = 2**31 - 1
 """MPI, NCCL and Gloo count elements in a C int."""
@@ -149,7 +149,7 @@ class Layout:
         """Return the layout of elements ``[start, stop) = owned(bucket)`` of every bucket, counted within the bucket.
 
         It has as many buckets as this one, some of which may be empty. A tensor that is not whole becomes one flat
-        tensor per stretch, such as ``"w[0:5]"``; ``sources`` gives its origin.
+        tensor per range, such as ``"w[0:5]"``; ``sources`` gives its origin.
 
         Example:
             >>> whole = Layout([TensorSpec("w", (3,), "f4", 4), TensorSpec("b", (), "f4", 4)], bucket_bytes=8)
@@ -157,20 +157,20 @@ class Layout:
             >>> [spec.name for spec in half.specs], half.sources
             (['w[1:2]', 'b'], ((0, 1, 2), (1, 0, 1)))
         """
-        stretches: list[tuple[int, int, int]] = []
+        ranges: list[tuple[int, int, int]] = []
         cuts: dict[str, list[int]] = {kind: [] for kind in self.arenas}
         itemsizes = {bucket.kind: bucket.itemsize for bucket in self.buckets}
         for bucket in self.buckets:
             first, last = owned(bucket)
             cuts[bucket.kind].append(last - first)
             for piece in bucket.part(first, last).pieces:
-                if stretches and stretches[-1][0] == piece.tensor and stretches[-1][2] == piece.start:
-                    stretches[-1] = (piece.tensor, stretches[-1][1], piece.stop)
+                if ranges and ranges[-1][0] == piece.tensor and ranges[-1][2] == piece.start:
+                    ranges[-1] = (piece.tensor, ranges[-1][1], piece.stop)
                 else:
-                    stretches.append((piece.tensor, piece.start, piece.stop))
-        part = Layout([self._stretch(*stretch) for stretch in stretches])
+                    ranges.append((piece.tensor, piece.start, piece.stop))
+        part = Layout([self._range_spec(*each) for each in ranges])
         part.arenas = {kind: sum(sizes) for kind, sizes in cuts.items()}
-        part.sources = tuple(stretches)
+        part.sources = tuple(ranges)
         part.cut = "center='sharded'"
         part.ends = self.ends
         part.buckets = part._cut((kind, itemsizes[kind], sizes) for kind, sizes in cuts.items())
@@ -223,7 +223,7 @@ class Layout:
                 start = stop
         return tuple(buckets)
 
-    def _stretch(self, tensor: int, start: int, stop: int) -> TensorSpec:
+    def _range_spec(self, tensor: int, start: int, stop: int) -> TensorSpec:
         spec = self.specs[tensor]
         if stop - start == spec.size:
             return spec

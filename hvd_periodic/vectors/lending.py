@@ -1,4 +1,4 @@
-"""Lends the memory of training to states that are saved before it goes on: a copy would cost memory."""
+"""Lets states that are saved before training continues share its memory, in place of copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def lending(defer: bool = False) -> Iterator[None]:
     """Allow states that this thread requests inside the block to share memory with tensors that training changes.
 
     Args:
-        defer: states may also hold :class:`Deferred` tensors, which all ranks write, or read to the end, in one order.
+        defer: states may also hold :class:`Deferred` tensors, which all ranks write, or read to the end, in the same
+            order.
     """
     before = _thread.lends, _thread.defers
     _thread.lends, _thread.defers = True, defer
@@ -34,7 +35,7 @@ def lending(defer: bool = False) -> Iterator[None]:
 
 
 def lends() -> bool:
-    """Return whether this thread is inside :func:`lending`."""
+    """Return whether states may share memory with tensors: this thread is inside :func:`lending`."""
     return _thread.lends
 
 
@@ -47,15 +48,15 @@ class Deferred:
     """A tensor with parts on other ranks: its elements travel while it is written, and no rank holds all of it.
 
     Args:
-        shape: of the tensor.
-        like: an empty tensor of its framework and dtype.
-        parts: yields its elements, row-major, in flat arrays, each of which is valid until the next. Collective: all
+        shape: shape of the tensor.
+        like: an empty tensor of the same framework and dtype.
+        parts: yields the elements, row-major, in flat arrays, each of which is valid until the next. Collective: all
             ranks read the deferred tensors of a state in the same order.
 
     Attributes:
         shape, like, parts: as given.
         dtype: dtype of the parts; set by the reader, which knows the framework.
-        failure: the error of a collective, after which there are no more parts.
+        failure: the error of a collective, after which no more parts are yielded.
 
     Example:
         >>> deferred = Deferred((2, 2), np.empty(0, "f4"), iter([np.zeros(3, "f4"), np.ones(1, "f4")]))
@@ -66,10 +67,10 @@ class Deferred:
     dtype: np.dtype[Any]
 
     def __init__(self, shape: tuple[int, ...], like: Any, parts: Iterable[np.ndarray]) -> None:
-        self.shape, self.like, self.parts = shape, like, self._noting_failure(parts)
+        self.shape, self.like, self.parts = shape, like, self._recording_failure(parts)
         self.failure: Exception | None = None
 
-    def _noting_failure(self, parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    def _recording_failure(self, parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         try:
             yield from parts
         except Exception as error:

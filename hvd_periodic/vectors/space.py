@@ -1,4 +1,4 @@
-"""The few verbs that the algorithms are written in."""
+"""The operations on vectors (verbs) in which the algorithms are written."""
 
 from __future__ import annotations
 

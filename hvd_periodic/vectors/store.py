@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
+from hvd_periodic.spellings import rename_members
 from hvd_periodic.vectors.layout import Bucket, Layout
 
 V = TypeVar("V")
@@ -16,11 +17,15 @@ class Store(Protocol[V]):
 
     Attributes:
         layout: the tensors, arenas and buckets.
-        away: the values are not in the memory that computes with them, so that a read always returns a copy.
+        offloaded: the values are in other memory than that of computations: reading always returns a copy.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        rename_members(cls, away="offloaded")
+
     layout: Layout
-    away: bool = False
+    offloaded: bool = False
 
     def read(self, bucket: Bucket, out: V | None = None) -> V:
         """Return the values of a bucket as one flat vector: a view, or a copy in ``out`` if that is given."""

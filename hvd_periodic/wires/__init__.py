@@ -1,7 +1,7 @@
 """Wires: encodings of messages. One file each."""
 
 from hvd_periodic.wires.base import Link, Sent, Wire
-from hvd_periodic.wires.given import Compression, as_wire
+from hvd_periodic.wires.compression import Compression, as_wire
 from hvd_periodic.wires.half import Half
 from hvd_periodic.wires.int8 import Int8
 from hvd_periodic.wires.plain import Plain

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.spellings import RenamedAttribute
 from hvd_periodic.vectors.coding import Coding
 
 V = TypeVar("V")
@@ -20,14 +21,14 @@ class Reduce(Protocol):
         """Start the reduction."""
 
 
-class Remembered(Protocol[V]):
-    """The unsent part of the sums that a rank has formed for the others, which it adds to the next sums."""
+class Residual(Protocol[V]):
+    """The unsent part of the sums that a rank forms for the others, which it adds to the next sums."""
 
     def read(self) -> V:
-        """Return the unsent part."""
+        """Return the residual."""
 
     def write(self, value: V) -> None:
-        """Replace the unsent part."""
+        """Replace the residual."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Link(Generic[V]):
         nbytes: bytes of these elements before encoding.
         reduce: sums over ranks, as the placement of the center requires.
         coding: the verbs of the front end.
-        remembered: unsent part of the sums that this rank forms for the others; None if it forms none.
+        residual: unsent part of the sums that this rank forms for the others; None if it forms none.
     """
 
     communicator: Communicator
@@ -50,7 +51,8 @@ class Link(Generic[V]):
     nbytes: int
     reduce: Reduce
     coding: Coding[V]
-    remembered: Remembered[V] | None = None
+    residual: Residual[V] | None = None
+    remembered = RenamedAttribute("residual")
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,17 @@ class Sent(Generic[V]):
 class Wire(ABC):
     """An encoding of the messages of the parameters, and of their sum.
 
-    The unsent part of a message is not lost: if replicas take over the values that the center hands out, it is kept and
-    added to the next message (error feedback); in elastic averaging it stays in the replica, which is pulled by the
-    part that was sent.
+    The unsent part of a message is not lost: if replicas continue from the published center, it is kept and added to
+    the next message (error feedback); in elastic averaging it stays in the replica, which is pulled by the part that
+    was sent.
 
     A wire holds settings only, and acts through the verbs of :class:`~hvd_periodic.vectors.coding.Coding`.
 
     Attributes:
         lossy: the received message may differ from the original, and NaN and infinity cannot travel.
         coding_seconds: seconds to encode and decode a byte of parameters, on one core that copies 7 GB/s.
-        adding_seconds: seconds to decode a byte of float32 of a worker's message and add it to others, on such a core:
-            four passes over memory, where copying is two.
+        adding_seconds: seconds per byte of float32 to decode a worker's message and add it to others, on such a core:
+            four passes over memory, where copying takes two.
     """
 
     lossy: ClassVar[bool] = True
@@ -91,12 +93,12 @@ class Wire(ABC):
     def check(self, communicator: Communicator, place: str) -> None:
         """Raise a ValueError if messages to a center with this placement cannot travel in this encoding."""
 
-    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
-        """Return whether every rank forms the sum of a part of each message, and sends it on to the others."""
+    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
+        """Return whether every rank sums a part of all messages and sends the sum to the others."""
         return False
 
-    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
-        """Return how many messages follow each other, and how many bytes each worker sends, until all have the sum.
+    def traffic(self, workers: int, nbytes: float, overlapped: bool = False) -> tuple[float, float]:
+        """Return the number of consecutive messages, and the bytes that each worker sends, until all have the sum.
 
         For b bytes and n workers: 2 (n − 1) messages and 2 (n − 1) / n · b bytes, the minimum for an all-reduce.
         Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations. 2009.
@@ -104,7 +106,7 @@ class Wire(ABC):
         Args:
             workers: n.
             nbytes: bytes of the message in float32, before encoding.
-            lasting: whether training goes on meanwhile.
+            overlapped: local steps continue while messages are in flight.
 
         Example:
             >>> from hvd_periodic.wires import Plain, TopK
@@ -114,8 +116,8 @@ class Wire(ABC):
         others = workers - 1
         return 2 * others, 2 * others / workers * nbytes
 
-    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
-        """Return how many bytes of float32 each worker decodes, if that grows with the number of workers; else 0.
+    def decoded(self, workers: int, nbytes: float, overlapped: bool = False) -> float:
+        """Return the bytes of float32 that each worker decodes, if they grow with the number of workers; otherwise 0.
 
         Example:
             >>> from hvd_periodic.wires import Plain, TopK

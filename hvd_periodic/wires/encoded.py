@@ -1,4 +1,4 @@
-"""The base of wires whose messages no collective can sum: ranks decode the messages, then sum them."""
+"""The base of wires whose messages no collective can sum: ranks decode and then sum them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.vectors.coding import Coding
-from hvd_periodic.wires.base import Link, Remembered, Sent, Wire
+from hvd_periodic.wires.base import Link, Residual, Sent, Wire
 
 V = TypeVar("V")
 
 _LARGEST = 3e38
-"""Largest float32, less a margin by which decoded numbers may be larger."""
+"""Largest float32, minus a margin, because decoded numbers may be larger than encoded ones."""
 
 _SAMPLE = 1 << 16
 """Number of elements to encode in order to measure the size of a wire's output."""
@@ -24,13 +24,14 @@ _SAMPLE = 1 << 16
 class Encoded(Wire):
     """Sums in float32, in rank order: bit-identical on all ranks.
 
-    In two hops, in which no rank carries more than twice a message: every rank receives one n-th of all messages, and
-    sends their sum on, also encoded. It keeps the encoding error of that sum and adds it to the next one; elastic
-    averaging, whose center moves at the rate of that next exchange, loses nothing as long as its rate is constant. In
-    one hop, if local steps go on during an exchange or little travels: every rank receives all messages.
+    There are two hops, in which no rank sends more than two messages' worth of bytes: every rank receives one n-th of
+    all messages, and sends their sum to the others, also encoded. It keeps the encoding error of that sum and adds it
+    to the next one; elastic averaging, whose center moves at the rate of that next exchange, loses nothing as long as
+    its rate is constant. There is one hop, in which every rank receives all messages, if exchanges overlap with local
+    steps or the messages are sparse.
 
     Attributes:
-        sparse: sums have more elements than messages, so that there is always one hop.
+        sparse: sums have more nonzero elements than messages, so that there is always one hop.
     """
 
     sparse: ClassVar[bool] = False
@@ -48,35 +49,35 @@ class Encoded(Wire):
         """Refuse a center that is not replicated."""
         if place != "replicated":
             raise ValueError(
-                f"`compression` as {self!r} needs center='replicated': with center={place!r} ranks hand out the center "
-                "itself, which can only travel whole. Received: "
+                f"`compression` as {self!r} needs center='replicated': with center={place!r} the center itself "
+                "travels, which cannot be compressed. Received: "
                 f"compression={self!r}, center={place!r}"
             )
 
-    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
         """Return True if there are two hops."""
-        return not (lasting or self.sparse)
+        return not (overlapped or self.sparse)
 
-    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
-        """Return the cost of one hop, with every message to all others, or of two, each at an n-th of that."""
-        others, encoded = workers - 1, nbytes * _part(self)
-        if lasting or self.sparse:
+    def traffic(self, workers: int, nbytes: float, overlapped: bool = False) -> tuple[float, float]:
+        """Return the traffic of one hop, with every message to all others; or of two, each with one n-th of that."""
+        others, encoded = workers - 1, nbytes * _encoded_fraction(self)
+        if overlapped or self.sparse:
             return others, others * encoded
         return 2 * others, 2 * others / workers * encoded
 
-    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
-        """Return the bytes for one hop: every rank decodes every message. In two, each decodes one n-th of all: 0."""
-        return workers * nbytes if lasting or self.sparse else 0.0
+    def decoded(self, workers: int, nbytes: float, overlapped: bool = False) -> float:
+        """Return the bytes for one hop, in which every rank decodes every message; 0 for two hops."""
+        return workers * nbytes if overlapped or self.sparse else 0.0
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
-        """Start the first hop; the second one follows when the sum is waited for."""
-        if link.remembered is None:
+        """Start the first hop; waiting for the sum runs the second one."""
+        if link.residual is None:
             return self._in_one_hop(link, message)
-        return self._in_two_hops(link, message, link.remembered)
+        return self._in_two_hops(link, message, link.residual)
 
     def _in_one_hop(self, link: Link[V], message: Any) -> Sent[V]:
         coding, communicator, size = link.coding, link.communicator, link.size
-        payload: Any = self.encode(coding, coding.rows(_single(coding, message, communicator.size), 1, size))
+        payload: Any = self.encode(coding, coding.rows(_as_float32(coding, message, communicator.size), 1, size))
         _, width = coding.sizes(payload)
         decoded: Any = self.decode(coding, payload, size)
         flat = coding.reshape(payload, -1)
@@ -87,21 +88,21 @@ class Encoded(Wire):
 
         return Sent(total, coding.like(decoded[0], message), width)
 
-    def _in_two_hops(self, link: Link[V], message: Any, remembered: Remembered[V]) -> Sent[V]:
+    def _in_two_hops(self, link: Link[V], message: Any, residual: Residual[V]) -> Sent[V]:
         coding, communicator, size, n = link.coding, link.communicator, link.size, link.communicator.size
         length = row_length(size, n)
-        payload: Any = self.encode(coding, coding.rows(_single(coding, message, n), n, length))
+        payload: Any = self.encode(coding, coding.rows(_as_float32(coding, message, n), n, length))
         _, width = coding.sizes(payload)
         decoded: Any = coding.reshape(self.decode(coding, payload, length), -1)
         wait = communicator.alltoall(coding.reshape(payload, -1), link.name)
 
         def total() -> V:
-            kept: Any = coding.cast(remembered.read(), "f4")
-            mine: Any = self._sum(coding, wait(), (n, width), length) + kept
-            answer: Any = self.encode(coding, coding.rows(mine, 1, length))
-            sent_on: Any = self.decode(coding, answer, length)
-            remembered.write(mine - sent_on[0])
-            flat = coding.reshape(answer, -1)
+            unsent: Any = coding.cast(residual.read(), "f4")
+            mine: Any = self._sum(coding, wait(), (n, width), length) + unsent
+            encoded: Any = self.encode(coding, coding.rows(mine, 1, length))
+            received: Any = self.decode(coding, encoded, length)
+            residual.write(mine - received[0])
+            flat = coding.reshape(encoded, -1)
             gathered: Any = communicator.allgather(flat, f"{link.name}.sum", coding.joined([flat] * n))
             sums: Any = self.decode(coding, coding.reshape(gathered, n, width), length)
             return coding.like(coding.reshape(sums, -1)[:size], message)  # type: ignore[index]
@@ -118,14 +119,14 @@ class Encoded(Wire):
 
 
 @cache
-def _part(wire: Encoded) -> float:
+def _encoded_fraction(wire: Encoded) -> float:
     """Return the encoded bytes per byte of float32."""
     rows: Any = np.linspace(-1, 1, _SAMPLE, dtype="f4").reshape(1, -1)
     encoded: Any = wire.encode(Coding(), rows)
     return float(encoded.nbytes / rows.nbytes)
 
 
-def _single(coding: Coding[V], message: V, ranks: int) -> V:
+def _as_float32(coding: Coding[V], message: V, ranks: int) -> V:
     """Return a message in float32, clipped so that the sum over ``ranks`` messages is finite."""
     return coding.cast(coding.clip(message, _LARGEST / ranks), "f4")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -15,12 +16,16 @@ V = TypeVar("V")
 _ROUNDED_UP = 1 + 2.0**-11
 """Factor by which float16 rounding may increase a number, or a sum of two."""
 
+_SUMS = frozenset({"f2"})
+"""16-bit types that the collectives of Horovod sum."""
+
 
 @dataclass(frozen=True)
 class Half(Encoded):
     """Rounds every element to 16 bits, and clips it so that the sum over all ranks does not overflow.
 
-    Horovod itself sums in float16: error feedback does not cover that rounding. Otherwise, sums are taken in float32.
+    If the collective itself sums, as Horovod's does in float16, error feedback does not cover the rounding of the sum.
+    Otherwise, ranks sum in float32.
 
     Args:
         kind: ``"f2"``, float16: 11 significant bits, up to 65504; or ``"bf2"``, bfloat16: 8 bits, in the range of
@@ -50,19 +55,29 @@ class Half(Encoded):
         if self.kind not in communicator.sums:
             super().check(communicator, place)
 
-    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
         """Return False if the collective itself sums."""
-        return self.kind not in communicator.sums and super().forms_sums(communicator, lasting)
+        return self.kind not in communicator.sums and super().forms_sums(communicator, overlapped)
 
-    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
-        """Return the cost of half the bytes if the collective itself sums, as Horovod does in float16."""
-        if self.kind == "f2":
-            return Wire.traffic(self, workers, nbytes / 2, lasting)
-        return super().traffic(workers, nbytes, lasting)
+    def traffic(
+        self, workers: int, nbytes: float, overlapped: bool = False, sums: Collection[str] = _SUMS
+    ) -> tuple[float, float]:
+        """Return the traffic of a sum of half the bytes if the collective itself sums; otherwise of encoded messages.
 
-    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
-        """Return 0 if the collective itself sums."""
-        return 0.0 if self.kind == "f2" else super().decoded(workers, nbytes, lasting)
+        Args:
+            workers: as in :meth:`Wire.traffic`.
+            nbytes: likewise.
+            overlapped: likewise.
+            sums: 16-bit types that collectives sum, as in :class:`~hvd_periodic.comm.Communicator`. Default: those of
+                Horovod.
+        """
+        if self.kind in sums:
+            return Wire.traffic(self, workers, nbytes / 2, overlapped)
+        return super().traffic(workers, nbytes, overlapped)
+
+    def decoded(self, workers: int, nbytes: float, overlapped: bool = False, sums: Collection[str] = _SUMS) -> float:
+        """Return 0 if the collective itself sums, otherwise as :class:`Encoded`; arguments as in :meth:`traffic`."""
+        return 0.0 if self.kind in sums else super().decoded(workers, nbytes, overlapped)
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Reduce in 16 bits, or as bytes."""

@@ -43,7 +43,7 @@ class Int8(Encoded):
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the scales of every row, then 1 byte per element."""
         array: Any = rows
-        parts = [self._quantized(coding, array[:, start:stop]) for start, stop in _stretches(coding, rows)]
+        parts = [self._quantize(coding, array[:, start:stop]) for start, stop in _block_ranges(coding, rows)]
         scales, levels = zip(*parts, strict=True)
         return coding.joined([*scales, *levels])
 
@@ -53,12 +53,12 @@ class Int8(Encoded):
         block, blocks = _blocks(length)
         levels = array[:, blocks * _SCALE_BYTES :]
         parts: list[V] = []
-        for start, stop in _stretches(coding, levels):
-            first, after = (_SCALE_BYTES * -(-place // block) for place in (start, stop))
-            parts.append(self._restored(coding, array[:, first:after], levels[:, start:stop]))
+        for start, stop in _block_ranges(coding, levels):
+            first, after = (_SCALE_BYTES * -(-element // block) for element in (start, stop))
+            parts.append(self._dequantize(coding, array[:, first:after], levels[:, start:stop]))
         return parts[0] if len(parts) == 1 else coding.joined(parts)
 
-    def _quantized(self, coding: Coding[V], rows: V) -> tuple[V, V]:
+    def _quantize(self, coding: Coding[V], rows: V) -> tuple[V, V]:
         """Return the bytes of the scales and of the elements."""
         count, length = coding.sizes(rows)
         block, blocks = _blocks(length)
@@ -68,7 +68,7 @@ class Int8(Encoded):
         scale_bytes = coding.to_bytes(coding.reshape(scales, count, blocks))
         return scale_bytes, coding.to_bytes(coding.cast(levels[:, :length], "i1"))
 
-    def _restored(self, coding: Coding[V], scale_bytes: V, level_bytes: V) -> V:
+    def _dequantize(self, coding: Coding[V], scale_bytes: V, level_bytes: V) -> V:
         """Return the elements that these bytes encode."""
         count, length = coding.sizes(level_bytes)
         block, blocks = _blocks(length)
@@ -84,8 +84,8 @@ def _blocks(length: int) -> tuple[int, int]:
     return block, -(-length // block)
 
 
-def _stretches(coding: Coding[V], rows: V) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of parts of rows, in whole blocks, that are best computed one after another."""
+def _block_ranges(coding: Coding[V], rows: V) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of elements, in whole blocks, that are best computed one after another."""
     count, length = coding.sizes(rows)
     together = coding.at_once(rows)
     step = length if together is None else max(together // (count * BLOCK), 1) * BLOCK

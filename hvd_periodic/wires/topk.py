@@ -13,14 +13,14 @@ from hvd_periodic.wires.int8 import Int8
 
 V = TypeVar("V")
 
-_PLACE_BYTES = 4
+_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
 class TopK(Encoded):
     """Sends the elements of every bucket that are largest in magnitude: their indices, and their values in 8 bits.
 
-    Every rank receives the elements of all ranks, so that nothing is lost on the way back.
+    Every rank receives the elements of all ranks, so that the sum is not encoded again.
 
     Args:
         fraction: fraction of the elements to send, in (0, 1]; at least one is sent.
@@ -53,18 +53,18 @@ class TopK(Encoded):
     def encode(self, coding: Coding[V], rows: V) -> V:
         """Return the indices, then the elements there as :class:`Int8` encodes them."""
         array: Any = rows
-        places = coding.largest(array[0], self._count(coding.sizes(array)[1]))
-        values: Any = Int8().encode(coding, coding.reshape(coding.take(array[0], places), 1, -1))
-        return coding.reshape(coding.joined([coding.to_bytes(places), values[0]]), 1, -1)
+        indices = coding.largest(array[0], self._count(coding.sizes(array)[1]))
+        values: Any = Int8().encode(coding, coding.reshape(coding.take(array[0], indices), 1, -1))
+        return coding.reshape(coding.joined([coding.to_bytes(indices), values[0]]), 1, -1)
 
     def decode(self, coding: Coding[V], payload: V, length: int) -> V:
         """Return the elements at their indices, zeros elsewhere."""
         array: Any = payload
         count = self._count(length)
-        start = count * _PLACE_BYTES
-        places = coding.from_bytes(array[0][:start], "i4")
+        start = count * _INDEX_BYTES
+        indices = coding.from_bytes(array[0][:start], "i4")
         values: Any = Int8().decode(coding, array[:, start:], count)
-        return coding.reshape(coding.scattered(values[0], places, length), 1, length)
+        return coding.reshape(coding.scattered(values[0], indices, length), 1, length)
 
     def _count(self, length: int) -> int:
         return min(ceil(self.fraction * length), length)

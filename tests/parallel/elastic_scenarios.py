@@ -171,7 +171,13 @@ KERAS = {
     "one of two": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], loop="fit"),
     "overlapped": Scenario("easgd", 2, [Event("kill", 9, 2, rank=1)], [(2, 0), (1, 8)], overlap=2, loop="fit"),
     "overlapped, in flight": Scenario(
-        "easgd", 2, [Event("in", 7, 2, rank=1, number=2)], [(2, 0), (1, 4)], overlap=2, collectives=True, loop="compiled"
+        "easgd",
+        2,
+        [Event("in", 7, 2, rank=1, number=2)],
+        [(2, 0), (1, 4)],
+        overlap=2,
+        collectives=True,
+        loop="compiled",
     ),
     "the root, before a collective": Scenario(
         "diloco", 2, [Event("before", 7, 2, rank=0, number=2)], [(2, 0), (1, 4)], collectives=True, loop="compiled"

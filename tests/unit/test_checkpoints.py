@@ -141,11 +141,11 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.npz"
     for arrays in ({"tree": np.array([Bomb()])}, {"tree": np.zeros(1, np.uint8), "w": np.array([Bomb()])}):
         np.savez(file, **arrays)
-        with pytest.raises(ValueError, match=r"rank-0\.npz is no checkpoint of hvd_periodic: .*pickle"):
+        with pytest.raises(ValueError, match=r"rank-0\.npz is not a checkpoint of hvd_periodic: .*pickle"):
             read_content(file)
     for data in (b"", b"x" * 100, b"\x80\x04\x95"):
         file.write_bytes(data)
-        with pytest.raises(ValueError, match=r"rank-0\.npz is no checkpoint of hvd_periodic"):
+        with pytest.raises(ValueError, match=r"rank-0\.npz is not a checkpoint of hvd_periodic"):
             read_content(file)
 
 
@@ -179,7 +179,7 @@ def test_trees_that_nobody_wrote_are_refused_by_name(tmp_path: Path, tree: Any, 
     entries = {0: replace(manifest.files[0], size=size, sha256=digest)}
     saved.write_manifest(replace(manifest, files=entries))
     failures: list[str] = []
-    with pytest.raises(ValueError, match=rf"rank-0\.npz is no checkpoint of hvd_periodic: .*{message}") as raised:
+    with pytest.raises(ValueError, match=rf"rank-0\.npz is not a checkpoint of hvd_periodic: .*{message}") as raised:
         resume(tmp_path, everyone, None, Arrays(), [], lambda *_: None, failures.append)
     assert failures == ["", str(raised.value)]
 
@@ -260,7 +260,7 @@ def test_other_ranks_start_from_the_file_of_the_root(tmp_path: Path, caplog: pyt
     assert "rank-0.npz is missing" in str(seen[0])
     assert "Rank 1 sees no file of the root" in caplog.text
     for _, message in errors(2, lambda communicator: found(tmp_path, communicator)):
-        assert "is missing. To go on from another checkpoint remove the folder" in message
+        assert "is missing. To resume from another checkpoint, remove the folder" in message
 
 
 def damaged(set_: Path, other: Path) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -518,7 +518,7 @@ def test_an_error_of_the_thread_is_one_of_all_ranks(tmp_path: Path, monkeypatch:
         "A checkpoint that was written in the background failed: The checkpoint failed on rank 1"
     )
     assert "No space left" in first[0]
-    assert "failed: [Errno 28] No space left on device. Rank 1 has to write 0.0 MB there" in second[0]
+    assert "failed: [Errno 28] No space left on device. Rank 1 needs 0.0 MB there" in second[0]
     assert first[1] == second[1] == ""  # An error is raised once.
     assert steps(tmp_path) == []
 

@@ -50,6 +50,14 @@ def test_int8_in_parts(shape: tuple[int, int], coding: Any, made: Any) -> None:
 
 
 @pytest.mark.parametrize(("coding", "made"), codings())
+def test_a_quotient_is_zero_where_the_divisor_is(coding: Any, made: Any) -> None:
+    x, y = np.array([[5.0, -3.0], [5.0, -3.0], [0.0, 0.0]], "f4"), np.array([[0.0], [2.0], [0.0]], "f4")
+    found = np.asarray(coding.quotient(made(x), made(y)))
+    assert found.dtype == np.float32
+    assert found.tolist() == [[0.0, 0.0], [2.0, -2.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("coding", "made"), codings())
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
 def test_one_element_that_is_not_finite_is_seen(dtype: str, coding: Any, made: Any) -> None:
     for size in (1, 7, 8, 33, 1000):

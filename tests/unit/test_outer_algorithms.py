@@ -227,7 +227,7 @@ def test_what_cannot_be_asynchronous_says_so(algorithm: Algorithm) -> None:
 class Claims(BMUF):
     """Says that it can be asynchronous, with a vector that no transaction knows."""
 
-    def one_by_one(self, size: int) -> Algorithm:
+    def asynchronous_variant(self, size: int) -> Algorithm:
         return self
 
 

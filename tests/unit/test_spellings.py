@@ -14,7 +14,10 @@ import pytest
 
 import hvd_periodic
 import hvd_periodic.numpy
-from hvd_periodic import AGN, LocalCommunicator, logs
+from hvd_periodic import AGN, Averaging, LocalCommunicator, logs
+from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers import Replicated
+from hvd_periodic.vectors.store import FlatStore
 from tests.conftest import PATIENCE
 from tests.one_rank import one_rank
 
@@ -193,3 +196,45 @@ def test_members_of_communicators() -> None:
     with pytest.warns(DeprecationWarning, match=r"`Own\.waits_busily` .*: write `\.busy_waits`$"):
         own.waits_busily = True
     assert own.busy_waits
+
+
+def test_members_of_algorithms_of_users_had_other_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\..*` is a spelling of version 0\.1") as warned:
+
+        class Mine(Averaging):
+            keeps_error = False
+
+            def one_by_one(self, size: int) -> Averaging:
+                return self
+
+            def closes(self, exchange: Exchange) -> float:
+                return 0.5
+
+            def hand_out(self, space: Any, center: Any, exchange: Exchange) -> Any:
+                return center["center"] + 1
+
+    assert [str(each.message) for each in warned] == [
+        f"`Mine.{old}` is a spelling of version 0.1 and ends with the next version: write `{new}`"
+        for old, new in (
+            ("keeps_error", "uses_error_feedback"),
+            ("closes", "contraction"),
+            ("one_by_one", "asynchronous_variant"),
+            ("hand_out", "publish"),
+        )
+    ]
+    assert warned[0].filename == __file__
+    assert not Mine.uses_error_feedback
+    assert Mine().contraction(Exchange(2, 1)) == 0.5
+    assert Mine().asynchronous_variant(2) == Mine()
+    assert Mine().publish(None, {"center": 1}, Exchange(2, 1)) == 2
+
+
+def test_members_of_placements_replicas_and_stores_of_users_had_other_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\.bytes_to_hand_out` .*: write `bytes_to_publish`$"):
+        placement = type("Mine", (Replicated,), {"bytes_to_hand_out": lambda self, nbytes: nbytes})
+    assert placement(LocalCommunicator(), 0).bytes_to_publish(4) == 4
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\.resting` .*: write `offload`$"):
+        replica = type("Mine", (hvd_periodic.numpy.NumpyReplica,), {"resting": lambda self, value: -value})
+    assert replica({"x": np.zeros(2)}).offload(1) == -1
+    with pytest.warns(DeprecationWarning, match=r"^`Mine\.away` .*: write `offloaded`$"):
+        assert type("Mine", (FlatStore,), {"away": True}).offloaded

@@ -183,7 +183,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     model, optimizer = made()
     hvdp.save(tmp_path, model, optimizer)
     other, others = made(torch.nn.Linear(3, 1))
-    with pytest.raises(ValueError, match="of another model: 'weight' is of shape"):
+    with pytest.raises(ValueError, match="belongs to another model: 'weight' is of shape"):
         hvdp.load(tmp_path, other, others)
 
 

@@ -17,7 +17,7 @@ from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, with_gradient
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.wires.given import Compression
+from hvd_periodic.wires.compression import Compression
 
 
 class AGNOptimizer(InitializedByTask):

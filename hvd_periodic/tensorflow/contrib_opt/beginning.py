@@ -79,8 +79,8 @@ class Start:
         """Trainable, but not by this optimizer; when the session runs, another may be known that trains them."""
         others = {variable.ref() for variable in self._frozen}
         self._parameters = trained
-        outbox = synchronizer.tensor_groups.parameters.outbox
-        unsent = [store.tensors() for store in (outbox.unsent, outbox.unsent_sums) if store is not None]
+        feedback = synchronizer.tensor_groups.parameters.error_feedback
+        unsent = [store.tensors() for store in (feedback.residual, feedback.second_hop_residual) if store is not None]
         self._unsent = [variable for variables in unsent for variable in variables]
         """What a rank has not sent, which is no other's."""
         others |= {variable.ref() for variable in self._unsent}

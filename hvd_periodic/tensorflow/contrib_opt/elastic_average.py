@@ -21,7 +21,7 @@ from hvd_periodic.tensorflow.contrib_opt.rates import default_rho
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.space import TensorSpace
 from hvd_periodic.vectors.layout import Layout
-from hvd_periodic.wires.given import Compression
+from hvd_periodic.wires.compression import Compression
 
 
 class ElasticAverageOptimizer(InitializedByTask):

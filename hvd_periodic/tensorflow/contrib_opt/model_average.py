@@ -12,7 +12,7 @@ from hvd_periodic.tensorflow.contrib_opt.getters import ModelAverageCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.optimizer import GraphOptimizer
 from hvd_periodic.tensorflow.contrib_opt.request import Request
-from hvd_periodic.wires.given import Compression
+from hvd_periodic.wires.compression import Compression
 
 
 class ModelAverageOptimizer(GraphOptimizer):

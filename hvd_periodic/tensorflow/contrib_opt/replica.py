@@ -50,7 +50,7 @@ class GraphReplica(VariableReplica):
         self.stores.append(TensorStore(layout, self._vectors[name]))
         return self.stores[-1]
 
-    def new_resting_store(self, layout: Layout, name: str) -> Store[Any]:
+    def new_offloaded_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return the same: outside of functions nothing orders what changes in place."""
         return self.new_store(layout, name)
 

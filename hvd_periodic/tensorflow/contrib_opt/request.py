@@ -18,7 +18,7 @@ from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
-from hvd_periodic.wires.given import Compression, as_wire
+from hvd_periodic.wires.compression import Compression, as_wire
 
 
 def spelled_as(cls: str) -> AbstractContextManager[None]:
@@ -80,7 +80,7 @@ class Request:
         planned = as_schedule(period, name)
         with spelled_as(cls):
             algorithm = self.algorithm()
-            (algorithm.one_by_one if self.asynchronous else algorithm.check)(communicator.size)
+            (algorithm.asynchronous_variant if self.asynchronous else algorithm.check)(communicator.size)
         averaged = gradient_group_of(self.opt)
         return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
 

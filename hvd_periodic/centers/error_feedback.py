@@ -1,0 +1,133 @@
+"""Sends the messages of a group of tensors, and keeps the parts that a lossy wire did not send (error feedback)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.centers.base import Placement
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.replica import Replica
+from hvd_periodic.vectors.layout import Bucket, Layout
+from hvd_periodic.vectors.store import Store
+from hvd_periodic.wires.base import Link, Sent, Wire
+from hvd_periodic.wires.encoded import row_length
+from hvd_periodic.wires.plain import Plain
+
+V = TypeVar("V")
+
+RESIDUAL = "unsent"
+"""Key of the worker's vector that holds the residual of its messages, in saved states."""
+
+SECOND_HOP_RESIDUAL = "unsent_sums"
+"""Prefix of the key of the residual of the sums that this rank forms for the others."""
+
+
+class ErrorFeedback(Generic[V]):
+    """Sends messages; the residual of each, the part that a lossy wire did not send, is added to the next one.
+
+    Args:
+        name: name of the group.
+        layout: layout of its values.
+        placement: where the center lives, which determines how messages are summed.
+        replica: provides the verbs of the front end, and memory.
+        algorithm: determines how messages are reduced, and whether their residuals are kept here or in the replica.
+        wire: encoding of the messages.
+        communicator: the ranks, if the wire may form sums on them.
+        overlapped: local steps continue while messages are in flight.
+
+    Attributes:
+        wire: as given.
+        residual: the residual of this rank's messages; None if none is kept.
+        second_hop_residual: the residual of the sums that this rank forms for the others, of the same size on all
+            ranks; None if it forms none.
+        second_hop_key: key of this residual in saved states; no other rank has the same.
+        received_totals: totals that are known before their messages are sent, by the index of the bucket.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        placement: Placement,
+        replica: Replica[V],
+        algorithm: Algorithm,
+        wire: Wire = Plain(),  # noqa: B008
+        communicator: Communicator | None = None,
+        overlapped: bool = False,
+    ) -> None:
+        self.wire, self._placement, self._replica, self._reduction = wire, placement, replica, algorithm.reduction
+        self.received_totals: dict[int, V] = {}
+        self.residual: Store[V] | None = None
+        if wire.lossy and algorithm.uses_error_feedback:
+            self.residual = replica.new_store(layout, f"{name}.{RESIDUAL}")
+        self.second_hop_residual: Store[V] | None = None
+        self.second_hop_key = ""
+        self._name, self._layout, self._lasting = name, layout, overlapped
+        if communicator is not None:
+            self.join(communicator)
+
+    def join(self, communicator: Communicator) -> None:
+        """Form sums for these ranks, if the wire forms any; the residual is lost if their number has changed."""
+        if not self.wire.forms_sums(communicator, self._lasting):
+            return
+        rows = self._layout.restrict(lambda bucket: (0, row_length(bucket.size, communicator.size)))
+        if self.second_hop_residual is None or self.second_hop_residual.layout.specs != rows.specs:
+            self._replica.drop_store(f"{self._name}.{SECOND_HOP_RESIDUAL}")
+            self.second_hop_residual = self._replica.new_store(rows, f"{self._name}.{SECOND_HOP_RESIDUAL}")
+        self.second_hop_key = f"{SECOND_HOP_RESIDUAL}.{communicator.rank}.{communicator.size}"
+
+    def send(self, communicator: Communicator, bucket: Bucket, message: V, name: str) -> Sent[V]:
+        """Send a message together with the residual of earlier ones; may overwrite it."""
+        if bucket.index in self.received_totals:
+            total = self.received_totals.pop(bucket.index)
+            return Sent(lambda: total, None, bucket.nbytes)
+
+        def reduce(buffer: Any, name: str) -> Callable[[], Any]:
+            return self._placement.reduce(communicator, buffer, name, self._reduction)
+
+        space, sums = self._replica.space, self.second_hop_residual
+        of_sums = None if sums is None else _StoredBucket(sums, sums.layout.buckets[bucket.index])
+        link = Link(communicator, name, bucket.size, bucket.nbytes, reduce, space.coding, of_sums)
+        if self.residual is None:
+            return self.wire.start(link, message)
+        residual = self.residual.read(bucket)
+        message = space.axpy(1.0, residual, message)
+        sent = self.wire.start(link, message)
+        decoded = message if sent.decoded is None else sent.decoded
+        self.residual.write(bucket, space.sub(message, decoded, out=residual))
+        return sent
+
+    def reset(self) -> None:
+        """Set all residuals to zeros."""
+        self.received_totals.clear()
+        self._clear(self.residual)
+        self.reset_second_hop()
+
+    def reset_second_hop(self) -> None:
+        """Set the residual of sums to zeros."""
+        self._clear(self.second_hop_residual)
+
+    def _clear(self, store: Store[V] | None) -> None:
+        if store is not None:
+            for bucket in store.layout.buckets:
+                _StoredBucket(store, bucket).write(self._replica.space.zeros_like(store.read(bucket)))
+
+
+@dataclass(frozen=True)
+class _StoredBucket(Generic[V]):
+    """A bucket of a store."""
+
+    store: Store[V]
+    bucket: Bucket
+
+    def read(self) -> V:
+        """Return the values."""
+        return self.store.read(self.bucket)
+
+    def write(self, value: V) -> None:
+        """Set the values."""
+        if self.bucket.size:
+            self.store.write(self.bucket, value)

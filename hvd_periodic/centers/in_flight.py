@@ -1,0 +1,71 @@
+"""Exchanges that overlap with local steps: started at one step, applied to the replica some steps later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from hvd_periodic.algorithms.base import Exchange
+from hvd_periodic.centers.tensor_group import Pending, TensorGroup
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.vectors.fragments import Fragment
+
+V = TypeVar("V")
+
+
+@dataclass
+class InFlightExchange(Generic[V]):
+    """The exchange of one fragment of a group, between its start and the step at which it is applied to the replica.
+
+    The center moves as soon as it is read. Until the next exchange only the pull of the replica reads it, so that
+    reading it early does not change training.
+
+    Args:
+        group: the group, whose center is on every rank.
+        communicator: the ranks.
+        exchange: the exchange.
+        prefix: prefix of the names of its collectives.
+        fragment: the fragment.
+        pending: the buckets in flight; empty once the center has moved.
+
+    Attributes:
+        sent: bytes handed to collectives.
+    """
+
+    group: TensorGroup[V]
+    communicator: Communicator
+    exchange: Exchange
+    prefix: str
+    fragment: Fragment
+    pending: list[Pending[V]] = field(default_factory=list)
+    sent: int = 0
+
+    def begin(self) -> InFlightExchange[V]:
+        """Send all messages; return this exchange."""
+        for bucket in self.fragment.buckets:
+            pending, sent = self.group.begin(bucket, self.communicator, self.exchange, self.prefix)
+            self.pending.append(pending)
+            self.sent += sent
+        return self
+
+    def wait_and_update_center(self) -> None:
+        """Wait for the messages and move the center, unless it has moved."""
+        if not self.pending:
+            return
+        while self.pending:  # Each is waited for once, even if one of them fails.
+            self.group.wait_and_update_center(self.pending.pop(0), self.exchange)
+        self.group.step_outer_optimizer(self.fragment.index)
+
+    def apply_to_replica(self, stepped: bool) -> None:
+        """Pull the replica.
+
+        Args:
+            stepped: the replica has taken local steps since the exchange began.
+        """
+        self.wait_and_update_center()
+        group = self.group
+        if not group.algorithm.reads_after:
+            return
+        for bucket in self.fragment.buckets:
+            center = group.published_center(self.communicator, bucket, self.exchange, self.prefix)
+            (group.pull_late if stepped else group.pull)(bucket, center, self.exchange)
