@@ -26,7 +26,7 @@ FRONT_ENDS = {
 """Packages whose names are public, and what has to be there to import them."""
 
 ELSEWHERE = {"__version__", "callbacks"}
-"""A number, and a module that has a page of its own."""
+"""A number, and a module whose members are documented one by one."""
 
 
 OF_TRAINERS = tuple(f"hvd_periodic.torch.{name}." for name in ("lightning", "huggingface", "ignite"))
