@@ -91,6 +91,7 @@ class Worker:
 
     Attributes:
         interrupted: an exchange of this worker has begun and not ended; a holder may be waiting for its messages.
+        on_pull: called with a group, a bucket, its center and the exchange, just before the replica pulls.
 
     Raises:
         TypeError, ValueError: the center cannot have the optimizer that it needs.
@@ -115,6 +116,7 @@ class Worker:
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
         self.interrupted = False
+        self.on_pull: Callable[[TensorGroup[Any], Bucket, Any, Exchange], None] | None = None
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
         self._count = firsts[-1]
         self.placements = [
@@ -219,7 +221,10 @@ class Worker:
 
         with self.transaction():
             for (part, bucket), pulled in zip(buckets, self.transport.exchange(exchange, payloads()), strict=True):
-                part.pull(bucket, self._replica.from_host(pulled, bucket), exchange)
+                center = self._replica.from_host(pulled, bucket)
+                if self.on_pull is not None:
+                    self.on_pull(part, bucket, center, exchange)
+                part.pull(bucket, center, exchange)
         return sum(bucket.nbytes for _, bucket in buckets)
 
     def centers(self) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.vectors.coding import Coding
 from hvd_periodic.wires.base import Wire
 
 V = TypeVar("V")
@@ -65,7 +64,6 @@ class Finite(Generic[V]):
     ) -> None:
         self._groups, self._membership, self._replica = groups, membership, replica
         self._policy, self._wire = policy, wire
-        self._coding: Coding[V] = replica.space.coding
         self.skips = policy == SKIP
         """Ranks that are not finite are left out."""
 
@@ -95,7 +93,7 @@ class Finite(Generic[V]):
     def problem(self, steps: int) -> str | None:
         """Return which tensor is not finite after so many local steps, if one is not."""
         checked = self.checked()
-        if self._coding.are_finite([each.tensor for each in checked]):
+        if self._replica.space.coding.are_finite([each.tensor for each in checked]):
             return None
         wrong = (index for index, each in enumerate(checked) if not self._is_right(each))
         index = next(wrong, None)
@@ -124,6 +122,7 @@ class Finite(Generic[V]):
         return "statistic {!r}" if group.algorithm.reduction == "sum" else None
 
     def _is_right(self, checked: Checked) -> bool:
-        if self._coding.are_finite([checked.tensor]):
+        if self._replica.space.coding.are_finite([checked.tensor]):
             return True
-        return checked.center is not None and bool(self._coding.is_finite_or(checked.tensor, checked.center))
+        coding = self._replica.space.coding
+        return checked.center is not None and bool(coding.is_finite_or(checked.tensor, checked.center))

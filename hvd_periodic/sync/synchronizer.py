@@ -14,6 +14,11 @@ from hvd_periodic.sync.startup import Moment
 
 V = TypeVar("V")
 
+_AVERAGED_UNTIL_NOW = (
+    "They were to average all gradients until now: did they start alike, and does hvd.DistributedOptimizer average "
+    "those of all variables?"
+)
+
 
 class ReplicaSynchronizer(Parts[V]):
     """Runs one algorithm on one replica, whenever its schedule says so.
@@ -194,7 +199,7 @@ class ReplicaSynchronizer(Parts[V]):
         """
         self.course.discard()
         self.tensor_groups.restart()
-        self.tensor_groups.audit()
+        self.tensor_groups.audit(_AVERAGED_UNTIL_NOW)
 
     def broadcast(self) -> None:
         """Give all ranks the root's parameters, buffers, center, counters and schedule position.

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.centers.tensor_group import TensorGroup
-from hvd_periodic.comm.agreement import audit
+from hvd_periodic.comm.agreement import ADVICE, audit
 from hvd_periodic.replica import Replica
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.vectors.fragments import Fragment
@@ -106,8 +106,11 @@ class TensorGroups(Generic[V]):
         communicator, name = self._membership.communicator, self._membership.name
         return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
 
-    def audit(self) -> None:
+    def audit(self, advice: str = ADVICE) -> None:
         """Check on all ranks that they hold the same centers, to the bit; each what it holds of them for all.
+
+        Args:
+            advice: what a user may have forgotten where they do not.
 
         Raises:
             RuntimeError: they do not; names the ranks, and the first tensor.
@@ -123,6 +126,7 @@ class TensorGroups(Generic[V]):
                 for bucket in group.values.layout.buckets
                 for part in named_parts(group.values.layout, bucket, self._replica.to_bytes(store.read(bucket)))
             ),
+            advice,
         )
 
     def replica_digest(self) -> str:

@@ -18,6 +18,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
+from hvd_periodic.tensorflow.host import eager
 from hvd_periodic.tensorflow.host_values import as_array, as_tensor
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
@@ -184,7 +185,8 @@ def _run_all(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
     while True:
         future, run = queue.get()
         try:
-            future.set_result(run())
+            with eager():
+                future.set_result(run())
         except BaseException as error:
             future.set_exception(error)
         del future, run

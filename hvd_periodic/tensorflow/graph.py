@@ -11,22 +11,21 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.sync.course import Course
 from hvd_periodic.sync.forms import Forms
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
-from hvd_periodic.sync.telling import count_of
-from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
+from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
-from hvd_periodic.tensorflow.meeting import audit_in_graph
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, VariableView
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.resharding import resharded
-from hvd_periodic.tensorflow.synchronous import GraphSynchronous
 from hvd_periodic.vectors.store import Store
 
 
@@ -68,13 +67,14 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         replica: VariableReplica,
         *arguments: Any,
         learning_rate: Callable[[], Any] | None = None,
+        courses: tuple[type[Course[Any]], type[Course[Any]]] = (Synchronous, Asynchronous),
         **options: Any,
     ) -> None:
         forms = Forms(
             lambda schedule: VariableLedger(
                 new_variable, schedule, learning_rate, replica.values, lands=options.get("overlap", 0) != 0
             ),
-            (GraphSynchronous, GraphAsynchronous),
+            courses,
             GraphGradients,
             VariableCheckpoint,
             VariableView,
@@ -173,7 +173,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     def sync(self) -> None:
         """Exchange now, on all ranks, whatever the schedule says; as in the core."""
         self._open()
-        if tf.executing_eagerly() or in_session():
+        if tf.executing_eagerly():
             super().sync()
             return
         refuse_xla()
@@ -245,10 +245,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.gradients.check(updated is not False)
         self.begin()  # What is being compiled has not run yet.
         due = self.count(updated)
-        restart: Callable[[], Any] = self.restart_center
-        exchange: Callable[[], Any] = self.course.exchange
-        if not in_session():
-            restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
+        restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
         if self.phase.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
         has_to_land = self.ledger.has_to_land
@@ -266,28 +263,11 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """Return for how many local steps gradients will still be averaged over the ranks that exchange, in a graph."""
         return self.ledger.steps_to(self.phase.until or 0)
 
-    def restart_center(self) -> Any:
-        """Let exchanges begin, as in the core; also in a graph."""
-        if tf.executing_eagerly():
-            return super().restart_center()
-        self.tensor_groups.restart()
-        return audit_in_graph(
-            self.tensor_groups,
-            self.course.setting,
-            "They were to average all gradients until now: did they start alike, and does hvd.DistributedOptimizer "
-            "average those of all variables?",
-        )
-
     def _in_python(self, run: Callable[[], object]) -> Callable[[], tf.Tensor]:
         """Return a function that lets a graph wait for Python, and returns True."""
         if self.membership.communicator.elastic:
             run = as_elastic_jobs_heed(run)
         return hosted(run, self.replica.values, *self._hosted_variables())
-
-    def tells_end(self) -> tf.Operation:
-        """Return what tells the journal that training is over, in a session of TensorFlow 1, if it has begun there."""
-        journal = self.journal
-        return self.ledger.told(lambda counters: journal.ended(count_of(counters)) if journal.begun else None)
 
     def _exchange_or_land(self) -> None:
         """Exchange, or let the replica take an exchange that is in flight, for a compiled step."""
@@ -310,6 +290,15 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         stores, others, _ = self._hosted_variables()
         found = [*(variable for store in stores for variable in store.tensors()), *others]
         return list({id(variable): variable for variable in found}.values())
+
+    def stores(self) -> list[Store[Any]]:
+        """Return all variables that exchanges read or write, but for those of local and outer optimizers."""
+        found = [self.ledger.store()]
+        for group in self.tensor_groups:
+            more = (group.total, group.error_feedback.second_hop_residual)
+            found += [group.values, *group.worker.values(), *group.center_state.values()]
+            found += [store for store in more if store is not None]
+        return list({id(store): store for store in found}.values())
 
     def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable], list[Store[Any]]]:
         """Return the stores that an exchange of a compiled step reads and writes, and variables besides.

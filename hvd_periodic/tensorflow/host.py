@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops.variables import default_variable_creator_v2
-
-from hvd_periodic.comm.handshake import float_bits, float_from_bits
-
-Numbers = dict[str, Any]
-"""Numbers by name; None for a float that is NaN."""
-
-
-def packed(scalars: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    """Return scalars of int64 and float64 as one vector of integers; floats as their 64 bits."""
-    reals = {name for name, scalar in scalars.items() if scalar.dtype.base_dtype == tf.float64}
-    return tf.stack([tf.bitcast(s, tf.int64) if name in reals else tf.cast(s, tf.int64) for name, s in scalars.items()])
-
-
-def unpacked(vector: tf.Tensor, kinds: Mapping[str, tf.DType]) -> dict[str, tf.Tensor]:
-    """Return the scalars that a vector of integers holds."""
-    scalars = zip(kinds.items(), tf.unstack(vector, len(kinds)), strict=True)
-    return {name: tf.bitcast(scalar, kind) if kind == tf.float64 else scalar for (name, kind), scalar in scalars}
-
-
-def from_integers(integers: list[int], kinds: Mapping[str, tf.DType]) -> Numbers:
-    """Return in Python what :func:`packed` has put into a vector."""
-    pairs = zip(kinds.items(), integers, strict=True)
-    return {name: float_from_bits(value) if kind == tf.float64 else value for (name, kind), value in pairs}
-
-
-def to_integers(numbers: Numbers, kinds: Mapping[str, tf.DType]) -> list[int]:
-    """Return in Python what :func:`unpacked` takes apart."""
-    return [float_bits(numbers[name]) if kind == tf.float64 else int(numbers[name]) for name, kind in kinds.items()]
 
 
 def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
@@ -75,6 +47,15 @@ def in_session() -> bool:
     """Return whether a graph of TensorFlow 1 is being built, which sessions run; as opposed to a compiled function."""
     with tf.init_scope():
         return not tf.executing_eagerly()
+
+
+def eager() -> AbstractContextManager[None]:
+    """Return a ``with`` block in which operations run at once, also where a program has disabled eager execution.
+
+    There, a thread that Python code of a graph runs in, or starts, would add operations to a graph.
+    """
+    block: AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
+    return block
 
 
 @cache

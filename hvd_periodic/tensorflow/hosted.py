@@ -34,31 +34,16 @@ def hosted(
         others: variables that Python reads or assigns themselves; the graph keeps their order.
         lent: variables that Python assigns itself, and of which it then has the values.
     """
-    held, given = Blocks([*stores, *lent]), Blocks(stores)
-    blocks = [(store, block) for store, run_of_blocks in given.runs for block in run_of_blocks]
-    keys = [key_of(store, block) for store, block in blocks]
-
-    def call(*arrays: np.ndarray) -> list[np.ndarray]:
-        for array in arrays:
-            array.flags.writeable = False  # It may be the memory of a variable.
-        theirs = set(map(address_of, arrays))  # A result there would keep the arrays of all exchanges before.
-        with values.standing_for(held, zip(keys, arrays, strict=True)):
-            run()
-            changed = [values.changed(store, of_run) for store, of_run in given.runs]
-            after = [
-                apart_from(store.read(block), theirs) if is_changed else np.empty(0, block.kind)
-                for is_changed, (store, of_run) in zip(changed, given.runs, strict=True)
-                for block in of_run
-            ]
-            values.release(but=stores)
-        return [np.array(changed, bool), *after]
+    given = Blocks(stores)
+    call = on_arrays(lambda *_: run(), values, stores, given, lent)
 
     def wait() -> tf.Tensor:
         turn = _turn()
         with tf.control_dependencies([turn.assign_add(1).op, *(variable.read_value().op for variable in others)]):
-            taken = [store.read(block) for store, block in blocks]
+            taken = [store.read(block) for store, of_run in given.runs for block in of_run]
+            kinds = [block.kind for _, of_run in given.runs for block in of_run]
             with tf.device("CPU:0"):
-                changed, *after = tf.numpy_function(call, taken, [tf.bool, *(block.kind for _, block in blocks)])
+                changed, *after = tf.numpy_function(call, taken, [tf.bool, *kinds])
             are_changed = tf.unstack(changed, len(given.runs))
         for is_changed, (store, of_run) in zip(are_changed, given.runs, strict=True):
             vectors, after = after[: len(of_run)], after[len(of_run) :]
@@ -70,6 +55,46 @@ def hosted(
             return tf.constant(True)
 
     return wait
+
+
+def on_arrays(
+    run: Callable[..., object],
+    values: HostValues,
+    stores: Sequence[Store[Any]],
+    given: Blocks,
+    lent: Sequence[Store[Any]] = (),
+) -> Callable[..., list[np.ndarray]]:
+    """Return a function of arrays that stand for the blocks of stores while Python runs.
+
+    It returns, for every run of blocks, whether Python has changed some of them; then the blocks, of no elements where
+    Python has not.
+
+    Args:
+        run: Python code, which is given what arrays there are besides those of the blocks.
+        values: what reads and writes the variables.
+        stores: variables that the graph reads and assigns.
+        given: their blocks.
+        lent: as of :func:`hosted`.
+    """
+    held = Blocks([*stores, *lent])
+    keys = [key_of(store, block) for store, of_run in given.runs for block in of_run]
+
+    def call(*arrays: np.ndarray) -> list[np.ndarray]:
+        for array in arrays:
+            array.flags.writeable = False  # It may be the memory of a variable.
+        theirs = set(map(address_of, arrays))  # A result there would keep the arrays of all exchanges before.
+        with values.standing_for(held, zip(keys, arrays, strict=False)):
+            run(*arrays[len(keys) :])
+            changed = [values.changed(store, of_run) for store, of_run in given.runs]
+            after = [
+                apart_from(store.read(block), theirs) if is_changed else np.empty(0, block.kind)
+                for is_changed, (store, of_run) in zip(changed, given.runs, strict=True)
+                for block in of_run
+            ]
+            values.release(but=stores)
+        return [np.array(changed, bool), *after]
+
+    return call
 
 
 def is_in_host_memory(variable: Any) -> bool:

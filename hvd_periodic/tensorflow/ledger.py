@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
 from itertools import chain
@@ -13,16 +12,18 @@ import tensorflow as tf
 
 from hvd_periodic.schedules import Clock, Schedule
 from hvd_periodic.sync.counters import Counters, Notes
-from hvd_periodic.sync.knowledge import Standpoint
-from hvd_periodic.sync.ledger import Ledger, rate_of
+from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.planning import ask
 from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.sync.turns import Since
-from hvd_periodic.tensorflow.host import Numbers, from_integers, in_session, packed
+from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.vectors.store import Store
+
+Numbers = dict[str, Any]
+"""Numbers by name; None where there is none."""
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
 """``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
@@ -69,6 +70,7 @@ class VariableLedger(Ledger):
         values: HostValues,
         lands: bool = False,
     ) -> None:
+        self._of_session = in_session()
         self._landing: tf.Variable | None = None
         if lands:  # Not saved: an exchange in flight is in no variable.
             with tf.init_scope():
@@ -104,7 +106,7 @@ class VariableLedger(Ledger):
         for field, value in zip(fields(Counters), astuple(counters), strict=True):
             if field.name in self.variables:
                 self._set(self.variables[field.name], value)
-            elif not (in_session() and field.name in ADDED):
+            elif not (self._of_session and field.name in ADDED):
                 dtype = tf.int64 if field.name in _INTEGERS else tf.float64
                 self.variables[field.name] = self._new_variable(field.name, (), dtype, value)
 
@@ -162,7 +164,7 @@ class VariableLedger(Ledger):
     def _set(self, variable: tf.Variable, numbers: Any) -> None:
         """Set a variable, outside of functions that are being compiled."""
         array = np.array(numbers, variable.dtype.as_numpy_dtype)
-        if not self._values.holds(variable) and in_session():
+        if self._of_session and not self._values.holds(variable):
             variable.assign(array.reshape(variable.shape))
         else:
             self._values.write(variable, array.reshape(-1))
@@ -218,112 +220,18 @@ class VariableLedger(Ledger):
         self.note_variables["loss_sum"].assign_add(tf.cast(reported, tf.float64))
         self.note_variables["losses"].assign_add(1)
 
-    def known(self) -> dict[str, tf.Tensor]:
-        """Return what this rank knows by itself, in a graph."""
-        rate = None if self.learning_rate is None else self.learning_rate()
-        counted = {name: self.variables[name].read_value() for name in _INTEGERS if name in self.variables}
-        known = counted | self._noted_numbers()
-        return known | {"learning_rate": tf.cast(np.nan if rate is None else rate, tf.float64)}
-
-    def standpoint_of(self, known: Numbers) -> Standpoint:
-        """Return the same in Python, while the graph runs."""
-        counters = Counters(**{name: known[name] for name in _INTEGERS if name in known})
-        seconds = self.step_seconds(counters.local_steps)
-        return Standpoint(counters, _notes_of(known), rate_of(known["learning_rate"]), seconds)
-
     def noted(self, notes: Notes) -> Numbers:
         """Return what is to be kept, by name; None where the schedule has nothing to remember."""
         since = notes.since or [Since()] * self._fragments
         numbers: Numbers = {f"{SINCE}.{i}": number for i, number in enumerate(chain(*since))}
         numbers |= {MEMORY + name: notes.memory.get(name) for name in self._remembers}
         numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
-        return {name: numbers[name] for name in self.kinds_noted}
-
-    @property
-    def kinds_noted(self) -> dict[str, tf.DType]:
-        """The names of :meth:`noted`, and what they are in a graph."""
-        pairs = self.note_variables.items()
-        return {name: variable.dtype for owner, variable in pairs for name in self._names(owner)}
+        return {name: numbers[name] for owner in self.note_variables for name in self._names(owner)}
 
     def _names(self, variable: str) -> list[str]:
         """Return the names of the numbers in a variable of :attr:`note_variables`."""
         count = self._fragments * _PER_FRAGMENT
         return [f"{SINCE}.{i}" for i in range(count)] if variable == SINCE else [variable]
-
-    def _noted_numbers(self) -> dict[str, tf.Tensor]:
-        """Return what is kept, each number by its name; also in a graph."""
-        numbers: dict[str, tf.Tensor] = {}
-        for owner, variable in self.note_variables.items():
-            names = self._names(owner)
-            numbers |= zip(names, tf.unstack(tf.reshape(variable.read_value(), [-1]), len(names)), strict=True)
-        return numbers
-
-    def exchanged(
-        self, added: Mapping[str, Any], decided: Mapping[str, tf.Tensor], noted: Mapping[str, tf.Tensor]
-    ) -> None:
-        """Note in a graph that an exchange has taken place, after all that the graph has done for it.
-
-        Operations on other variables have no order: of an exchange that fails, some would be counted all the same.
-
-        Args:
-            added: what counters go up by.
-            decided: counters that take these values.
-            noted: what is kept, by name.
-        """
-        with tf.control_dependencies(_so_far()):
-            self.add(**added)
-            self.variables["last_exchange"].assign(self.variables["local_steps"])
-            for name, value in decided.items():
-                self.variables[name].assign(value)
-            self.variables["gradients"].assign(0)
-            for owner, variable in self.note_variables.items():
-                variable.assign(tf.reshape(tf.stack([noted[name] for name in self._names(owner)]), variable.shape))
-
-    def timed(
-        self,
-        started: tf.Tensor,
-        then: Callable[[], None] | None = None,
-        tell: Callable[[Counters], None] | None = None,
-    ) -> None:
-        """Count in a graph the seconds of an exchange that is over, and measure steps from now on.
-
-        Args:
-            started: when it began, by the same clock.
-            then: called at the end.
-            tell: called with the counters as they are after it.
-        """
-        with tf.control_dependencies(_so_far()):
-            self.add(exchange_seconds=seconds() - started)
-
-            def begin(numbers: Numbers) -> None:
-                if tell is not None:
-                    tell(Counters(**numbers))
-                self.time(numbers["local_steps"])
-                if then is not None:
-                    then()
-
-            self._hand_over(list(self.variables) if tell is not None else ["local_steps"], begin)
-
-    def told(self, tell: Callable[[Counters], None]) -> tf.Operation:
-        """Return in a graph what calls ``tell`` with the counters as they are when it runs."""
-        return self._hand_over(list(self.variables), lambda numbers: tell(Counters(**numbers)))
-
-    def _hand_over(self, names: Sequence[str], receive: Callable[[Numbers], None]) -> tf.Operation:
-        """Let Python receive some counters when the graph gets here."""
-        kinds = {name: self.variables[name].dtype for name in names}
-
-        def call(values: tf.Tensor) -> tf.Tensor:
-            receive(from_integers(values.numpy().tolist(), kinds))
-            return values
-
-        with tf.device("CPU:0"):
-            values = packed({name: self.variables[name].read_value() for name in names})
-            return tf.py_function(call, [values], tf.int64).op
-
-
-def _so_far() -> list[tf.Operation]:
-    """Return all operations of the graph that is being made."""
-    return list(tf.compat.v1.get_default_graph().get_operations())
 
 
 def _notes_of(values: Mapping[str, Any]) -> Notes:
@@ -337,14 +245,3 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
     since = [values[f"{SINCE}.{i}"] for i in range(sum(name.startswith(f"{SINCE}.") for name in values))]
     kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else ()
     return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)
-
-
-def seconds() -> tf.Tensor:
-    """Return the time of a clock when the graph runs; TensorFlow's own refuses where determinism is enabled."""
-    with tf.device("CPU:0"):
-        return tf.ensure_shape(tf.py_function(_now, [], tf.float64), [])
-
-
-def _now() -> np.ndarray:
-    """Return the time as an array: of every Python scalar that becomes a tensor, TensorFlow keeps one for ever."""
-    return np.array(time.perf_counter())

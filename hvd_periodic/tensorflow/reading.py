@@ -17,7 +17,7 @@ from hvd_periodic.sync.gradients import Gradients
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.sync.view import View
 from hvd_periodic.tensorflow.host import in_session
-from hvd_periodic.tensorflow.meeting import ledger_of
+from hvd_periodic.tensorflow.ledger import VariableLedger
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.space import in_form_of
 
@@ -134,7 +134,7 @@ class GraphGradients(Gradients[Any]):
         def leave() -> list[Any]:
             return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
 
-        begun = ledger_of(setting).steps_to(until) <= 0
+        begun = cast(VariableLedger, setting.ledger).steps_to(until) <= 0
         for i, gradient in zip(present, tf.cond(begun, show, leave), strict=True):
             gradients[i] = gradient
         replica.gradients = gradients

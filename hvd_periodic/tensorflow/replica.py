@@ -113,7 +113,7 @@ class VariableReplica(Replica[Any]):
         self.values = HostValues()
         exchanged = (named.parameters, named.averaged, named.counted, named.followed)
         here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
-        self.in_host_memory = here and not in_session()
+        self.in_host_memory = here or in_session()  # The values of a session's variables come to Python.
         self.tensor_space = TensorSpace()
         self.space: VectorSpace[Any] = HostSpace(self.values) if self.in_host_memory else self.tensor_space
         self._new_variable, self._forget_variable = new_variable, forget_variable

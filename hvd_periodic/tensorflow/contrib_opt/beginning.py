@@ -101,7 +101,7 @@ class Start:
                 [value_of(variable) for variable in compared],
                 lambda: [True] * len(self._parameters) + [not getter.is_anothers(v) for v in self._frozen],
             )
-            found = begin_in_graph(synchronizer.course.setting, center, replica)
+            found = begin_in_graph(synchronizer, center, replica)
             given = tf.cond(found.given, branch(self._give), _nothing)
             with tf.control_dependencies([given]):
                 centered = tf.cond(found.anew, branch(start_centers), _nothing)

@@ -12,7 +12,7 @@ from hvd_periodic.algorithms import Exchange
 from hvd_periodic.algorithms.easgd import ContribEASGD
 from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, value_of
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.getters import ElasticAverageCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
@@ -20,7 +20,6 @@ from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs
 from hvd_periodic.tensorflow.contrib_opt.rates import default_rho
 from hvd_periodic.tensorflow.contrib_opt.request import Request
 from hvd_periodic.tensorflow.space import TensorSpace
-from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.wires.compression import Compression
 
 
@@ -154,10 +153,10 @@ class ElasticAverageOptimizer(InitializedByTask):
             return []
         return [self._getter.companions[key].assign(value_of(self._getter.centers[key])) for key in references]
 
-    def _as_read(self, references: Sequence[Any], layout: Layout) -> TensorStore | None:
+    def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
         if self._algorithm.uses_gradients:
-            return None
-        return TensorStore(layout, [self._getter.companions[reference] for reference in references])
+            return []
+        return [self._getter.companions[reference] for reference in references]
 
     def _elastic(self, gradient: Any, variable: Any) -> Any:
         if gradient is None or variable.ref() not in self._getter.companions:

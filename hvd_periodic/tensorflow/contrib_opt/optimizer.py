@@ -11,11 +11,11 @@ from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
 from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT, Start
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
+from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous, SessionSynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
@@ -36,8 +36,7 @@ from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
-from hvd_periodic.tensorflow.synchronous import GraphSynchronous
-from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.tensorflow.store import ArrayStore
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 
@@ -80,6 +79,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._getter = request.getter_class("", _COLLECTIONS.GLOBAL_VARIABLES) if getter is None else getter
         self._center_optimizer: CenterOptimizer | HostCenterOptimizer | None = None
         self._synchronizers: list[VariableSynchronizer] = []
+        self._ends: list[StepEnd] = []
         self._hooks: list[InitializationHook] = []
         until = self._schedule.synchronous_until
         self._counters = CounterVariables(self, self._getter.collection, saved=until is not None)
@@ -144,8 +144,14 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 waited, updated = self._update(synchronizer, pairs)
             with tf.compat.v1.name_scope(name or self._name):
                 end = StepEnd(
-                    synchronizer, self._center_optimizer, global_step, not self._adopts, self._before_exchange
+                    synchronizer,
+                    self._center_optimizer,
+                    global_step,
+                    not self._adopts,
+                    self._before_exchange,
+                    lambda: self._initialization.start_centers(trained_by(pairs)),
                 )
+                self._ends.append(end)
                 return end.after(waited, updated)
 
     def _create_slots_of(self, pairs: Pairs) -> None:
@@ -246,7 +252,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _told(self) -> list[tf.Operation]:
         """Return what tells the run log that training is over."""
-        return [each.tells_end() for each in self._synchronizers if each.journal.listeners]
+        pairs = zip(self._synchronizers, self._ends, strict=True)
+        return [end.end() for synchronizer, end in pairs if synchronizer.journal.listeners]
 
     def _get_end_op(self) -> tf.Operation:
         """Return what the hook runs at the end of its session."""
@@ -276,9 +283,9 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return what else is assigned first at an exchange of some variables."""
         return []
 
-    def _as_read(self, references: Sequence[Any], layout: Layout) -> TensorStore | None:
-        """Return where the center is kept as an asynchronous exchange has read it, if that is no state anyway."""
-        return None
+    def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
+        """Return the variables of the center as an asynchronous exchange has read it, if they are no state anyway."""
+        return []
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
@@ -307,17 +314,19 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             use_locking=self._use_locking,
             compression=self._compression,
             center_file=self._center_file,
-            outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters),
+            outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
+            courses=(SessionSynchronous, SessionAsynchronous),
         )
         course, groups = synchronizer.course, synchronizer.tensor_groups
-        if isinstance(course, GraphAsynchronous):
+        if isinstance(course, SessionAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
-            course.as_left = shared.centers
-            course.as_read = self._as_read(references, groups.parameters.values.layout)
-        elif isinstance(course, GraphSynchronous):
+            layout, as_read = groups.parameters.values.layout, self._as_read(references)
+            stores = [ArrayStore(layout, variables, replica.values) for variables in (as_read, centers) if variables]
+            course.keep(stores[0] if as_read else None, stores[-1])
+        elif isinstance(course, SessionSynchronous):
             course.how_to_start = _HOW_TO_START[self._adopts]
             for group in groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
-from hvd_periodic.tensorflow.contrib_opt.branches import TensorStore
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
 from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
-from hvd_periodic.tensorflow.replica import Named, NamedVariables, VariableReplica
-from hvd_periodic.tensorflow.store import layout_of
+from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
+from hvd_periodic.tensorflow.store import ArrayStore
 from hvd_periodic.vectors.layout import Layout
+from hvd_periodic.vectors.space import VectorSpace
 from hvd_periodic.vectors.store import Store
 
 
 class GraphReplica(VariableReplica):
     """Local replicas of a graph, whose centers and companions exist already.
 
+    Python computes with arrays, while a session waits for it; graphs with tensors.
+
     Args:
         named: the variables by role.
         vectors: the variables of the algorithm's state that exist, by name.
         new_variable: makes those that do not.
-
-    Attributes:
-        stores: of all variables that may be reference variables.
     """
 
     def __init__(
@@ -40,52 +40,52 @@ class GraphReplica(VariableReplica):
         new_variable: NewVariable,
     ) -> None:
         self._vectors = vectors
-        self.stores: list[TensorStore] = []
         super().__init__(named, new_variable)
+
+    @property
+    def space(self) -> VectorSpace[Any]:
+        """The verbs on arrays; while a graph is built, on tensors."""
+        return self._host_space if tf.executing_eagerly() else self.tensor_space
+
+    @space.setter
+    def space(self, space: VectorSpace[Any]) -> None:
+        self._host_space = space
 
     def new_store(self, layout: Layout, name: str) -> Store[Any]:
         """Return the variables that exist for this vector, or new ones."""
         if name not in self._vectors or not layout.specs:  # A center that lives elsewhere has no part here.
             return super().new_store(layout, name)
-        self.stores.append(TensorStore(layout, self._vectors[name]))
-        return self.stores[-1]
+        return ArrayStore(layout, self._vectors[name], self.values)
 
     def new_offloaded_store(self, layout: Layout, name: str) -> Store[Any]:
-        """Return the same: outside of functions nothing orders what changes in place."""
+        """Return the same."""
         return self.new_store(layout, name)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
         """Say whether there are gradients; what the local rule makes of them is not part of a function."""
         return int(any(gradient is not None for gradient in self.gradients))
 
-    def store_of(self, named: Named) -> Store[Any]:
-        """Return named variables as a store that a function can fill and read."""
-        self.stores.append(TensorStore(layout_of(named, self.bucket_bytes), [variable for _, variable in named]))
-        return self.stores[-1]
-
 
 class GraphOuterOptimizer(VariableOuterOptimizer):
-    """The optimizer of the center in a graph, where its step is not part of a function.
-
-    Attributes:
-        gradients: what an exchange leaves to it.
-    """
-
-    gradients: Sequence[tf.Tensor] = ()
+    """An optimizer of TensorFlow 1 that moves the center, whose state is in variables of the session."""
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Remember where the gradients of the center will be."""
-        self._gradient = gradient
+        """Remember where the center and its gradient are."""
+        self._center, self._gradient = center, gradient
 
     def step(self) -> None:
-        """Take the gradients of the center; in host memory, step."""
-        if self._host is None:
-            self.gradients = self._gradient.tensors()
-        else:
+        """Move the center by its gradient."""
+        if self._host is not None or not isinstance(self._moved, CenterOptimizer) or self._values is None:
             super().step()
+            return
+        variables, values = [*self._center.tensors(), *self._moved.state_variables], self._values
+        arrays = [values.read(variable).reshape(variable.shape.as_list()) for variable in variables]
+        gradients = [values.read(gradient).reshape(gradient.shape.as_list()) for gradient in self._gradient.tensors()]
+        for variable, array in zip(variables, self._moved.step_arrays(arrays, gradients), strict=True):
+            values.write(variable, np.asarray(array).reshape(-1))
 
     def followed(self) -> list[Any]:
-        """Return that nothing is read: hyper-parameters are numbers."""
+        """Return that nothing is read: hyper-parameters are numbers, or given."""
         return []
 
 
@@ -99,12 +99,16 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
+        state_variables: its variables, in an order that copies share.
     """
 
     follows_rate = False
 
     def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = copy.copy(local)
+        self.state_variables: list[Any] = []
+        self._host: HostCenterOptimizer | None = None
+        self._given_values: list[np.ndarray] = []
         self.optimizer._slots = {}
         self.optimizer._non_slot_dict = {}
         self.optimizer._deferred_slot_restorations = {}
@@ -130,10 +134,31 @@ class CenterOptimizer:
 
         with tf.compat.v1.name_scope(None), tf.variable_creator_scope(rename):
             self.optimizer._create_slots(list(centers))
+        self.state_variables = _state_of(self.optimizer, centers)
 
-    def apply(self, gradients: Sequence[tf.Tensor], centers: Sequence[tf.Variable]) -> tf.Operation:
-        """Return the operation that moves the centers by their gradients."""
-        return self.optimizer.apply_gradients(list(zip(gradients, centers, strict=True)))
+    def given(self) -> dict[str, tf.Tensor]:
+        """Return the hyper-parameters that are no numbers, as tensors of the graph that is being built, by name."""
+        return {
+            name: tf.convert_to_tensor(value() if callable(value) else value)
+            for name, value in vars(self.optimizer).items()
+            if _is_given(name, value)
+        }
+
+    def take(self, given: Sequence[np.ndarray]) -> None:
+        """Take the values of what :meth:`given` returned."""
+        self._given_values = list(given)
+
+    def step_arrays(self, arrays: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the centers and the state after a step, given those before it, the centers first."""
+        centers, state = [np.array(array) for array in arrays[: len(gradients)]], arrays[len(gradients) :]
+        if self._host is None:
+            names = [name for name, value in vars(self.optimizer).items() if _is_given(name, value)]
+            kinds = [(value.dtype.name, value.shape) for value in self._given_values]
+            self._host = HostCenterOptimizer(self.optimizer, dict(zip(names, kinds, strict=True)))
+            self._host.bind_host([], centers, gradients)
+        self._host.load_state(state)
+        self._host.step_host(centers, gradients, self._given_values)
+        return [*centers, *self._host.state()]
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters that are numbers; those that are tensors can be read in a session only."""
@@ -157,19 +182,25 @@ class HostCenterOptimizer:
 
     Args:
         local: the local optimizer.
+        given: dtypes and shapes of the hyper-parameters that every step is given, by the names of the attributes.
 
     Attributes:
         optimizer: that one.
 
     Raises:
-        ValueError: a hyper-parameter is a tensor, which belongs to the graph of the user.
+        ValueError: another hyper-parameter is a tensor, which belongs to the graph of the user.
     """
 
     follows_rate = False
 
-    def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
+    def __init__(
+        self,
+        local: tf.compat.v1.train.Optimizer,
+        given: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({}),
+    ) -> None:
+        self._given = given
         for name, value in vars(local).items():
-            if isinstance(value, (tf.Tensor, tf.Variable)):
+            if isinstance(value, (tf.Tensor, tf.Variable)) and name not in given:
                 raise ValueError(
                     f"The optimizer of an asynchronous center is outside of the graph, where {name.lstrip('_')!r} of "
                     f"{type(local).__name__}, a tensor, has no value: pass a number"
@@ -187,9 +218,11 @@ class HostCenterOptimizer:
         """Make the graph for these centers."""
         self._make([(center.shape, center.dtype.name) for center in centers])
 
-    def step_host(self, centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
+    def step_host(
+        self, centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray], given: Sequence[np.ndarray] = ()
+    ) -> None:
         """Move the arrays."""
-        fed = dict(zip(self._placeholders, (*centers, *gradients), strict=True))
+        fed = dict(zip(self._placeholders, (*centers, *gradients, *given), strict=True))
         self._session.run(self._assigned, fed)
         self._session.run(self._applied, fed)
         for array, value in zip(centers, self._session.run(self._results), strict=True):
@@ -224,14 +257,17 @@ class HostCenterOptimizer:
                 v1.Variable(tf.zeros(shape, dtype), trainable=False, use_resource=True) for shape, dtype in centers
             ]
             self._placeholders = [v1.placeholder(dtype, shape) for shape, dtype in (*centers, *centers)]
+            given = {name: v1.placeholder(dtype, shape) for name, (dtype, shape) in self._given.items()}
             size = len(centers)
             self._assigned = [v.assign(p) for v, p in zip(self._centers, self._placeholders[:size], strict=True)]
             optimizer = CenterOptimizer(self.optimizer).optimizer
+            vars(optimizer).update(given)
             self._applied = tf.group()
             if centers:
                 pairs = list(zip(self._placeholders[size:], self._centers, strict=True))
                 self._applied = optimizer.apply_gradients(pairs)
-            self._state = list(optimizer.variables()) if centers else []
+            self._placeholders += given.values()
+            self._state = _state_of(optimizer, self._centers) if centers else []
             self._read = [variable.read_value() for variable in self._state]
             self._values = [v1.placeholder(variable.dtype.base_dtype, variable.shape) for variable in self._state]
             self._loaded = [v.assign(value) for v, value in zip(self._state, self._values, strict=True)]
@@ -241,3 +277,17 @@ class HostCenterOptimizer:
         config = v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)
         self._session = v1.Session(graph=graph, config=config)
         self._session.run(initialized)
+
+
+def _is_given(name: str, value: object) -> bool:
+    """Return whether an attribute of an optimizer is a hyper-parameter that has its value in a session only."""
+    if name.endswith("_tensor") or name.endswith("_t"):  # what an optimizer makes of its hyper-parameters by itself
+        return False
+    return callable(value) or isinstance(value, (tf.Tensor, tf.Variable))
+
+
+def _state_of(optimizer: tf.compat.v1.train.Optimizer, centers: Sequence[tf.Variable]) -> list[Any]:
+    """Return the variables of an optimizer: slots by name and center, then others by name."""
+    slots = [optimizer.get_slot(center, name) for name in optimizer.get_slot_names() for center in centers]
+    others = sorted(optimizer._non_slot_dict.items(), key=lambda item: str(item[0][0]))
+    return [*slots, *(variable for _, variable in others)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.handshake import Purpose
-from hvd_periodic.sync.course import Setting
 from hvd_periodic.sync.startup import Standing, Start, decide, replaces
-from hvd_periodic.tensorflow.host import on_host
-from hvd_periodic.tensorflow.meeting import GraphMeeting
+from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
 
 logger = logging.getLogger("hvd_periodic")
 
@@ -35,58 +34,53 @@ class Beginning:
     replaced: tf.Tensor
 
 
-def begin_in_graph(setting: Setting[Any], center: tf.Tensor, replica: tf.Tensor) -> Beginning:
+def begin_in_graph(synchronizer: VariableSynchronizer, center: tf.Tensor, replica: tf.Tensor) -> Beginning:
     """Find out on all ranks who has what, as :meth:`ReplicaSynchronizer.begin`, when the graph of a session runs.
 
     State that was loaded shows by its local steps.
 
     Args:
-        setting: of the exchanges.
+        synchronizer: of the exchanges.
         center: a number that is the same where the centers are, which may have been loaded.
         replica: a number that is the same where the values are that gradients are of.
     """
-    membership, meeting = setting.membership, GraphMeeting(setting)
-    together = membership.together
 
-    def judge(mine: list[int], of_all: list[int]) -> list[int]:
-        meeting.judge(mine, of_all, Purpose.START)
-        return []
+    def begin(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
+        synchronizer.meeting.meet(Purpose.START)
+        counters, membership = synchronizer.ledger.counters, synchronizer.membership
+        standing = Standing(
+            counters.local_steps > 0,
+            counters.local_steps,
+            (counters.last_exchange, counters.next_exchange),
+            "",
+            f"{center:014x}",
+            f"{replica:014x}",
+        )
+        standings = membership.together.gather((standing, membership.in_groups), "start")
+        return [np.array(_decide(synchronizer, standings))]
 
-    def stand(mine: list[int], digests: list[int]) -> list[int]:
-        counters = meeting.standpoint(mine).counters
-        steps = [counters.local_steps, counters.last_exchange, counters.next_exchange]
-        return [membership.global_rank, int(membership.in_groups), *steps, *digests]
-
-    met = on_host(judge, [meeting.before, meeting.gather(Purpose.START)])
-    with tf.control_dependencies([met]):
-        standings = on_host(stand, [meeting.before, tf.stack([center, replica])])
-    with tf.device("CPU:0"):
-        if together.group is not None:
-            standings = together.group.allgather(standings, f"{together.group_name}.start")
-        standings = membership.communicator.allgather(standings, f"{membership.name}.start")
-    decided = on_host(lambda gathered: _decide(setting, gathered), [standings])
+    stores = [synchronizer.ledger.store()]
+    (decided,), _ = python_call(begin, synchronizer.replica.values, stores, [center, replica], [tf.bool])
     anew, given, replaced = tf.unstack(tf.ensure_shape(decided, [3]))
-    return Beginning(anew > 0, given > 0, replaced > 0)
+    return Beginning(anew, given, replaced)
 
 
-def _decide(setting: Setting[Any], gathered: list[int]) -> list[int]:
+def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[Standing, bool]]) -> list[bool]:
     """Return whether training starts anew, whether all take over the root's values, and whether others than its own
     are new to this rank.
     """
-    membership = setting.membership
-    rows, standings = np.reshape(gathered, (-1, 7)).tolist(), {}
-    for rank, _, steps, last, following, center, replica in rows:
-        standings[rank] = Standing(steps > 0, steps, (last, following), "", f"{center:014x}", f"{replica:014x}")
+    membership = synchronizer.membership
+    standings = {rank: standing for rank, (standing, _) in found.items()}
     root, own = membership.global_root, membership.global_rank
     start = decide(standings, root)  # The root brings the state of the local optimizer as well.
     most = max(standing.local_steps for standing in standings.values())
-    averaging = any(row[1] for row in rows) or most < (setting.phase.until or 0)
+    averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.phase.until or 0)
     different = len({standing.replica for standing in standings.values()}) > 1
     given = start is Start.FROM_ROOT or (start is Start.ANEW and different)
     replaced = replaces(start, standings, own, root, averaging)
     if given and own == root:
         logger.warning("The ranks have not started alike: all take over what rank %d has", root)
-    return [int(start is Start.ANEW), int(given), int(replaced)]
+    return [start is Start.ANEW, given, replaced]
 
 
 def digest_of(tensors: Sequence[Any], chosen: Callable[[], Sequence[bool]] | None = None) -> tf.Tensor:

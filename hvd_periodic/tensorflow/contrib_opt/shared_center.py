@@ -18,9 +18,6 @@ class SharedCenter:
         synchronizer: whose center it is.
         centers: the variables of this rank that stand for the center of the parameters.
         statistics: the variables that are averaged.
-
-    Attributes:
-        centers: the center variables as a store of whole buckets.
     """
 
     def __init__(
@@ -31,8 +28,8 @@ class SharedCenter:
             raise ValueError("The synchronizer is not asynchronous")
         self._worker = course.worker
         self._is_root = synchronizer.membership.is_root
-        self.centers = TensorStore(course.tensor_groups.parameters.values.layout, centers)
-        self._stores = [self.centers]
+        self._centers = TensorStore(course.tensor_groups.parameters.values.layout, centers)
+        self._stores = [self._centers]
         if statistics:
             self._stores.append(TensorStore(course.tensor_groups.statistics[0].values.layout, statistics))
 
@@ -54,7 +51,7 @@ class SharedCenter:
 
     def finish(self) -> tf.Operation:
         """Return the operation that waits for all ranks and reads the final center."""
-        buckets = self.centers.layout.buckets
+        buckets = self._centers.layout.buckets
 
         def finish() -> list[Any]:
             self._worker.finish()
@@ -63,7 +60,7 @@ class SharedCenter:
         with tf.device("CPU:0"):
             values = tf.py_function(finish, [], [tf.as_dtype(bucket.kind) for bucket in buckets])
 
-        self.centers.load_variables()
+        self._centers.load_variables()
         for bucket, value in zip(buckets, values, strict=True):
-            self.centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
-        return tf.group(*self.centers.assign())
+            self._centers.write(bucket, tf.ensure_shape(value, [bucket.size]))
+        return tf.group(*self._centers.assign())

@@ -1,23 +1,24 @@
-"""The end of a step in a graph: it is counted, and is an exchange if it is the last of its period."""
+"""The end of a step of a session: it is counted, and is an exchange if it is the last of its period."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.algorithms import Exchange
-from hvd_periodic.sync.course import Course
-from hvd_periodic.tensorflow.asynchronous import GraphAsynchronous
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, Branches, TensorStore, branch, control_flow_v1
-from hvd_periodic.tensorflow.contrib_opt.replica import (
-    CenterOptimizer,
-    GraphOuterOptimizer,
-    GraphReplica,
-    HostCenterOptimizer,
-)
+from hvd_periodic.sync.telling import count_of, tell_beginning
+from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
+from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous
+from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
+from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, HostCenterOptimizer
+from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.store import ArrayStore, layout_of
+from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
+from hvd_periodic.vectors.store import Store
 
 
 class StepEnd:
@@ -30,6 +31,7 @@ class StepEnd:
         counts_rounds: whether at every exchange, as in ``tf.contrib.opt``; otherwise at every local step: a Horovod
             script knows steps, not rounds.
         before_exchange: returns what else is assigned first at an exchange of some variables.
+        start_centers: returns what sets centers, and what belongs to them, to the replicas.
     """
 
     def __init__(
@@ -39,16 +41,16 @@ class StepEnd:
         global_step: Any,
         counts_rounds: bool,
         before_exchange: Callable[[Sequence[Any]], Assigned],
+        start_centers: Callable[[], Assigned],
     ) -> None:
-        replica: GraphReplica = synchronizer.replica
-        mirrors: Sequence[Any] = mirrors_of(synchronizer.course)
         self._synchronizer = synchronizer
-        self._center_optimizer = center_optimizer
+        self._turns = SessionTurns.of(synchronizer.membership)
+        self._center_optimizer = center_optimizer if isinstance(center_optimizer, CenterOptimizer) else None
         self._global_step = global_step
         self._counts_rounds = counts_rounds
         self._before_exchange = before_exchange
-        self._branches = Branches([*replica.stores, *mirrors])
-        self._references = [variable.ref() for _, variable in replica.named.parameters]
+        self._start_centers = start_centers
+        self._references = [variable.ref() for _, variable in synchronizer.replica.named.parameters]
 
     def after(self, waited: Sequence[Any], updated: Any) -> tf.Operation:
         """Return the operation that counts a local step after ``waited``, and whether it ``updated``."""
@@ -62,6 +64,18 @@ class StepEnd:
                 due = tf.identity(due)
             return tf.group(tf.cond(due, branch(self._exchange), _nothing))
 
+    def end(self) -> tf.Operation:
+        """Return the operation that tells the journal that training is over, if it has begun there."""
+        journal, ledger = self._synchronizer.journal, self._synchronizer.ledger
+
+        def tell() -> None:
+            if journal.begun:
+                journal.ended(count_of(ledger.counters))
+
+        with control_flow_v1():
+            _, assigned = python_call(tell, self._synchronizer.replica.values, [ledger.store()])
+            return tf.group(*assigned)
+
     def _increment(self) -> Assigned:
         step = self._global_step
         return [] if step is None else [step.assign_add(tf.ones([], step.dtype.base_dtype))]
@@ -74,53 +88,50 @@ class StepEnd:
         with tf.control_dependencies([due]):
             remaining = synchronizer.steps_to_switch()
         return [
-            tf.cond(remaining > 0, branch(lambda: self._follow(synchronizer.tensor_groups.reset)), _nothing),
-            tf.cond(tf.equal(remaining, 0), branch(lambda: self._follow(synchronizer.restart_center)), _nothing),
+            tf.cond(remaining > 0, branch(self._start_centers), _nothing),
+            tf.cond(tf.equal(remaining, 0), branch(lambda: self._call(synchronizer.restart_center)), _nothing),
         ]
-
-    def _follow(self, action: Callable[[], Any]) -> Assigned:
-        with tf.control_dependencies(self._branches.on_values(action)):
-            return [tf.no_op(), *self._before_exchange(self._references)]
 
     def _exchange(self) -> Assigned:
         with tf.control_dependencies(self._before_exchange(self._references)):
-            assigned = self._synchronized()
+            assigned = self._call(self._exchange_now)
         if not self._counts_rounds:
             return assigned
         with tf.control_dependencies(assigned):  # One that fails does not count.
             return [*assigned, *self._increment()]
 
-    def _synchronized(self) -> Assigned:
-        """Return what an exchange assigns to replicas and centers."""
-        synchronizer, optimizer, outer = self._synchronizer, self._center_optimizer, self._synchronizer.exchanged.outer
-        parameters: Any = synchronizer.tensor_groups.parameters
-        if not isinstance(optimizer, CenterOptimizer) or not isinstance(outer, GraphOuterOptimizer):
-            return self._branches.on_values(synchronizer.sync)
-        # Following a center that an optimizer moved asks no more.
-        alone = Exchange(synchronizer.membership.communicator.size, period=1)
+    def _exchange_now(self) -> None:
+        """Exchange, in Python. Nothing has told the journal that training has begun: sessions begin by themselves."""
+        course = self._synchronizer.course
+        if not self._synchronizer.journal.begun:
+            before = self._synchronizer.ledger.counters
+            tell_beginning(course, replace(before, local_steps=before.last_exchange))
+        course.exchange()
 
-        def exchange() -> Sequence[Any]:
-            synchronizer.sync()
-            return list(outer.gradients)
+    def _call(self, run: Callable[[], object]) -> Assigned:
+        """Return what assigns what Python makes of all variables of an exchange."""
+        given = {} if self._center_optimizer is None else self._center_optimizer.given()
 
-        def pull() -> None:
-            for bucket in parameters.values.layout.buckets:
-                parameters.pull(bucket, parameters.center.read(bucket), alone)
+        def in_turn(*values: np.ndarray) -> None:
+            if self._center_optimizer is not None:
+                self._center_optimizer.take(values)
+            with self._turns.turn():
+                run()
 
-        return self._branches.around_center_optimizer(
-            exchange,
-            lambda gradients: optimizer.apply(gradients, parameters.center.variables),
-            parameters.center,
-            pull,
-            [store for store in (parameters.values, *parameters.worker.values()) if isinstance(store, TensorStore)],
-        )
+        _, assigned = python_call(in_turn, self._synchronizer.replica.values, self._stores(), list(given.values()))
+        return assigned
 
-
-def mirrors_of(course: Course[Any]) -> list[Any]:
-    """Return where the graph keeps a center that is outside of it."""
-    if not isinstance(course, GraphAsynchronous):
-        return []
-    return [store for store in (course.as_read, course.as_left) if store is not None]
+    def _stores(self) -> list[Store[Any]]:
+        """Return all variables that an exchange reads or writes."""
+        synchronizer, course = self._synchronizer, self._synchronizer.course
+        stores = synchronizer.stores()
+        if isinstance(course, SessionAsynchronous):
+            stores += [store for store in (course.as_read, course.as_left) if store is not None]
+        if self._center_optimizer is not None and self._center_optimizer.state_variables:
+            named = [(variable.op.name, variable) for variable in self._center_optimizer.state_variables]
+            variables, values = [variable for _, variable in named], synchronizer.replica.values
+            stores.append(ArrayStore(layout_of(named, DEFAULT_BUCKET_BYTES), variables, values))
+        return stores
 
 
 def _nothing() -> tf.Tensor:

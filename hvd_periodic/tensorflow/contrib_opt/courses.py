@@ -1,0 +1,57 @@
+"""Exchanges of sessions: as in the core, run by Python while the session waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_periodic.algorithms import Exchange
+from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.sync.knowledge import Agreement
+from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.sync.turns import Due
+from hvd_periodic.vectors.layout import Bucket
+from hvd_periodic.vectors.store import Store
+
+
+class SessionSynchronous(Synchronous[Any]):
+    """Checks at the first exchange that all ranks have started with the same centers: nothing else does.
+
+    Attributes:
+        how_to_start: what a user may have forgotten where they have not.
+    """
+
+    how_to_start = ""
+
+    def _run(self, agreed: Agreement, due: Due) -> Any:
+        if self.setting.ledger.rounds == 0 and not self.setting.phase.equal:
+            self.tensor_groups.audit(self.how_to_start)
+        return super()._run(agreed, due)
+
+
+class SessionAsynchronous(Asynchronous[Any]):
+    """Keeps the center of the parameters in variables of the session.
+
+    Attributes:
+        as_read, as_left: the variables that hold it as this rank read it last, and as it was after its own push.
+    """
+
+    as_read: Store[Any] | None = None
+    as_left: Store[Any] | None = None
+
+    def keep(self, as_read: Store[Any] | None, as_left: Store[Any]) -> None:
+        """Keep the center in these variables from now on."""
+        self.as_read, self.as_left, self.worker.on_pull = as_read, as_left, self._keep
+
+    def _keep(self, group: TensorGroup[Any], bucket: Bucket, center: Any, exchange: Exchange) -> None:
+        if group is not self.tensor_groups.parameters:
+            return
+        if self.as_read is not None:
+            self.as_read.write(bucket, center)
+        if self.as_left is None:
+            return
+        algorithm, space = group.algorithm, self.setting.exchanged.replica.space
+        if not algorithm.reads_after:
+            message, _ = algorithm.message(space, group.values.read(bucket), {}, center, exchange)
+            center = algorithm.move(space, {"center": center}, message, exchange)["center"]
+        self.as_left.write(bucket, center)

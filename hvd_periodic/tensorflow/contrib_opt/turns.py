@@ -1,0 +1,92 @@
+"""The order of exchanges that one run of a session starts at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Condition
+from typing import ClassVar
+
+import numpy as np
+
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.sync.membership import Membership
+
+
+class SessionTurns:
+    """Lets ranks run the exchanges of several optimizers in one order.
+
+    Operations of a session that do not depend on each other start in any order, which may differ between ranks, and a
+    rank that exchanges keeps a thread of the session. So before each exchange, ranks tell each other which optimizer
+    they are about to exchange. Where they differ, the optimizer with the smallest number goes first, and the others
+    wait for its exchange on their rank. A session of one thread cannot start another exchange meanwhile: let one
+    optimizer depend on the other there.
+
+    Args:
+        communicator: the ranks.
+    """
+
+    _of_ranks: ClassVar[dict[tuple[int, ...], SessionTurns]] = {}
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._condition = Condition()
+        self._busy = False
+        self._done: dict[int, int] = {}
+        self._constructed = 0
+
+    @classmethod
+    def of(cls, membership: Membership) -> SessionTurn:
+        """Return the turns of an optimizer among those of the same ranks."""
+        ranks = membership.communicator.global_ranks
+        turns = cls._of_ranks.setdefault(tuple(ranks), cls(membership.communicator))
+        turns._constructed += 1
+        return SessionTurn(turns, membership.number)
+
+    def begin(self, number: int) -> None:
+        """Wait until all ranks are about to exchange this optimizer."""
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: not self._busy)
+                self._busy = True
+            if self._constructed == 1 or self._communicator.size == 1:
+                return
+            numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
+            first = int(min(numbers))
+            if int(max(numbers)) == first:
+                return
+            with self._condition:
+                done = self._done.get(first, 0)
+                self._end()
+                if number != first:
+                    self._condition.wait_for(partial(self._has_exchanged, first, done))
+
+    def _has_exchanged(self, number: int, before: int) -> bool:
+        return self._done.get(number, 0) > before
+
+    def end(self, number: int) -> None:
+        """Let other exchanges of this rank go on."""
+        with self._condition:
+            self._done[number] = self._done.get(number, 0) + 1
+            self._end()
+
+    def _end(self) -> None:
+        self._busy = False
+        self._condition.notify_all()
+
+
+class SessionTurn:
+    """The turns of one optimizer."""
+
+    def __init__(self, turns: SessionTurns, number: int) -> None:
+        self._turns, self._number = turns, number
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Exchange inside the ``with`` block."""
+        self._turns.begin(self._number)
+        try:
+            yield
+        finally:
+            self._turns.end(self._number)
