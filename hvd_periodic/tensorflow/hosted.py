@@ -80,11 +80,12 @@ def on_arrays(
     keys = [key_of(store, block) for store, of_run in given.runs for block in of_run]
 
     def call(*arrays: np.ndarray) -> list[np.ndarray]:
+        arrays, more = arrays[: len(keys)], arrays[len(keys) :]
         for array in arrays:
             array.flags.writeable = False  # It may be the memory of a variable.
         theirs = set(map(address_of, arrays))  # A result there would keep the arrays of all exchanges before.
-        with values.standing_for(held, zip(keys, arrays, strict=False)):
-            run(*arrays[len(keys) :])
+        with values.standing_for(held, zip(keys, arrays, strict=True)):
+            run(*more)
             changed = [values.changed(store, of_run) for store, of_run in given.runs]
             after = [
                 apart_from(store.read(block), theirs) if is_changed else np.empty(0, block.kind)

@@ -249,6 +249,7 @@ def test_a_run_log_of_sessions(asynchronous: bool, tmp_path: Any, monkeypatch: p
     getter = contrib_opt.ElasticAverageCustomGetter("")
     w = variable(getter)
     monkeypatch.setenv("HVD_PERIODIC_RUN_LOG", str(tmp_path))
+    monkeypatch.setattr(base, "MEASURING_SHARE", float("inf"))
     optimizer = elastic(getter, period=2, asynchronous=asynchronous)
     train = optimizer.minimize(tf.reduce_sum(w))
     with tf.Session() as session:

@@ -145,7 +145,6 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             with tf.compat.v1.name_scope(name or self._name):
                 end = StepEnd(
                     synchronizer,
-                    self._center_optimizer,
                     global_step,
                     not self._adopts,
                     self._before_exchange,

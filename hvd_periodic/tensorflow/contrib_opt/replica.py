@@ -67,22 +67,60 @@ class GraphReplica(VariableReplica):
 
 
 class GraphOuterOptimizer(VariableOuterOptimizer):
-    """An optimizer of TensorFlow 1 that moves the center, whose state is in variables of the session."""
+    """An optimizer of TensorFlow 1 that moves the center, whose state is in variables of the session.
+
+    Attributes:
+        given: the values of the hyper-parameters that have one in the session only, as :meth:`in_session` names them.
+    """
+
+    given: Sequence[np.ndarray] = ()
+    _in_python: HostCenterOptimizer | None = None
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
         """Remember where the center and its gradient are."""
         self._center, self._gradient = center, gradient
 
+    @property
+    def is_in_session(self) -> bool:
+        """Whether its state is in variables of the session; that of an asynchronous center is not."""
+        return isinstance(self._moved, CenterOptimizer)
+
+    def state_variables(self) -> list[Any]:
+        """Return the variables of the optimizer: slots by name and center, then others by name."""
+        return _state_of(self._moved.optimizer, self._center.tensors())
+
+    def in_session(self) -> dict[str, tf.Tensor]:
+        """Return the hyper-parameters that are no numbers, as tensors of the graph that is being built, by name."""
+        return {
+            name: tf.convert_to_tensor(value() if callable(value) else value)
+            for name, value in vars(self._moved.optimizer).items()
+            if _is_given(name, value)
+        }
+
     def step(self) -> None:
         """Move the center by its gradient."""
-        if self._host is not None or not isinstance(self._moved, CenterOptimizer) or self._values is None:
+        values = self._values
+        if not self.is_in_session or values is None:
             super().step()
             return
-        variables, values = [*self._center.tensors(), *self._moved.state_variables], self._values
+        variables = [*self._center.tensors(), *self.state_variables()]
         arrays = [values.read(variable).reshape(variable.shape.as_list()) for variable in variables]
         gradients = [values.read(gradient).reshape(gradient.shape.as_list()) for gradient in self._gradient.tensors()]
-        for variable, array in zip(variables, self._moved.step_arrays(arrays, gradients), strict=True):
+        for variable, array in zip(variables, self._stepped(arrays, gradients), strict=True):
             values.write(variable, np.asarray(array).reshape(-1))
+
+    def _stepped(self, arrays: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the centers and the state after a step, given those before it, the centers first."""
+        centers, state = [np.array(array) for array in arrays[: len(gradients)]], arrays[len(gradients) :]
+        if self._in_python is None:
+            optimizer = self._moved.optimizer
+            names = [name for name, value in vars(optimizer).items() if _is_given(name, value)]
+            kinds = [(value.dtype.name, value.shape) for value in self.given]
+            self._in_python = HostCenterOptimizer(optimizer, dict(zip(names, kinds, strict=True)))
+            self._in_python.bind_host([], centers, gradients)
+        self._in_python.load_state(state)
+        self._in_python.step_host(centers, gradients, self.given)
+        return [*centers, *self._in_python.state()]
 
     def followed(self) -> list[Any]:
         """Return that nothing is read: hyper-parameters are numbers, or given."""
@@ -99,16 +137,12 @@ class CenterOptimizer:
 
     Attributes:
         optimizer: the copy.
-        state_variables: its variables, in an order that copies share.
     """
 
     follows_rate = False
 
     def __init__(self, local: tf.compat.v1.train.Optimizer) -> None:
         self.optimizer = copy.copy(local)
-        self.state_variables: list[Any] = []
-        self._host: HostCenterOptimizer | None = None
-        self._given_values: list[np.ndarray] = []
         self.optimizer._slots = {}
         self.optimizer._non_slot_dict = {}
         self.optimizer._deferred_slot_restorations = {}
@@ -134,31 +168,6 @@ class CenterOptimizer:
 
         with tf.compat.v1.name_scope(None), tf.variable_creator_scope(rename):
             self.optimizer._create_slots(list(centers))
-        self.state_variables = _state_of(self.optimizer, centers)
-
-    def given(self) -> dict[str, tf.Tensor]:
-        """Return the hyper-parameters that are no numbers, as tensors of the graph that is being built, by name."""
-        return {
-            name: tf.convert_to_tensor(value() if callable(value) else value)
-            for name, value in vars(self.optimizer).items()
-            if _is_given(name, value)
-        }
-
-    def take(self, given: Sequence[np.ndarray]) -> None:
-        """Take the values of what :meth:`given` returned."""
-        self._given_values = list(given)
-
-    def step_arrays(self, arrays: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the centers and the state after a step, given those before it, the centers first."""
-        centers, state = [np.array(array) for array in arrays[: len(gradients)]], arrays[len(gradients) :]
-        if self._host is None:
-            names = [name for name, value in vars(self.optimizer).items() if _is_given(name, value)]
-            kinds = [(value.dtype.name, value.shape) for value in self._given_values]
-            self._host = HostCenterOptimizer(self.optimizer, dict(zip(names, kinds, strict=True)))
-            self._host.bind_host([], centers, gradients)
-        self._host.load_state(state)
-        self._host.step_host(centers, gradients, self._given_values)
-        return [*centers, *self._host.state()]
 
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters that are numbers; those that are tensors can be read in a session only."""

@@ -13,7 +13,7 @@ from hvd_periodic.sync.telling import count_of, tell_beginning
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
-from hvd_periodic.tensorflow.contrib_opt.replica import CenterOptimizer, HostCenterOptimizer
+from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
@@ -26,7 +26,6 @@ class StepEnd:
 
     Args:
         synchronizer: counts and exchanges.
-        center_optimizer: moves the center, if the algorithm leaves that to an optimizer.
         global_step: incremented by one, if there is one.
         counts_rounds: whether at every exchange, as in ``tf.contrib.opt``; otherwise at every local step: a Horovod
             script knows steps, not rounds.
@@ -37,7 +36,6 @@ class StepEnd:
     def __init__(
         self,
         synchronizer: VariableSynchronizer,
-        center_optimizer: CenterOptimizer | HostCenterOptimizer | None,
         global_step: Any,
         counts_rounds: bool,
         before_exchange: Callable[[Sequence[Any]], Assigned],
@@ -45,7 +43,8 @@ class StepEnd:
     ) -> None:
         self._synchronizer = synchronizer
         self._turns = SessionTurns.of(synchronizer.membership)
-        self._center_optimizer = center_optimizer if isinstance(center_optimizer, CenterOptimizer) else None
+        outer = synchronizer.exchanged.outer
+        self._outer = outer if isinstance(outer, GraphOuterOptimizer) and outer.is_in_session else None
         self._global_step = global_step
         self._counts_rounds = counts_rounds
         self._before_exchange = before_exchange
@@ -110,11 +109,11 @@ class StepEnd:
 
     def _call(self, run: Callable[[], object]) -> Assigned:
         """Return what assigns what Python makes of all variables of an exchange."""
-        given = {} if self._center_optimizer is None else self._center_optimizer.given()
+        given = {} if self._outer is None else self._outer.in_session()
 
         def in_turn(*values: np.ndarray) -> None:
-            if self._center_optimizer is not None:
-                self._center_optimizer.take(values)
+            if self._outer is not None:
+                self._outer.given = values
             with self._turns.turn():
                 run()
 
@@ -127,10 +126,10 @@ class StepEnd:
         stores = synchronizer.stores()
         if isinstance(course, SessionAsynchronous):
             stores += [store for store in (course.as_read, course.as_left) if store is not None]
-        if self._center_optimizer is not None and self._center_optimizer.state_variables:
-            named = [(variable.op.name, variable) for variable in self._center_optimizer.state_variables]
-            variables, values = [variable for _, variable in named], synchronizer.replica.values
-            stores.append(ArrayStore(layout_of(named, DEFAULT_BUCKET_BYTES), variables, values))
+        state = [] if self._outer is None else self._outer.state_variables()
+        if state:
+            layout = layout_of([(variable.op.name, variable) for variable in state], DEFAULT_BUCKET_BYTES)
+            stores.append(ArrayStore(layout, state, synchronizer.replica.values))
         return stores
 
 
