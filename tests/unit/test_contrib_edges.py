@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow").compat.v1
 
 from hvd_periodic import read_run_log  # noqa: E402
 from hvd_periodic.cli.run_summary import summarize  # noqa: E402
-from hvd_periodic.journal import base
+from hvd_periodic.journal import base  # noqa: E402
 from hvd_periodic.journal.runs import read_run  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator  # noqa: E402
