@@ -376,15 +376,15 @@ class StallQuery:
             missing = missing_ranks(tracker.name, tracker.ranks, tracker.rank, one_host)
             if missing is None:
                 return (
-                    f"{waited}. Who has not come is not known: these ranks have not met before. In a job of Horovod, "
-                    "its own warning of a stall, on rank 0, names them"
+                    f"{waited}. The missing ranks are not known before the first handshake. In a Horovod job, "
+                    "Horovod's own stall warning on rank 0 names them"
                 )
         else:
             missing = sorted(self.missing())
         if not missing:
-            return f"{waited}. All ranks have come: data are on their way, or the network has stopped"
+            return f"{waited}. All ranks have arrived: data is in transit, or the network has stopped"
         described = "; ".join(map(self._describe, missing[:_NAMED]))
-        more = f"; and {len(missing) - _NAMED} others do not" if len(missing) > _NAMED else ""
+        more = f"; and {len(missing) - _NAMED} other ranks are missing" if len(missing) > _NAMED else ""
         return f"{waited}: {described}{more}"
 
     def _describe(self, rank: int) -> str:
@@ -394,13 +394,13 @@ class StallQuery:
             return f"rank {rank} has ended: {exited.text}"
         if answer is not None:
             what = f"waits for {_seconds(answer.seconds)} in" if answer.seconds > 0 else "is in"
-            return f"rank {rank}{at_step(answer.local_steps)} does not come: it {what} {answer.text}"
+            return f"rank {rank}{at_step(answer.local_steps)} has not arrived: it {what} {answer.text}"
         seen = self.tracker.last_seen(rank)
-        last = "it was not met before" if seen is None else f"it was met last at local step {seen}"
+        last = "there was no handshake with it" if seen is None else f"its last handshake was at local step {seen}"
         if not self.tracker.peers:
-            return f"rank {rank} does not come"
+            return f"rank {rank} has not arrived"
         if rank not in self.tracker.peers:
-            return f"rank {rank} may not have come, and cannot be asked; {last}"
+            return f"rank {rank} may not have arrived, and cannot be asked; {last}"
         return f"rank {rank} does not answer; {last}"
 
 

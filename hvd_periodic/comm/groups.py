@@ -145,11 +145,13 @@ def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
     logger.info("Groups of ranks: %s", lists)
     if elastic:
         logger.warning(
-            "Horovod ends all processes of an elastic job in which there are process sets, with the first that is "
-            "lost: pass process_set=hvdp.node_ranks, which needs none, to an optimizer"
+            "If an elastic job has process sets, Horovod ends all its processes as soon as one is lost: pass "
+            "process_set=hvdp.node_ranks, which needs no process sets, to the optimizer"
         )
     if len(lists) == 1:
-        logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")
+        logger.warning(
+            "All ranks are in one group, so no other group is left to exchange with: see node_groups(size=...)"
+        )
     if any(len(group) == 1 for group in lists):
         logger.info("A group of one rank averages no gradients")
 

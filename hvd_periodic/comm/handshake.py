@@ -249,22 +249,22 @@ def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str 
         advice = "With a center that is not on every rank, all ranks commit together, at the same local step"
     elif Purpose.READ in purposes:
         advice = (
-            "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
-            "take them out of `if rank == 0:`, and save on one rank what all have read"
+            "If the center is not on every rank, all ranks together call center(), distance() and state_dict(): move "
+            "the calls out of `if rank == 0:`, and save the result on one rank"
         )
     elif Purpose.TRAINER in purposes:
         advice = (
-            "A rank has come to the end of its batches, or validates, saves or logs at other steps than the others: "
-            "the trainer's settings have to be the same on all ranks, and so has what it decides from"
+            "A rank has run out of batches, or validates, saves or logs at other steps than the others: the trainer's "
+            "settings, and the values that it bases decisions on, must be the same on all ranks"
         )
     elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
-        advice = "audit() and broadcast() are for all ranks together"
+        advice = "Call audit() and broadcast() on all ranks together"
     elif Purpose.START in purposes and len(purposes) > 1:
-        advice = "A state that is loaded after training has begun has to be loaded on every rank"
+        advice = "After training has begun, load a state on every rank or on none"
     else:
         advice = (
-            "Where a process has several optimizers, all ranks step them in the same order and equally often: step() "
-            "once per iteration, or skip() where there is no update"
+            "If a process has several optimizers, all ranks step them in the same order and equally often: step() once "
+            "per iteration, or skip() if there is no update"
         )
     return f"Ranks wait for each other in different places: {places}. {advice}"
 

@@ -218,7 +218,7 @@ def world_rank() -> int:
         from mpi4py import MPI
     except ImportError as error:
         raise RuntimeError(
-            f"Asynchronous exchange needs mpi4py, built for the MPI of Horovod ({error}): pip install mpi4py"
+            f"Asynchronous exchange needs mpi4py, built for Horovod's MPI ({error}): pip install mpi4py"
         ) from error
     return int(MPI.COMM_WORLD.Get_rank())
 
@@ -233,7 +233,7 @@ def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
 
     if len(set(ranks)) < len(ranks):
         raise RuntimeError(
-            "mpi4py was built for another MPI than Horovod, and knows one rank alone: install both for one MPI"
+            "mpi4py was built for a different MPI than Horovod, and sees only one rank: build both for the same MPI"
         )
     key = tuple(ranks)
     if key not in _of_ranks:

@@ -54,8 +54,8 @@ _SOON = 1.0
 """Seconds within which a rank reports why it ends, after Horovod has noticed its end."""
 
 _ADVICE = (
-    "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
-    "timeout_seconds if it may take so long"
+    "Find out what delays the missing ranks (py-spy dump --pid shows where a process is), or raise timeout_seconds if "
+    "it may take that long"
 )
 
 
@@ -235,7 +235,7 @@ class StallMonitor:
         self._next[tracker.name] = wait, 2 * (now - wait.since)
         text = query.report(time.monotonic(), self._one_host)
         if query.final:
-            self._time_out(query, f"{text}. It is longer than timeout_seconds={tracker.timeout:g}")
+            self._time_out(query, f"{text}. That is longer than timeout_seconds={tracker.timeout:g}")
         else:
             logger.warning("%s", text)
 
@@ -244,7 +244,7 @@ class StallMonitor:
         tracker, wait = query.tracker, query.wait
         stalled = query.not_waiting() if tracker.elastic else []
         if stalled:
-            logger.warning("%s. This rank tells %s to end; the others go on", text, named(stalled))
+            logger.warning("%s. This rank tells %s to end; the others continue", text, named(stalled))
             self._evicting[tracker.name] = wait
             for rank in query.others():
                 kind = MessageType.EVICT if rank in stalled else MessageType.EVICTED
@@ -255,7 +255,9 @@ class StallMonitor:
     def _evict_self(self, order: Datagram, tracker: CollectiveTracker) -> None:
         """End this process, unless it has reached the collective meanwhile."""
         if tracker.elastic and tracker.has_reached(order.rank, order.begun, tracker.begun + 1):
-            line = f"Rank {tracker.rank} is in {position()}, and is given up by rank {order.rank}, which has waited"
+            line = (
+                f"Rank {tracker.rank} is in {position()}, and rank {order.rank} has timed out waiting for it: it waited"
+            )
             print(f"{line} longer than timeout_seconds={tracker.timeout:g}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -346,7 +348,7 @@ def stall_monitor(one_host: bool) -> StallMonitor | None:
                 _monitor = StallMonitor(seconds, one_host)
                 send_exit_notices(_monitor)
             except OSError as error:
-                logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
+                logger.warning("Missing ranks cannot be asked where they are: %s", error)
         return _monitor
 
 

@@ -337,7 +337,7 @@ def test_gloo_is_refused(tmp_path: Path) -> None:
     ):
         for mode in MODES:
             assert report[mode].startswith("RuntimeError: Asynchronous exchange needs MPI")
-            assert "start it by mpirun" in report[mode]
+            assert "start it with mpirun" in report[mode]
 
 
 @pytest.mark.parametrize(

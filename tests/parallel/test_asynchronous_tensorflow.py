@@ -324,7 +324,7 @@ def test_gloo_has_no_asynchronous_exchange(tmp_path: Any) -> None:
         assert len(report) == 9
         for case, error in report.items():
             assert "RuntimeError: " in error, case
-            assert "start it by mpirun" in error, case
+            assert "start it with mpirun" in error, case
 
 
 def test_graphs_of_one_worker(graphs: list[dict[str, Any]]) -> None:

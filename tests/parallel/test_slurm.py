@@ -121,7 +121,7 @@ def test_the_exit_code_is_that_of_the_ranks(script: str, cluster: dict[str, str]
         ("slurm_mpirun", "loader", "error", "ValueError: a bad batch"),
         ("slurm_srun", "closure", "exit", "sys.exit()"),
         ("slurm_srun", "loader", "interrupt", "KeyboardInterrupt"),
-        ("slurm_srun", "training", "hang", "rank 1 at local step 4 does not come: it is in end_at(), "),
+        ("slurm_srun", "training", "hang", "rank 1 at local step 4 has not arrived: it is in end_at(), "),
     ],
 )
 def test_what_ends_one_rank_ends_all(

@@ -104,7 +104,7 @@ def test_what_is_refused_is_an_error_on_every_rank(ranks: Reports) -> None:
         "not installed": "Horovod is not installed",
         "process set": "Horovod is not installed",
         "device": "The process group carries no tensors of a cpu device (nccl for cuda)",
-        "asynchronous": "Asynchronous exchange needs MPI beside torch.distributed",
+        "asynchronous": "Asynchronous exchange needs MPI in addition to torch.distributed",
     }
     for case, text in everywhere.items():
         for rank, error in enumerate(column(found, case)):
@@ -127,7 +127,7 @@ def test_devices_of_gloo(ranks: Reports) -> None:
 def test_copies(ranks: Reports) -> None:
     for same, error in column(ranks, "copies"):
         assert same == [True, True]
-        assert "can be unpickled in the process that made the group alone" in error
+        assert "can be unpickled only in the process that created the group" in error
 
 
 def test_saved_in_the_background(ranks: Reports) -> None:
@@ -136,6 +136,6 @@ def test_saved_in_the_background(ranks: Reports) -> None:
 
 def test_initialized_anew(ranks: Reports) -> None:
     for rank, (errors, seen) in enumerate(column(ranks, "initialized_anew")):
-        texts = ("Neither Horovod nor torch.distributed", "has been shut down", "has been initialized anew")
+        texts = ("Neither Horovod nor torch.distributed", "has been shut down", "has been reinitialized")
         assert all(text in error for text, error in zip(texts, errors, strict=True)), errors
         assert seen == averaged(0.0, slope(rank), [slope(other) for other in range(len(ranks))])
