@@ -1,4 +1,4 @@
-"""Check the installation, and run an exchange between two ranks; each finding has the command that fixes it.
+"""Check the installation, and run an exchange between two ranks; findings name the command that fixes them.
 
   hvdp doctor            all checks; a minute or two
   hvdp doctor --quick    starts no jobs
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.cli import installed, jobs, machine, output, processes
+from hvd_periodic.cli import job_checks, machine_checks, output, processes, software_checks
 from hvd_periodic.cli.findings import OK, PROBLEM, WARNING, Finding, cores, fresh
-from hvd_periodic.cli.refusal import refusing
+from hvd_periodic.cli.usage_error import as_usage_error
 from hvd_periodic.version import __version__
 
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print the findings."""
-    with refusing():
+    with as_usage_error():
         require_int(arguments.ranks, "`--ranks`", 1)
         require_real(arguments.timeout, "`--timeout`", positive=True)
     examination = Examination(fresh(os.environ), arguments.timeout)
@@ -72,32 +72,34 @@ class Examination:
         """Return the findings for ``ranks`` ranks on this host; ``quick``: start no jobs."""
         environment = self._environment
         found = [Finding(OK, "hvd_periodic", f"{__version__}, numpy {np.__version__}")]
-        with output.progress("looking", 4 if quick else 12) as advance:
+        with output.progress("checking", 4 if quick else 12) as advance:
 
             def facts(name: str) -> dict[str, Any]:
-                advance(1, f"looking at {name}")
+                advance(1, f"checking {name}")
                 return self._probe(name)
 
-            frameworks = {name: facts(name) for name in installed.TITLES}
-            found += self._checked("frameworks", lambda: installed.frameworks(frameworks, environment))
+            frameworks = {name: facts(name) for name in software_checks.TITLES}
+            found += self._checked("frameworks", lambda: software_checks.frameworks(frameworks, environment))
             path = environment.get("PATH", os.defpath)
-            mpiruns, horovodruns = installed.on_path("mpirun", path), installed.on_path("horovodrun", path)
-            found += self._checked("launchers", lambda: installed.launchers(mpiruns, horovodruns))
+            mpiruns, horovodruns = software_checks.on_path("mpirun", path), software_checks.on_path("horovodrun", path)
+            found += self._checked("launchers", lambda: software_checks.launchers(mpiruns, horovodruns))
             version = self._printed([str(mpiruns[0]), "--version"]) if mpiruns else ""
             mpi4py = facts("mpi")
-            found += self._checked("mpirun", lambda: installed.mpi(version, mpi4py))
+            found += self._checked("mpirun", lambda: software_checks.mpi(version, mpi4py))
             name = facts("name")
-            found += self._checked("host name", lambda: machine.host_name(name))
+            found += self._checked("host name", lambda: machine_checks.host_name(name))
             open_mpi = "Open MPI" in version or "Open RTE" in version
-            found += self._checked("/dev/shm", machine.shared_memory)
-            found += self._checked("network interfaces", machine.interfaces)
-            found += self._checked("cores", lambda: machine.processor(environment, cores(), ranks, open_mpi))
-            found += self._checked("settings", lambda: machine.settings(environment, os.geteuid() == 0, open_mpi))
-            works = [name for name, facts in frameworks.items() if installed.works(facts)]
+            found += self._checked("/dev/shm", machine_checks.shared_memory)
+            found += self._checked("network interfaces", machine_checks.interfaces)
+            found += self._checked("cores", lambda: machine_checks.processor(environment, cores(), ranks, open_mpi))
+            found += self._checked(
+                "settings", lambda: machine_checks.settings(environment, os.geteuid() == 0, open_mpi)
+            )
+            works = [name for name, facts in frameworks.items() if software_checks.works(facts)]
             if not quick and works:
                 built = {name: frameworks[name]["horovod"] for name in works}
                 mpirun, horovodrun = (str(files[0]) if files else None for files in (mpiruns, horovodruns))
-                for job in jobs.jobs(mpirun, horovodrun, built, "version" in mpi4py):
+                for job in job_checks.jobs(mpirun, horovodrun, built, "version" in mpi4py):
                     advance(1, f"trying {job.what}")
                     found += self._checked(job.what, partial(self._tried, job))
         return found
@@ -107,11 +109,11 @@ class Examination:
         ended = processes.run(processes.probe(name), self._seconds, self._environment)
         if ended.report is not None:
             return ended.report
-        reason = f"no end within {self._seconds:g} s" if ended.code is None else ended.last(1)
+        reason = f"it did not finish within {self._seconds:g} s" if ended.code is None else ended.last(1)
         return {"failed": reason, "host": "", "error": reason}
 
-    def _tried(self, job: jobs.Job) -> list[Finding]:
-        return [jobs.tried(job, self._seconds, self._environment)]
+    def _tried(self, job: job_checks.Job) -> list[Finding]:
+        return [job_checks.tried(job, self._seconds, self._environment)]
 
     def _printed(self, words: list[str]) -> str:
         return processes.run(words, self._seconds, self._environment).output
@@ -121,7 +123,7 @@ class Examination:
         try:
             return list(check())
         except Exception as error:
-            return [Finding(WARNING, what, f"this could not be looked at: {type(error).__name__}: {error}")]
+            return [Finding(WARNING, what, f"this check failed: {type(error).__name__}: {error}")]
 
 
 def _several(count: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Finds and runs a command; turns a refusal into one line and an exit code."""
+"""Finds and runs a command; prints a usage error as one line and returns an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from hvd_periodic.cli import doctor, plan, plot, report, simulate, timeline
-from hvd_periodic.cli.refusal import RefusalError
+from hvd_periodic.cli.usage_error import UsageError
 from hvd_periodic.version import __version__
 
 COMMANDS = {
@@ -24,14 +24,14 @@ COMMANDS = {
 }
 """Modules with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; their docstrings are the help texts."""
 
-REFUSED, INTERRUPTED = 2, 130
+USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     made = argparse.ArgumentParser(
         prog="hvdp",
-        description="Periodic exchange for Horovod: is a machine ready for it, what will it cost, and what is learned.",
+        description="Checks a machine, estimates the cost of exchanges, simulates training, and reports on run logs.",
         epilog="hvdp COMMAND --help explains a command.",
     )
     made.add_argument("--version", action="version", version=f"hvd_periodic {__version__}")
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 2 if it was refused.
+    """Run a command; return its exit code: 2 after a usage error.
 
     Args:
         argv: words of the command line; by default the arguments of this process.
@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning  # Without the source line.
             code: int = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
-    except RefusalError as error:
+    except UsageError as error:
         print(f"hvdp {arguments.command}: error: {error}", file=sys.stderr)
-        return REFUSED
+        return USAGE_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.cli.refusal import RefusalError
+from hvd_periodic.cli.usage_error import UsageError
 
 _OPTIMIZER = "optim"
 """Keys that begin with this hold the state of an optimizer, not parameters."""
@@ -23,25 +23,25 @@ def parameters_of(path: Path) -> int:
     Statistics, e.g. of batch normalization, are counted, too.
 
     Raises:
-        RefusalError: the file or the library of its format is missing, or it cannot be read in one of the formats.
+        UsageError: the file or the library of its format is missing, or it cannot be read in one of the formats.
     """
     kind = next((kind for kind in READERS if path.name.endswith(kind)), None)
     if kind is None:
-        raise RefusalError(f"`--model` must end in one of {', '.join(READERS)}. Received: {path}")
+        raise UsageError(f"`--model` must end in one of {', '.join(READERS)}. Received: {path}")
     if not path.is_file():
-        raise RefusalError(f"`--model`: there is no file {path}")
+        raise UsageError(f"`--model`: there is no file {path}")
     try:
         count = READERS[kind](path)
-    except RefusalError:
+    except UsageError:
         raise
     except ImportError as error:
-        raise RefusalError(f"`--model`: {kind} needs {error.name}: pip install {error.name}") from error
+        raise UsageError(f"`--model`: {kind} needs {error.name}: pip install {error.name}") from error
     except Exception as error:
         # Readers of damaged files raise many kinds of errors.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise RefusalError(f"`--model`: {path} cannot be read as {kind}: {reason}") from error
+        raise UsageError(f"`--model`: {path} cannot be read as {kind}: {reason}") from error
     if count == 0:
-        raise RefusalError(f"`--model`: {path} holds no floating-point numbers")
+        raise UsageError(f"`--model`: {path} holds no floating-point numbers")
     return count
 
 

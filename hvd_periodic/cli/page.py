@@ -1,4 +1,4 @@
-"""Makes one page about trainings, with numbers, figures and notable findings; it makes no network requests."""
+"""Renders one HTML page about trainings, with numbers, figures and findings; it makes no network requests."""
 
 from __future__ import annotations
 
@@ -11,63 +11,68 @@ from string import Template
 from typing import Any
 
 from hvd_periodic.cli import figures, output, plots
-from hvd_periodic.cli.told import OfRank, Told, closed, edges
+from hvd_periodic.cli.run_summary import RankSummary, RunSummary, closed, edges
 from hvd_periodic.journal.lines import bytes_of, seconds_of
 from hvd_periodic.version import __version__
 
-NOT_KNOWN = "not known"
+UNKNOWN = "unknown"
 
 
-def page(tolds: Sequence[Told]) -> str:
+def page(summaries: Sequence[RunSummary]) -> str:
     """Return the HTML of the page."""
-    labels = ", ".join(told.label for told in tolds)
+    labels = ", ".join(summary.label for summary in summaries)
     template = Template(files("hvd_periodic.cli").joinpath("report.html").read_text(encoding="utf-8"))
-    begun = min(told.begun for told in tolds)
-    trainings = "1 training" if len(tolds) == 1 else f"{len(tolds)} trainings"
+    begun = min(summary.begun for summary in summaries)
+    trainings = "1 training" if len(summaries) == 1 else f"{len(summaries)} trainings"
     return template.substitute(
         title=escape(f"Exchanges of {labels}"),
-        subtitle=escape(f"{trainings}; the first began {_date(begun)}."),
-        body="\n".join(_body(tolds)),
+        subtitle=escape(f"{trainings}; the first started {_date(begun)}."),
+        body="\n".join(_body(summaries)),
         version=__version__,
     )
 
 
-def _body(tolds: Sequence[Told]) -> Iterator[str]:
-    yield "<h2>What stands out</h2>"
-    yield '<div class="grid">' + "".join(_findings(told, len(tolds) > 1) for told in tolds) + "</div>"
-    yield "<h2>What was trained</h2>" if len(tolds) == 1 else "<h2>Side by side</h2>"
-    yield _table("card", "Of each training, by its logs.", ["", *(told.label for told in tolds)], _properties(tolds))
-    yield "<h2>In pictures</h2>"
-    yield '<div class="grid">' + "".join(_figures(tolds)) + "</div>"
-    for told in tolds:
-        yield f"<h2>Ranks of {escape(told.label)}</h2>"
-        yield _table("card ranks", "Sums over all exchanges of a rank.", *_ranks(told))
+def _body(summaries: Sequence[RunSummary]) -> Iterator[str]:
+    yield "<h2>Findings</h2>"
+    yield '<div class="grid">' + "".join(_findings(summary, len(summaries) > 1) for summary in summaries) + "</div>"
+    yield "<h2>Training</h2>" if len(summaries) == 1 else "<h2>Comparison</h2>"
+    yield _table(
+        "card",
+        "Settings and totals, from the logs.",
+        ["", *(summary.label for summary in summaries)],
+        _properties(summaries),
+    )
+    yield "<h2>Figures</h2>"
+    yield '<div class="grid">' + "".join(_figures(summaries)) + "</div>"
+    for summary in summaries:
+        yield f"<h2>Ranks of {escape(summary.label)}</h2>"
+        yield _table("card ranks", "Totals over all exchanges, by rank.", *_ranks(summary))
 
 
-def _findings(told: Told, several: bool) -> str:
-    head = f"<h3>{escape(told.label)}</h3>" if several else ""
-    if not told.findings:
-        return f'<section class="card">{head}<p>Nothing that should be changed.</p></section>'
-    items = "".join(f"<li>{escape(finding)}</li>" for finding in told.findings)
+def _findings(summary: RunSummary, several: bool) -> str:
+    head = f"<h3>{escape(summary.label)}</h3>" if several else ""
+    if not summary.findings:
+        return f'<section class="card">{head}<p>None.</p></section>'
+    items = "".join(f"<li>{escape(finding)}</li>" for finding in summary.findings)
     return f'<section class="card">{head}<ul class="findings">{items}</ul></section>'
 
 
-def _figures(tolds: Sequence[Told]) -> Iterator[str]:
+def _figures(summaries: Sequence[RunSummary]) -> Iterator[str]:
     with output.progress("drawing", len(figures.FIGURES)) as advance:
         for what, figure in figures.FIGURES.items():
             advance(0, f"drawing: {figure.title}")
-            yield _figure(tolds, what)
+            yield _figure(summaries, what)
             advance(1)
 
 
-def _figure(tolds: Sequence[Told], what: str) -> str:
+def _figure(summaries: Sequence[RunSummary], what: str) -> str:
     """Return a figure, or a note if no log has its quantity."""
-    figure, panel = figures.FIGURES[what], figures.panel(tolds, what)
+    figure, panel = figures.FIGURES[what], figures.panel(summaries, what)
     head = f"<h3>{escape(figure.title)}</h3>"
     if panel is None:
-        return f'<figure class="card">{head}<p>{escape(figure.where_none)}</p></figure>'
+        return f'<figure class="card">{head}<p>{escape(figure.note_if_absent)}</p></figure>'
     said = f"{figure.title}: {figure.y} over {figure.x}. {' '.join(_said(curve) for curve in panel.curves)}"
-    label, legend = escape(said, quote=True), len(panel.curves) > 1 or len(tolds) > 1
+    label, legend = escape(said, quote=True), len(panel.curves) > 1 or len(summaries) > 1
     drawn, absent = plots.svg(panel, what, legend), figures.absent(panel, what)
     note = "" if absent is None else f"<p>{escape(absent)}</p>"
     return f'<figure class="card">{head}<div role="img" aria-label="{label}">{drawn}</div>{note}</figure>'
@@ -84,20 +89,20 @@ def _said(curve: plots.Curve) -> str:
     return f"{curve.label}: from {known[0]:.4g} to {known[-1]:.4g}, between {min(known):.4g} and {max(known):.4g}."
 
 
-def _properties(tolds: Sequence[Told]) -> list[list[str]]:
-    """Return rows of settings and results of trainings, without rows that are empty for all."""
-    known = ([name, *(value(told) or "" for told in tolds)] for name, value in _PROPERTIES.items())
+def _properties(summaries: Sequence[RunSummary]) -> list[list[str]]:
+    """Return rows of settings and results of the trainings, without empty rows."""
+    known = ([name, *(value(summary) or "" for summary in summaries)] for name, value in _PROPERTIES.items())
     return [row for row in known if any(row[1:])]
 
 
-def _ranks(told: Told) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of numbers by rank, without columns that are empty for all ranks."""
+def _ranks(summary: RunSummary) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of numbers by rank, without empty columns."""
     columns = {
-        name: [value(each) for each in told.ranks]
+        name: [value(each) for each in summary.ranks]
         for name, value in _COLUMNS.items()
-        if any(value(each) for each in told.ranks)
+        if any(value(each) for each in summary.ranks)
     }
-    rows = [[column[i] or "" for column in columns.values()] for i in range(len(told.ranks))]
+    rows = [[column[i] or "" for column in columns.values()] for i in range(len(summary.ranks))]
     return list(columns), rows
 
 
@@ -118,72 +123,76 @@ def _breakable(text: str) -> str:
     return re.sub(r"(?<=[=(])", "<wbr>", escape(text))
 
 
-def _fact(name: str, shown: Callable[[Any], str] = str) -> Callable[[Told], str]:
-    def value(told: Told) -> str:
-        fact = told.facts.get(name)
+def _fact(name: str, shown: Callable[[Any], str] = str) -> Callable[[RunSummary], str]:
+    def value(summary: RunSummary) -> str:
+        fact = summary.facts.get(name)
         return "" if fact is None else shown(fact)
 
     return value
 
 
-def _period(told: Told) -> str:
-    period = told.facts.get("period")
-    return f"{period:,} local steps ({told.facts.get('schedule')})" if period else str(told.facts.get("schedule", ""))
+def _period(summary: RunSummary) -> str:
+    period = summary.facts.get("period")
+    return (
+        f"{period:,} local steps ({summary.facts.get('schedule')})"
+        if period
+        else str(summary.facts.get("schedule", ""))
+    )
 
 
-def _sum(name: str, shown: Callable[[Any], str], each: bool = False) -> Callable[[Told], str]:
-    def value(told: Told) -> str:
-        total = told.total(name)
-        return "" if total is None else shown(total / len(told.ranks) if each else total)
+def _sum(name: str, shown: Callable[[Any], str], each: bool = False) -> Callable[[RunSummary], str]:
+    def value(summary: RunSummary) -> str:
+        total = summary.total(name)
+        return "" if total is None else shown(total / len(summary.ranks) if each else total)
 
     return value
 
 
-def _share(name: str) -> Callable[[Told], str]:
-    def value(told: Told) -> str:
-        share = told.share(name)
+def _share(name: str) -> Callable[[RunSummary], str]:
+    def value(summary: RunSummary) -> str:
+        share = summary.share(name)
         return "" if share is None else f"{100 * share:.3g} %"
 
     return value
 
 
-def _edges(what: str) -> Callable[[Told], str]:
-    def value(told: Told) -> str:
-        found = edges(told, what)
-        return NOT_KNOWN if found is None else f"{found['first']:.4g} → {found['last']:.4g}"
+def _edges(what: str) -> Callable[[RunSummary], str]:
+    def value(summary: RunSummary) -> str:
+        found = edges(summary, what)
+        return UNKNOWN if found is None else f"{found['first']:.4g} → {found['last']:.4g}"
 
     return value
 
 
-def _closed(told: Told) -> str:
-    gone = closed(told.training.parts[-1])
+def _closed(summary: RunSummary) -> str:
+    gone = closed(summary.training.parts[-1])
     return "" if gone is None else f"{100 * gone:.3g} %"
 
 
-def _per_exchange(told: Told) -> str:
-    sent, exchanges = told.total("bytes_sent") or 0, told.total("exchanges") or 0
+def _per_exchange(summary: RunSummary) -> str:
+    sent, exchanges = summary.total("bytes_sent") or 0, summary.total("exchanges") or 0
     return bytes_of(sent / exchanges) if exchanges else ""
 
 
-def _beginnings(told: Told) -> str:
+def _beginnings(summary: RunSummary) -> str:
     return ", ".join(
-        f"{_date(part.facts['time'])} at step {part.facts.get('step', 0):,}" for part in told.training.parts
+        f"{_date(part.facts['time'])} at step {part.facts.get('step', 0):,}" for part in summary.training.parts
     )
 
 
-def _hosts(told: Told) -> str:
-    return ", ".join(dict.fromkeys(each.host for each in told.ranks))
+def _hosts(summary: RunSummary) -> str:
+    return ", ".join(dict.fromkeys(each.host for each in summary.ranks))
 
 
-def _versions(told: Told) -> str:
-    facts = told.facts
+def _versions(summary: RunSummary) -> str:
+    facts = summary.facts
     own = [f"hvd_periodic {facts['package']}"] if "package" in facts else []
     python = [f"Python {facts['python']}"] if "python" in facts else []
     return ", ".join([*([facts["framework"]] if "framework" in facts else []), *own, *python])
 
 
-def _ranks_of(told: Told) -> str:
-    ranks = told.training.ranks
+def _ranks_of(summary: RunSummary) -> str:
+    ranks = summary.training.ranks
     return f"{len(ranks)} ({', '.join(map(str, ranks))})" if len(ranks) <= 16 else f"{len(ranks)}"
 
 
@@ -195,33 +204,33 @@ def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-_PROPERTIES: dict[str, Callable[[Told], str]] = {
+_PROPERTIES: dict[str, Callable[[RunSummary], str]] = {
     "Algorithm": _fact("algorithm"),
-    "Optimizer of the center": _fact("outer_optimizer"),
+    "Outer optimizer": _fact("outer_optimizer"),
     "Ranks": _ranks_of,
     "Period": _period,
-    "Way of the center in an exchange": _fact("closes", lambda closes: f"{100 * closes:.3g} %"),
-    "Exchange": lambda told: "asynchronous" if told.asynchronous else "synchronous",
+    "Distance closed per exchange": _fact("closes", lambda closes: f"{100 * closes:.3g} %"),
+    "Exchange": lambda summary: "asynchronous" if summary.asynchronous else "synchronous",
     "Overlap": _fact("overlap"),
     "Fragments": _fact("fragments"),
     "Compression": _fact("compression"),
     "Center": _fact("center"),
-    "Through": _fact("transport"),
+    "Transport": _fact("transport"),
     "Parameters": _fact("elements", _whole),
     "Hosts": _hosts,
     "Versions": _versions,
-    "Began": _beginnings,
-    "Length": lambda told: seconds_of(told.seconds),
-    "Local steps of a rank": _sum("steps", _whole, each=True),
-    "Exchanges of a rank": _sum("exchanges", _whole, each=True),
+    "Started": _beginnings,
+    "Duration": lambda summary: seconds_of(summary.seconds),
+    "Local steps per rank": _sum("steps", _whole, each=True),
+    "Exchanges per rank": _sum("exchanges", _whole, each=True),
     "Loss, first → last": _edges("loss"),
     "Distance to the center, first → last": _edges("distance"),
-    "Way of the center in all of them": _closed,
-    "Sent by a rank": _sum("bytes_sent", lambda number: bytes_of(number), each=True),
-    "Sent by a rank in an exchange": _per_exchange,
+    "Distance closed by all exchanges": _closed,
+    "Sent per rank": _sum("bytes_sent", lambda number: bytes_of(number), each=True),
+    "Sent per rank and exchange": _per_exchange,
     "Time in exchanges": _share("exchange_seconds"),
     "Time waiting for others": _share("waited"),
-    "Exchanges left out": _sum("left_out", _whole),
+    "Exclusions from exchanges": _sum("left_out", _whole),
     "Updates skipped": _sum("skipped_updates", _whole),
 }
 
@@ -230,18 +239,18 @@ def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:
     return "" if value is None else shown(value)
 
 
-_COLUMNS: dict[str, Callable[[OfRank], str]] = {
+_COLUMNS: dict[str, Callable[[RankSummary], str]] = {
     "rank": lambda each: str(each.rank),
     "local steps": lambda each: _whole(each.steps),
     "exchanges": lambda each: _whole(each.exchanges),
     "time": lambda each: seconds_of(each.seconds),
     "in exchanges": lambda each: seconds_of(each.exchange_seconds),
     "waited": lambda each: _or_nothing(each.waited, seconds_of),
-    "came last": lambda each: _or_nothing(each.last, lambda last: f"{100 * last:.0f} %"),
+    "arrived last": lambda each: _or_nothing(each.last, lambda last: f"{100 * last:.0f} %"),
     "others waited for it": lambda each: _or_nothing(each.kept, seconds_of),
     "sent": lambda each: bytes_of(each.bytes_sent),
-    "missed pushes an exchange": lambda each: _or_nothing(each.staleness, lambda missed: f"{missed:.3g}"),
-    "left out": lambda each: _whole(each.left_out) if each.left_out else "",
+    "missed pushes per exchange": lambda each: _or_nothing(each.staleness, lambda missed: f"{missed:.3g}"),
+    "excluded": lambda each: _whole(each.left_out) if each.left_out else "",
     "updates skipped": lambda each: _whole(each.skipped_updates) if each.skipped_updates else "",
     "host": lambda each: each.host,
 }

@@ -21,10 +21,10 @@ from typing import Any
 
 from hvd_periodic import Algorithm, Wire
 from hvd_periodic.arguments import require_int, require_real
-from hvd_periodic.cli import chosen, output, planned, plots, ranks
+from hvd_periodic.cli import choice_parser, exchange_methods, output, plots, ranks
+from hvd_periodic.cli.exchange_methods import Advice, ExchangeMethod, Row
 from hvd_periodic.cli.models import parameters_of
-from hvd_periodic.cli.planned import Advice, Row, Way
-from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.cost_model import Job, Method, Network, typical
 
 SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
@@ -79,27 +79,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Print and draw the costs, on one rank."""
     _check(arguments)
     plots.require(arguments.plot)
-    algorithms, wires = chosen.algorithms(arguments.algorithm), chosen.compressions(arguments.compression)
-    periods = chosen.integers(arguments.period, "--period")
+    algorithms, wires = choice_parser.algorithms(arguments.algorithm), choice_parser.compressions(arguments.compression)
+    periods = choice_parser.integers(arguments.period, "--period")
     nbytes = 4 * (parameters_of(arguments.model) if arguments.model else count(arguments.parameters))
     if arguments.measure:
-        workers, network, ways, speaks = _measured(algorithms, wires)
+        workers, network, methods, speaks = _measured(algorithms, wires)
         if not speaks:
             return 0
     else:
         workers, network = _stated(arguments)
-        ways = list(planned.ways(algorithms, wires, lambda algorithm, wire: typical(wire)))
-    with refusing():
+        methods = list(exchange_methods.every_method(algorithms, wires, lambda algorithm, wire: typical(wire)))
+    with as_usage_error():
         job = Job(workers, nbytes, arguments.step / 1e3, 1, spread=arguments.spread / 1e3)
-    advice = planned.advise(job, network, ways, arguments.share, arguments.steps)
-    found = planned.rows(job, network, ways, sorted({*periods, advice.period}))
+    advice = exchange_methods.advise(job, network, methods, arguments.share, arguments.steps)
+    found = exchange_methods.rows(job, network, methods, sorted({*periods, advice.period}))
     if arguments.json:
-        costs = {way.name: {"begin_seconds": way.method.begin, "byte_seconds": way.method.work} for way in ways}
+        costs = {
+            method.name: {"begin_seconds": method.costs.begin, "byte_seconds": method.costs.work} for method in methods
+        }
         output.write_json(_record(job, network, found, advice, arguments) | {"own_work": costs})
     else:
         _show(job, network, found, advice, arguments)
     if arguments.plot:
-        plots.draw(arguments.plot, _title(job, network), _panels(job, network, ways, advice, periods))
+        plots.draw(arguments.plot, _title(job, network), _panels(job, network, methods, advice, periods))
     return 0
 
 
@@ -111,7 +113,7 @@ def count(text: str) -> int:
         (25600000, 1000)
     """
     factor = SUFFIXES.get(text[-1:], 1)
-    with refusing():
+    with as_usage_error():
         try:
             number = float(text[:-1] if factor > 1 else text) * factor
         except ValueError:
@@ -124,7 +126,7 @@ def count(text: str) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse invalid numbers, and options that --measure replaces."""
-    with refusing():
+    with as_usage_error():
         require_real(arguments.step, "`--step`", positive=True)
         require_real(arguments.spread, "`--spread`", positive=False)
         if not 0 < arguments.share < 1:
@@ -135,27 +137,29 @@ def _check(arguments: argparse.Namespace) -> None:
             require_real(arguments.learning_rate, "`--learning-rate`", positive=True)
         given = [f"--{name}" for name in ("ranks", "bandwidth", "latency") if getattr(arguments, name) is not None]
         if arguments.measure and given:
-            raise ValueError(f"--measure finds out itself what {' and '.join(given)} would say: leave that out")
+            raise ValueError(f"--measure measures the network and the ranks itself: omit {' and '.join(given)}")
 
 
 def _stated(arguments: argparse.Namespace) -> tuple[int, Network]:
     """Return the number of workers and the network from the options."""
     for name in ("ranks", "bandwidth"):
         if getattr(arguments, name) is None:
-            raise RefusalError(f"Say --{name}; or --measure, in a job: mpirun -np 4 hvdp plan --measure ...")
+            raise UsageError(f"Pass --{name}, or use --measure in a job: mpirun -np 4 hvdp plan --measure ...")
     latency = 50.0 if arguments.latency is None else arguments.latency
-    with refusing():
+    with as_usage_error():
         workers = require_int(arguments.ranks, "`--ranks`", 1)
         byte = 8e-9 / require_real(arguments.bandwidth, "`--bandwidth`", positive=True)
         return workers, Network(require_real(latency, "`--latency`", positive=False) / 1e6, byte)
 
 
-def _measured(algorithms: list[chosen.Choice], wires: list[chosen.Choice]) -> tuple[int, Network, list[Way], bool]:
-    """Return workers, network and ways to exchange of this job, and whether this process prints. Collective."""
+def _measured(
+    algorithms: list[choice_parser.Choice], wires: list[choice_parser.Choice]
+) -> tuple[int, Network, list[ExchangeMethod], bool]:
+    """Return workers, network and methods to exchange of this job, and whether this process prints. Collective."""
     job = ranks.job()
     workers, root = job.communicator.size, job.communicator.rank == 0
     if workers == 1:
-        raise RefusalError("There is one rank, and no network to measure: mpirun -np 4 hvdp plan --measure ...")
+        raise UsageError("There is only one rank, and no network to measure: mpirun -np 4 hvdp plan --measure ...")
     total = len(ranks.ALLREDUCES) + len(algorithms) * len(wires) * len(ranks.EXCHANGES)
     with output.progress("measuring", total) if root else nullcontext(_nothing) as advance:
         network = ranks.network(job, advance)
@@ -163,7 +167,7 @@ def _measured(algorithms: list[chosen.Choice], wires: list[chosen.Choice]) -> tu
         def method(algorithm: Algorithm, wire: Wire) -> Method:
             return ranks.method(job, network, algorithm, wire, advance) or typical(wire)
 
-        return workers, network, list(planned.ways(algorithms, wires, method)), root
+        return workers, network, list(exchange_methods.every_method(algorithms, wires, method)), root
 
 
 def _nothing(done: int, now: str = "") -> None:
@@ -216,7 +220,7 @@ def _show(job: Job, network: Network, found: list[Row], advice: Advice, argument
     ]  # fmt: skip
     output.show(_title(job, network), columns, cells)
     output.say(
-        "MB per step: that a rank sends. in exchanges: share of the time, waiting for the slowest rank included. of "
+        "MB per step: sent by each rank. in exchanges: share of the time, including waiting for the slowest rank. of "
         "local: relative to steps without communication. overlap: exchanges travel until just before the next one."
     )
     output.say()
@@ -244,12 +248,14 @@ def _record(job: Job, network: Network, found: list[Row], advice: Advice, argume
     }
 
 
-def _panels(job: Job, network: Network, ways: list[Way], advice: Advice, periods: list[int]) -> list[plots.Panel]:
+def _panels(
+    job: Job, network: Network, methods: list[ExchangeMethod], advice: Advice, periods: list[int]
+) -> list[plots.Panel]:
     """Return panels of three quantities over periods."""
     longest = max(100, 2 * advice.period, *periods)
     places = sorted({round(longest ** (i / 40)) for i in range(41)})
     by_name: dict[str, list[Row]] = {}
-    for row in planned.rows(job, network, ways, places):
+    for row in exchange_methods.rows(job, network, methods, places):
         by_name.setdefault(row.exchange, []).append(row)
     names = list(dict.fromkeys(name.removesuffix(", overlap") for name in by_name))
     marks = {f"recommended: {advice.period}": float(advice.period)}

@@ -15,8 +15,8 @@ import argparse
 import warnings
 from pathlib import Path
 
-from hvd_periodic.cli import figures, output, plots, runs, told
-from hvd_periodic.cli.refusal import RefusalError
+from hvd_periodic.cli import figures, output, plots, run_summary, runs
+from hvd_periodic.cli.usage_error import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
     plots.require(path, "-o")
     found = runs.read(arguments.runs, arguments.partial)
     runs.name_bad_lines(found)
-    tolds = told.told_of(found)
-    figure, panel = figures.FIGURES[arguments.what], figures.panel(tolds, arguments.what)
+    summaries = run_summary.summarize(found)
+    figure, panel = figures.FIGURES[arguments.what], figures.panel(summaries, arguments.what)
     if panel is None:
-        raise RefusalError(figure.where_none)
+        raise UsageError(figure.note_if_absent)
     if (note := figures.absent(panel, arguments.what)) is not None:
         warnings.warn(note, stacklevel=2)
     if path is not None:
-        names = ", ".join(each.label for each in tolds if each.label not in panel.absent)
+        names = ", ".join(each.label for each in summaries if each.label not in panel.absent)
         plots.draw(path, f"{figure.title}: {names}", [panel], "-o")
     if arguments.json:
         curves = [{"label": curve.label, "x": list(curve.x), "y": list(curve.y)} for curve in panel.curves]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 
 HINT = "pip install 'hvd_periodic[cli]', or pip install matplotlib"
 
@@ -54,18 +54,18 @@ def require(path: Path | None, option: str = "--plot") -> None:
         option: the option that names the path.
 
     Raises:
-        RefusalError: matplotlib or the folder is missing, or matplotlib does not write this format.
+        UsageError: matplotlib or the folder is missing, or matplotlib does not write this format.
     """
     if path is None:
         return
     kinds = _pyplot(option).figure().canvas.get_supported_filetypes()
     _pyplot().close("all")
     if path.suffix.lstrip(".").lower() not in kinds:
-        raise RefusalError(
+        raise UsageError(
             f"`{option}` must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}. Received: {path}"
         )
     if not path.absolute().parent.is_dir():
-        raise RefusalError(f"`{option}`: there is no folder {path.absolute().parent}")
+        raise UsageError(f"`{option}`: there is no folder {path.absolute().parent}")
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel], option: str = "--plot") -> None:
@@ -86,7 +86,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], option: str = "--plot"
         fontsize="small",
     )
     figure.suptitle(title, ha="left", x=0.01)
-    with refusing(option):
+    with as_usage_error(option):
         figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -167,7 +167,7 @@ def _pyplot(option: str = "--plot") -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RefusalError(f"`{option}` needs matplotlib: {HINT}") from error
+        raise UsageError(f"`{option}` needs matplotlib: {HINT}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.cli.refusal import RefusalError
+from hvd_periodic.cli.usage_error import UsageError
 
 Array = np.ndarray[Any, Any]
 Sample = tuple[float, Array]
@@ -139,20 +139,20 @@ def of_function(function: Callable[[Array, np.random.Generator], Any], dimension
         name: name of the function, for errors.
 
     Raises:
-        RefusalError: it is not such a function.
+        UsageError: it is not such a function.
     """
     if not callable(function):
-        raise RefusalError(f"{name} must be a function of (parameters, rng). Received: {type(function).__name__}")
+        raise UsageError(f"{name} must be a function of (parameters, rng). Received: {type(function).__name__}")
     given = getattr(function, "start", None)
     start = np.zeros(dimension) if given is None else np.array(given, dtype=np.float64)
 
     def sample(rank: int, x: Array, own: np.random.Generator) -> Sample:
         found = function(x, own)
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise RefusalError(f"{name} must return (loss, gradient). Received: {type(found).__name__}")
+            raise UsageError(f"{name} must return (loss, gradient). Received: {type(found).__name__}")
         gradient = np.asarray(found[1], dtype=np.float64)
         if gradient.shape != x.shape:
-            raise RefusalError(f"{name} must return a gradient of shape {x.shape}. Received: {gradient.shape}")
+            raise UsageError(f"{name} must return a gradient of shape {x.shape}. Received: {gradient.shape}")
         return float(found[0]), gradient
 
     sample(0, start.copy(), np.random.default_rng(seed))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_periodic import Algorithm, Communicator, Wire
-from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.cost_model import Method, Network, fit_method, fit_network
 
@@ -93,7 +93,7 @@ def job() -> Ranks:
     """Return the ranks of this job.
 
     Raises:
-        RefusalError: no framework has Horovod; or, on all ranks, Horovod does not know of the others.
+        UsageError: no framework has Horovod; or, on all ranks, Horovod does not know of the others.
     """
     reasons = []
     for name, ranks in FRAMEWORKS.items():
@@ -102,8 +102,8 @@ def job() -> Ranks:
         except ImportError as error:
             reasons.append(f"{name}: {error}")
         except RuntimeError as error:
-            raise RefusalError(str(error)) from error
-    raise RefusalError(f"This needs Horovod with PyTorch or TensorFlow, see hvdp doctor. {'; '.join(reasons)}")
+            raise UsageError(str(error)) from error
+    raise UsageError(f"This needs Horovod with PyTorch or TensorFlow, see hvdp doctor. {'; '.join(reasons)}")
 
 
 def network(ranks: Ranks, tick: Callable[[int], None]) -> Network:
@@ -124,7 +124,7 @@ def method(
         return None
     found = []
     for size in EXCHANGES:
-        with refusing():
+        with as_usage_error():
             exchanger = ranks.exchanger(algorithm, wire, size)
         found.append((4.0 * size, _seconds(ranks.communicator, exchanger.sync)))
         exchanger.finalize()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvd_periodic.cli import output, page, plots, runs, told
-from hvd_periodic.cli.refusal import refusing
+from hvd_periodic.cli import output, page, plots, run_summary, runs
+from hvd_periodic.cli.usage_error import as_usage_error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     if path is not None:
         runs.check_output(path, (".html", ".htm"))
         plots.require(path.with_suffix(".svg"), "-o")
-    tolds = told.told_of(runs.read(arguments.runs, arguments.partial))
+    summaries = run_summary.summarize(runs.read(arguments.runs, arguments.partial))
     if path is not None:
-        with refusing("-o"):
-            path.write_text(page.page(tolds), encoding="utf-8")
+        with as_usage_error("-o"):
+            path.write_text(page.page(summaries), encoding="utf-8")
     if arguments.json:
-        output.write_json({"trainings": [each.record() for each in tolds]})
+        output.write_json({"trainings": [each.record() for each in summaries]})
         return 0
-    for each in tolds:
+    for each in summaries:
         for finding in each.findings:
             output.say(f"{each.label}: {finding}")
     output.say(f"Wrote {path}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_periodic.cli import output
-from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.journal.runs import Run, bad_lines, read_run
 from hvd_periodic.ranks import named
 
@@ -23,7 +23,7 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
     """Return the runs that are logged in these folders.
 
     Raises:
-        RefusalError: a folder does not exist, is no run log, is of another version, or lacks the logs of some ranks.
+        UsageError: a folder does not exist, is no run log, is of another version, or lacks the logs of some ranks.
     """
     found, distinct = [], list(dict.fromkeys(folders))
     files = [file for folder in distinct for file in sorted(folder.glob("rank-*.jsonl")) if file.is_file()]
@@ -31,14 +31,14 @@ def read(folders: Sequence[Path], partial: bool) -> list[Run]:
     with output.progress("reading", sum(sizes.values())) as advance:
         for folder in distinct:
             advance(0, f"reading {folder}")
-            with refusing():
+            with as_usage_error():
                 found.append(read_run(folder, lambda file: advance(sizes.get(file, 0))))
     for run in found:
         missing = {rank for training in run.trainings for part in training.parts for rank in part.missing}
         if missing and not partial:
-            raise RefusalError(
-                f"{run.path} has no log of {named(missing)}: each rank writes where it "
-                "runs. Copy the files of all hosts into one folder; or --partial, for those that are there"
+            raise UsageError(
+                f"{run.path} has no log of {named(missing)}: each rank writes on its own "
+                "host. Copy the files of all hosts into one folder, or pass --partial to use only these"
             )
     return found
 
@@ -54,10 +54,10 @@ def output_of(arguments: argparse.Namespace) -> Path | None:
     """Return the file to write; None: only JSON is wanted.
 
     Raises:
-        RefusalError: neither was requested.
+        UsageError: neither was requested.
     """
     if arguments.output is None and not arguments.json:
-        raise RefusalError("Say where to, -o FILE; or --json, which prints the same for scripts")
+        raise UsageError("Pass -o FILE to write a file, or --json to print the same data for scripts")
     path: Path | None = arguments.output
     return path
 
@@ -66,9 +66,9 @@ def check_output(path: Path, endings: Sequence[str]) -> None:
     """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        RefusalError: its folder does not exist, or it has another ending.
+        UsageError: its folder does not exist, or it has another ending.
     """
     if path.suffix.lower() not in endings:
-        raise RefusalError(f"`-o` must end in {' or '.join(endings)}. Received: {path}")
+        raise UsageError(f"`-o` must end in {' or '.join(endings)}. Received: {path}")
     if not path.absolute().parent.is_dir():
-        raise RefusalError(f"`-o`: there is no folder {path.absolute().parent}")
+        raise UsageError(f"`-o`: there is no folder {path.absolute().parent}")

@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from hvd_periodic.arguments import require_int, require_momentum, require_real
-from hvd_periodic.cli import chosen, output, plots
+from hvd_periodic.cli import choice_parser, output, plots
 from hvd_periodic.cli.problems import PROBLEMS, Problem, Shape, of_function
-from hvd_periodic.cli.refusal import RefusalError, refusing
-from hvd_periodic.cli.simulated import Outcome, Setting, Training, simulate
+from hvd_periodic.cli.simulation import Outcome, Setting, Training, simulate
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="compression of messages: none, fp16, bf16, int8, topk(0.01) (default: none)",
     )
-    _add_problem(parser.add_argument_group("what is trained"))
+    _add_problem(parser.add_argument_group("problem"))
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw losses and distances into FILE: .png, .svg, .pdf"
     )
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = []
     with output.progress("simulating", training.steps * len(settings)) as advance:
         for setting in settings:
-            with refusing(str(setting)):
+            with as_usage_error(str(setting)):
                 outcomes.append(simulate(problem, setting, training, partial(advance, now=str(setting))))
     pairs = list(zip(settings, outcomes, strict=True))
     what = arguments.function or arguments.problem
@@ -131,27 +131,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _training(arguments: argparse.Namespace) -> Training:
     """Return the arguments that all settings share."""
-    with refusing():
+    with as_usage_error():
         workers = require_int(arguments.workers, "`--workers`", 1)
         steps = require_int(arguments.steps, "`--steps`", 1)
         fragments = require_int(arguments.fragments, "`--fragments`", 1)
         momentum = require_momentum(arguments.momentum, "`--momentum`")
         seed = require_int(arguments.seed, "`--seed`", 0)
     if arguments.overlap != "period" and not arguments.overlap.isdigit():
-        raise RefusalError(f"`--overlap` must be local steps, or period. Received: {arguments.overlap!r}")
+        raise UsageError(f"`--overlap` must be local steps, or period. Received: {arguments.overlap!r}")
     overlap = arguments.overlap if arguments.overlap == "period" else int(arguments.overlap)
-    wires = chosen.compressions(arguments.compression)
+    wires = choice_parser.compressions(arguments.compression)
     if len(wires) > 1:
-        raise RefusalError(f"`--compression` is one for all. Received: {arguments.compression!r}")
+        raise UsageError(f"`--compression` takes one value for all trainings. Received: {arguments.compression!r}")
     return Training(workers, steps, momentum, seed, overlap, fragments, wires[0][1])
 
 
 def _settings(arguments: argparse.Namespace) -> list[Setting]:
     """Return every combination of algorithm, period and learning rate."""
     combinations = product(
-        chosen.algorithms(arguments.algorithm),
-        chosen.periods(arguments.period),
-        chosen.rates(arguments.learning_rate, "--learning-rate"),
+        choice_parser.algorithms(arguments.algorithm),
+        choice_parser.periods(arguments.period),
+        choice_parser.rates(arguments.learning_rate, "--learning-rate"),
     )
     return [
         Setting(algorithm, period, rate, made, schedule) for (algorithm, made), (period, schedule), rate in combinations
@@ -160,15 +160,15 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
 
 def _problem(arguments: argparse.Namespace) -> Problem:
     """Return the problem to train on."""
-    with refusing():
+    with as_usage_error():
         require_int(arguments.dimension, "`--dimension`", 1)
         require_int(arguments.batch, "`--batch`", 1)
         if not require_real(arguments.condition, "`--condition`", positive=True) >= 1:
-            raise RefusalError(f"`--condition` must be at least 1. Received: {arguments.condition!r}")
+            raise UsageError(f"`--condition` must be at least 1. Received: {arguments.condition!r}")
         for name in ("noise", "heterogeneity"):
             require_real(getattr(arguments, name), f"`--{name}`", positive=False)
     if arguments.function:
-        function = chosen.user_object(arguments.function, "--function")
+        function = choice_parser.user_object(arguments.function, "--function")
         return of_function(function, arguments.dimension, arguments.seed, arguments.function)
     names = ("workers", "dimension", "condition", "noise", "heterogeneity", "batch")
     shape = Shape(**{name: getattr(arguments, name) for name in names})
@@ -190,8 +190,8 @@ def _show(title: str, pairs: list[tuple[Setting, Outcome]]) -> None:
             rows.append((*typed, f"diverged at step {outcome.diverged}", "", "", "", ""))
     output.show(title, columns, rows)
     output.say(
-        "center: its loss at the end, after the last exchange. replicas, distance: their loss and distance to the "
-        "center, means over workers and the second half of the training. exchanges, MB sent: of each worker."
+        "center: final loss of the center, after the last exchange. replicas, distance: loss of the replicas and their "
+        "distance to the center, means over workers and the second half of training. exchanges, MB sent: per worker."
     )
 
 

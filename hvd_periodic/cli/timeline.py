@@ -4,7 +4,7 @@
   hvdp timeline runs/easgd --json | gzip > trace.gz   # a trace is JSON; both read it compressed, too
 
 A process of the trace is a rank, and a thread of it an optimizer. An exchange lasts from the moment when a rank is
-ready to meet the others until it resumes training; its first part, named meeting, is the handshake, in which it waits
+ready to meet the others until it resumes training; its first part, named handshake, is the one in which it waits
 until all have arrived. Arrows lead from the rank that arrived last to the ranks that waited for it. Clocks of hosts
 differ: on several hosts, they are aligned by the ends of handshakes, which are simultaneous on all ranks.
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from hvd_periodic.cli import output, runs
-from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.journal.base import Report
 from hvd_periodic.journal.runs import Part, Run, Segment
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs.name_bad_lines([found])
     start, exchanges = _beginning(found)
     if path is not None:
-        with refusing("-o"), path.open("w", encoding="utf-8") as file:
+        with as_usage_error("-o"), path.open("w", encoding="utf-8") as file:
             _write(file, found, start, exchanges)
     if arguments.json:
         _write(sys.stdout, found, start, exchanges)
@@ -78,14 +78,14 @@ def _beginning(run: Run) -> tuple[float, int]:
     """Return the start of the first exchange, in seconds since 1970, and the number of exchanges of all ranks.
 
     Raises:
-        RefusalError: there is none, or the log does not say when ranks arrived.
+        UsageError: there is none, or the log does not say when ranks arrived.
     """
     segments = [segment for training in run.trainings for part in training.parts for segment in part.segments.values()]
     came = [report.came for segment in segments for report in segment.reports]
     if not came:
-        raise RefusalError("The run log tells of no exchange: the run ended before its first")
+        raise UsageError("The run log contains no exchange: the run ended before the first one")
     if not all(came):
-        raise RefusalError("The run log does not say when ranks came: it was written by an earlier version")
+        raise UsageError("The run log does not record when ranks arrived: it was written by an earlier version")
     return min(came), len(came)
 
 
@@ -176,15 +176,17 @@ def _spans(segment: Segment, start: float, free: int) -> list[Span]:
 def _exchange(span: Span, place: Place) -> Iterator[Event]:
     """Yield an exchange of one rank, and the handshake in it."""
     report = span.report
-    told: Event = {"step": report.step, "bytes sent": report.bytes_sent}
+    details: Event = {"step": report.step, "bytes sent": report.bytes_sent}
     more = {"loss": report.loss, "distance to the center": report.distance, "learning rate": report.learning_rate}
     known = {name: value for name, value in more.items() if value is not None}
-    told |= {name: value if math.isfinite(value) else str(value) for name, value in known.items()}  # JSON has no NaN.
+    details |= {
+        name: value if math.isfinite(value) else str(value) for name, value in known.items()
+    }  # JSON has no NaN.
     if report.missed:
-        told["pushes of others missed"] = report.missed
-    yield _slice(f"exchange {report.rounds}", span.begin, span.end, place, told)
+        details["pushes of others missed"] = report.missed
+    yield _slice(f"exchange {report.rounds}", span.begin, span.end, place, details)
     if report.waited is not None:
-        yield _slice("meeting", span.begin, span.met, place, {})
+        yield _slice("handshake", span.begin, span.met, place, {})
 
 
 def _arrows(
@@ -205,7 +207,7 @@ def _arrows(
             # Both ends lie in the exchanges that they join; if clocks are too far apart for that, there is no arrow.
             until = min(max(span.met, since), span.end)
             if rank != last and since <= until:
-                arrow = {"name": "all have come", "cat": "exchange", "id": next(numbers)}
+                arrow = {"name": "all ranks arrived", "cat": "exchange", "id": next(numbers)}
                 yield arrow | {"ph": "s", "ts": since, **_at(places[last])}
                 yield arrow | {"ph": "f", "bp": "e", "ts": until, **_at(places[rank])}
 

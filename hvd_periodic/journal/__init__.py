@@ -1,4 +1,4 @@
-"""Reports of exchanges, to the log, to files, and to listeners."""
+"""Reports exchanges to the log, to run logs, and to listeners."""
 
 from hvd_periodic.journal.base import Journal, Listener, Report, Total
 

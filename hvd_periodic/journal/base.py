@@ -123,7 +123,7 @@ class Listener:
 
 
 @dataclass
-class Count:
+class Counts:
     """The counters of a rank that a journal reports."""
 
     step: int = 0
@@ -135,7 +135,7 @@ class Count:
     skipped_updates: int = 0
 
 
-LITTLE = 0.01
+MEASURING_SHARE = 0.01
 """Fraction of the time since the beginning that may be spent on measuring distances."""
 
 
@@ -145,13 +145,13 @@ class Journal:
     Attributes:
         listeners: receive the reports; you may add one at any time, in TensorFlow before the first step is compiled.
         begun: the start of training has been reported.
-        over: the end of training has been reported, and no exchange since.
+        over: the end of training has been reported, and no exchange after it.
     """
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners: list[Listener] = list(listeners)
         self.begun = self.over = False
-        self._first = self._last = Count()
+        self._first = self._last = Counts()
         self._begun = time.perf_counter()
         self._waited: float | None = None
         self._open = 1.0
@@ -161,22 +161,22 @@ class Journal:
         """Copy without listeners, which could not tell the copy's exchanges from the original's."""
         return Journal, ()
 
-    def began(self, facts: Facts, count: Count) -> None:
+    def began(self, facts: Facts, count: Counts) -> None:
         """Report that training begins with these counters."""
         self._first = self._last = count
         self.begun, self.over = True, False
         self._begun, self._waited, self._open, self._measuring = time.perf_counter(), None, 1.0, 0.0
-        self._tell(lambda listener: listener.began(facts))
+        self._notify(lambda listener: listener.began(facts))
 
     @property
     def wants_distance(self) -> bool:
         """Whether any listener wants distances."""
         return any(listener.wants_distance for listener in self.listeners)
 
-    def measured(self, distance: Callable[[], float]) -> float | None:
+    def measure_distance(self, distance: Callable[[], float]) -> float | None:
         """Return a distance, or None if no listener wants it or measuring has taken too much of the time so far."""
         now = time.perf_counter()
-        if not self.wants_distance or self._measuring > LITTLE * (now - self._begun):
+        if not self.wants_distance or self._measuring > MEASURING_SHARE * (now - self._begun):
             return None
         found = float(distance())
         self._measuring += time.perf_counter() - now
@@ -184,7 +184,7 @@ class Journal:
 
     def exchanged(
         self,
-        count: Count,
+        count: Counts,
         came: float,
         waited: float | None,
         closes: float | None = None,
@@ -230,9 +230,9 @@ class Journal:
             distance,
             count.skipped_updates - before.skipped_updates,
         )
-        self._tell(lambda listener: listener.exchanged(report))
+        self._notify(lambda listener: listener.exchanged(report))
 
-    def ended(self, count: Count | None = None) -> None:
+    def ended(self, count: Counts | None = None) -> None:
         """Report that training has ended.
 
         Args:
@@ -254,14 +254,14 @@ class Journal:
             None if math.isnan(self._open) or count.rounds == first.rounds else 1.0 - self._open,
             count.skipped_updates - first.skipped_updates,
         )
-        self._tell(lambda listener: listener.ended(total))
+        self._notify(lambda listener: listener.ended(total))
 
-    def _tell(self, tell: Callable[[Listener], None]) -> None:
+    def _notify(self, notify: Callable[[Listener], None]) -> None:
         """Call all listeners; a listener that raises is removed, and training goes on as on the other ranks."""
         for listener in list(self.listeners):
             try:
-                tell(listener)
+                notify(listener)
             except Exception as error:
                 self.listeners.remove(listener)
                 name = type(listener).__name__
-                logger.warning("%s hears of no more exchanges, as it has failed: %s", name, error, exc_info=True)
+                logger.warning("Listener %s raised and was removed: %s", name, error, exc_info=True)

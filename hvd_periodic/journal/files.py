@@ -83,7 +83,7 @@ class RunLog(Listener):
             os.write(self._file, json.dumps(line).encode() + b"\n")
         except OSError as error:
             self._over = True
-            logger.warning("The run log %s ends here: %s", path, error)
+            logger.warning("Stopped writing the run log %s: %s", path, error)
 
 
 def _is_cut_off(path: Path) -> bool:
@@ -98,8 +98,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def folder_asked(given: str | os.PathLike[str] | bool | None) -> Path | None:
-    """Return the folder of the run log that the argument or the environment asks for, or None; for False, None.
+def requested_folder(given: str | os.PathLike[str] | bool | None) -> Path | None:
+    """Return the folder of the run log that the argument or the environment names; None if there is none.
 
     Raises:
         TypeError: not a path.
@@ -112,7 +112,7 @@ def folder_asked(given: str | os.PathLike[str] | bool | None) -> Path | None:
     return Path(asked).absolute() if asked else None
 
 
-class Bad(NamedTuple):
+class BadLine(NamedTuple):
     """A line of a file that is skipped.
 
     Attributes:
@@ -125,12 +125,12 @@ class Bad(NamedTuple):
 
 
 def read_run_log(folder: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
-    """Return the lines of a run log by rank, in order; lines that the end of a job has cut off are skipped.
+    """Return the lines of a run log by rank, in order; incomplete lines are skipped.
 
     Raises:
         FileNotFoundError: there is no run log in the folder.
     """
-    return {rank: [line for _, line in lines_of(path)[0]] for rank, path in log_files(folder).items()}
+    return {rank: [line for _, line in parse_lines(path)[0]] for rank, path in log_files(folder).items()}
 
 
 def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
@@ -146,17 +146,17 @@ def log_files(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def lines_of(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[Bad]]:
+def parse_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[BadLine]]:
     """Return the lines of a file with their numbers, and the lines that are not JSON objects."""
     found, bad = [], []
     for number, text in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
-            bad.append(Bad(number, "it is no JSON, as where a job ended before it was written"))
+            bad.append(BadLine(number, "it is not JSON: a job may have ended while writing it"))
             continue
         if isinstance(line, dict):
             found.append((number, line))
         else:
-            bad.append(Bad(number, "it is no JSON object"))
+            bad.append(BadLine(number, "it is not a JSON object"))
     return found, bad

@@ -1,4 +1,4 @@
-"""Lines in the log: a description of the training, every exchange if asked for, and the totals."""
+"""Writes lines to the log: a description of the training, each exchange at level debug, and the totals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hvd_periodic.journal.base import Facts, Listener, Report, Total
 from hvd_periodic.logs import logger
 
 ENOUGH = 0.95
-"""Fraction of its way to the replicas after which a center counts as arrived."""
+"""Fraction of its distance to the replicas after which a center counts as close to them."""
 
 Log = logging.LoggerAdapter[logging.Logger]
 
 
 def log_of(number: int | None) -> Log:
-    """Return the log of one of several optimizers: its lines begin with the number of the optimizer.
+    """Return the log of one of several optimizers, whose lines begin with the number of the optimizer.
 
     Args:
         number: number of the optimizer; None if there is only one.
@@ -24,16 +24,16 @@ def log_of(number: int | None) -> Log:
     return _Named(logger, {"number": number})
 
 
-class Lines(Listener):
+class LogListener(Listener):
     """Writes to the log of the package, on one rank.
 
     Args:
-        speaks: returns whether this is the rank that writes.
+        is_writer: returns whether this is the rank that writes.
         number: returns the number of this optimizer; None if there is only one.
     """
 
-    def __init__(self, speaks: Callable[[], bool], number: Callable[[], int | None] = lambda: None) -> None:
-        self._speaks, self._number = speaks, number
+    def __init__(self, is_writer: Callable[[], bool], number: Callable[[], int | None] = lambda: None) -> None:
+        self._is_writer, self._number = is_writer, number
 
     @property
     def _log(self) -> Log:
@@ -41,15 +41,15 @@ class Lines(Listener):
 
     def began(self, facts: Facts) -> None:
         """Write a description of the training."""
-        if self._speaks():
+        if self._is_writer():
             self._log.info("%s", described(facts))
 
     def exchanged(self, report: Report) -> None:
         """Write the cost of an exchange."""
-        if not (logger.isEnabledFor(logging.DEBUG) and self._speaks()):
+        if not (logger.isEnabledFor(logging.DEBUG) and self._is_writer()):
             return
         waited = "" if report.waited is None else f" ({seconds_of(report.waited)} waiting)"
-        more = "" if report.step_seconds is None else f", {seconds_of(report.step_seconds)} a step"
+        more = "" if report.step_seconds is None else f", {seconds_of(report.step_seconds)} per step"
         more += "" if report.loss is None else f", loss {report.loss:.6g}"
         more += f", {report.missed} pushes of others since the last" if report.missed else ""
         self._log.debug(
@@ -64,11 +64,11 @@ class Lines(Listener):
 
     def ended(self, total: Total) -> None:
         """Write the totals of all exchanges."""
-        if not (total.exchanges and self._speaks()):
+        if not (total.exchanges and self._is_writer()):
             return
-        waited = "" if total.waited is None else f", {seconds_of(total.waited)} of it waiting for other ranks"
+        waited = "" if total.waited is None else f", including {seconds_of(total.waited)} waiting for other ranks"
         self._log.info(
-            "%s steps and %s exchanges in %s: %.1f %% of it in exchanges (%s%s), %s sent by this rank",
+            "%s steps and %s exchanges in %s: %.1f %% of the time in exchanges (%s%s), %s sent by this rank",
             f"{total.steps:,}",
             f"{total.exchanges:,}",
             seconds_of(total.wall_seconds),
@@ -78,11 +78,13 @@ class Lines(Listener):
             bytes_of(total.bytes_sent),
         )
         if total.left_out:
-            self._log.info("This rank was left out of %d exchanges: its replica was not finite", total.left_out)
+            self._log.info(
+                "This rank was excluded from %d exchanges because its replica was not finite", total.left_out
+            )
         if total.closed is not None and total.closed < ENOUGH:
             self._log.info(
-                "In %d exchanges the center has gone %.0f %% of its way to the replicas, and may be worse than they "
-                "are: exchange more often (a shorter period), or move it further (a larger moving rate)",
+                "In %d exchanges the center has closed %.0f %% of its distance to the replicas, and may be worse than "
+                "they are: exchange more often (a shorter period), or move it further (a larger moving rate)",
                 total.exchanges,
                 100 * total.closed,
             )
@@ -104,10 +106,10 @@ def described(facts: Facts) -> str:
     options = [f"{name}={known[name]}" for name in ("overlap", "fragments", "compression") if known.get(name)]
     resumed = f", from step {known['step']:,}" if known.get("step") else ""
     return (
-        f"{known['algorithm']} of {known['size']} ranks"
-        + (f" every {period:,} steps ({known['schedule']})" if period else f" by {known['schedule']}")
+        f"{known['algorithm']} on {known['size']} ranks"
+        + (f" every {period:,} steps ({known['schedule']})" if period else f", scheduled by {known['schedule']}")
         + (f" with {', '.join(options)}" if options else "")
-        + f": {known['elements']:,} parameters in {known['tensors']:,} tensors, {bytes_of(known['bytes'])} an "
+        + f": {known['elements']:,} parameters in {known['tensors']:,} tensors, {bytes_of(known['bytes'])} per "
         f"exchange; center {known['center']}, through {known['transport']}{resumed}"
     )
 

@@ -11,8 +11,8 @@ from reprlib import repr as shortened
 from typing import Any
 
 from hvd_periodic.journal.base import Report, Total
-from hvd_periodic.journal.checked import beginning, count, report, text, total
-from hvd_periodic.journal.files import VERSION, Bad, lines_of, log_files
+from hvd_periodic.journal.files import VERSION, BadLine, log_files, parse_lines
+from hvd_periodic.journal.validation import beginning, count, report, text, total
 
 _NAMED = 3
 """Number of bad lines of a file that are named one by one."""
@@ -95,15 +95,15 @@ class Run:
 
     path: Path
     trainings: Sequence[Training]
-    bad: Mapping[str, Sequence[Bad]]
+    bad: Mapping[str, Sequence[BadLine]]
 
 
-def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = lambda file: None) -> Run:
+def read_run(folder: str | os.PathLike[str], on_read: Callable[[Path], object] = lambda file: None) -> Run:
     """Return the contents of a folder of logs.
 
     Args:
         folder: folder of the logs.
-        told: called with each file after it has been read.
+        on_read: called with each file after it has been read.
 
     Raises:
         FileNotFoundError: there is no log.
@@ -114,7 +114,7 @@ def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = la
         raise FileNotFoundError(f"A run log is a folder of files rank-0.jsonl and so on. Received: the file {path}")
     parts: dict[tuple[str, tuple[int, ...], int], dict[int, Segment]] = {}
     numbers: dict[str, int] = {}
-    bad: dict[str, Sequence[Bad]] = {}
+    bad: dict[str, Sequence[BadLine]] = {}
     for rank, file in log_files(path).items():
         segments, left_out = _segments(file, rank)
         if left_out:
@@ -125,32 +125,32 @@ def read_run(folder: str | os.PathLike[str], told: Callable[[Path], object] = la
             parts.setdefault((name, ranks, begun[name, ranks]), {})[rank] = segment
             begun[name, ranks] += 1
             numbers[name] = number
-        told(file)
+        on_read(file)
     found = [(name, Part(ranks, segments)) for (name, ranks, _), segments in parts.items()]
     kept = [(name, part) for name, part in found if any(s.reports or s.total for s in part.segments.values())]
     if not kept:
         more = "".join(f". {each}" for each in bad_lines(bad))
         raise ValueError(
-            f"The run log {path} tells of no exchange: training has ended before the first, or not begun{more}"
+            f"The run log {path} contains no exchange: training ended before the first one, or never began{more}"
         )
     return Run(path, list(_trainings(kept, numbers)), bad)
 
 
-def _segments(file: Path, rank: int) -> tuple[list[tuple[str, int, Segment]], list[Bad]]:
+def _segments(file: Path, rank: int) -> tuple[list[tuple[str, int, Segment]], list[BadLine]]:
     """Return the segments, each with the name and number of its optimizer, and the bad lines."""
     latest: dict[str, Segment] = {}
     found: list[tuple[str, int, Segment]] = []
-    lines, bad = lines_of(file)
+    lines, bad = parse_lines(file)
     for number, line in lines:
         try:
-            _take(line, rank, latest, found)
+            _add_line(line, rank, latest, found)
         except ValueError as error:
-            bad.append(Bad(number, str(error)))
+            bad.append(BadLine(number, str(error)))
         except _VersionError as error:
             raise ValueError(f"{file} is a run log of {error}") from None
     if not found:
         first = f"line {min(bad).number}: {min(bad).why}" if bad else "it is empty"
-        raise ValueError(f"{file} is no run log: {first}")
+        raise ValueError(f"{file} is not a run log: {first}")
     return found, sorted(bad)
 
 
@@ -158,7 +158,9 @@ class _VersionError(Exception):
     """A log was written by another version of the package."""
 
 
-def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: list[tuple[str, int, Segment]]) -> None:
+def _add_line(
+    line: dict[str, Any], rank: int, latest: dict[str, Segment], found: list[tuple[str, int, Segment]]
+) -> None:
     """Add a line to the latest segment of its optimizer, or begin a new segment.
 
     Raises:
@@ -166,7 +168,7 @@ def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: li
     """
     event = line.get("event")
     if event not in ("began", "exchanged", "ended"):
-        raise ValueError(f"it says of no event, but event={shortened(event)}")
+        raise ValueError(f"it has an unknown event={shortened(event)}")
     number = count(line.get("optimizer", 0))
     name = text(line.get("name", str(number)))
     if event == "began":
@@ -175,7 +177,7 @@ def _take(line: dict[str, Any], rank: int, latest: dict[str, Segment], found: li
         latest[name] = Segment(beginning(line, rank))
         found.append((name, number, latest[name]))
     elif name not in latest:
-        raise ValueError("its beginning is gone, or bad")
+        raise ValueError("the beginning of its training is missing or bad")
     elif event == "exchanged":
         latest[name].reports.append(report(line))
     else:
@@ -188,16 +190,16 @@ def _check_version(line: Mapping[str, Any]) -> None:
     if isinstance(version, int) and version != VERSION:
         known = package if isinstance(package, str) else "of the version that wrote it"
         raise _VersionError(
-            f"version {shortened(version)}, and this is read by version {VERSION}: use hvd_periodic {known:.40}"
+            f"version {shortened(version)}, but this hvd_periodic reads version {VERSION}: use hvd_periodic {known:.40}"
         )
 
 
-def bad_lines(bad: Mapping[str, Sequence[Bad]]) -> Iterator[str]:
-    """Yield for each file which of its lines are skipped, and why."""
+def bad_lines(bad: Mapping[str, Sequence[BadLine]]) -> Iterator[str]:
+    """Yield a sentence for each file with skipped lines, with their numbers and the reasons."""
     for name, of_file in bad.items():
         named = "; ".join(f"line {each.number}: {each.why}" for each in of_file[:_NAMED])
         more = f"; and {len(of_file) - _NAMED} more" if len(of_file) > _NAMED else ""
-        yield f"{name} without {len(of_file)} bad line{'' if len(of_file) == 1 else 's'}: {named}{more}."
+        yield f"{name}: skipped {len(of_file)} bad line{'' if len(of_file) == 1 else 's'}: {named}{more}."
 
 
 def _trainings(parts: Sequence[tuple[str, Part]], numbers: Mapping[str, int]) -> Iterator[Training]:

@@ -10,7 +10,7 @@ from hvd_periodic.centers import placement_of
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.journal import Journal
-from hvd_periodic.journal.files import folder_asked
+from hvd_periodic.journal.files import requested_folder
 from hvd_periodic.local_state import LocalStateLike, as_local_state
 from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.outer.divided import Divisible
@@ -131,7 +131,7 @@ class Parts(Generic[V]):
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
         if local is not None:
             local.learn_start()
-        self.run_log = folder_asked(run_log)
+        self.run_log = requested_folder(run_log)
         self.journal = journal or new_journal(lambda: self.membership, self.run_log)
         kept = forms.center_file(bool(asynchronous), center_file), self.journal
         setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, *kept)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from hvd_periodic.algorithms.base import Exchange
 from hvd_periodic.arguments import described
 from hvd_periodic.journal import Journal, Listener
-from hvd_periodic.journal.base import Count, Facts
+from hvd_periodic.journal.base import Counts, Facts
 from hvd_periodic.journal.files import RunLog
-from hvd_periodic.journal.lines import Lines
+from hvd_periodic.journal.lines import LogListener
 from hvd_periodic.logs import logger, set_up
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.knowledge import Standpoint
@@ -41,7 +41,7 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
     listeners: list[Listener] = []
     set_up()
     if logger.isEnabledFor(logging.INFO):
-        listeners.append(Lines(lambda: membership().is_root, lambda: membership().number_among_several))
+        listeners.append(LogListener(lambda: membership().is_root, lambda: membership().number_among_several))
     if folder is not None:
         listeners.append(RunLog(folder, lambda: (membership().global_rank, membership().number, membership().name)))
     return Journal(listeners)
@@ -90,9 +90,9 @@ def _facts(course: Course[Any], counters: Counters) -> Facts:
     }
 
 
-def count_of(counters: Counters) -> Count:
+def count_of(counters: Counters) -> Counts:
     """Return what a journal tells of counters."""
-    return Count(
+    return Counts(
         counters.local_steps,
         counters.rounds,
         counters.exchange_seconds,
@@ -107,7 +107,7 @@ def measured(course: Course[Any], own: Standpoint) -> Standpoint:
     """Return where this rank stands with its distance to the center, if that is wanted, and can be known here."""
     if course.reads_together or course.setting.phase.equal:
         return own
-    return replace(own, distance=course.setting.journal.measured(course.tensor_groups.distance))
+    return replace(own, distance=course.setting.journal.measure_distance(course.tensor_groups.distance))
 
 
 def tell(

@@ -116,7 +116,7 @@ class GraphAsynchronous(Asynchronous[Any]):
                 tell(setting.membership, left_out)
                 pulled = worker.centers()
             else:
-                meeting.measured(setting.journal.measured(lambda: self._distance(vectors[pushes:] or vectors)))
+                meeting.measured(setting.journal.measure_distance(lambda: self._distance(vectors[pushes:] or vectors)))
                 with worker.transaction():
                     payload = (vector.numpy() for vector in vectors[:pushes])
                     pulled = list(worker.transport.exchange(alone, payload))

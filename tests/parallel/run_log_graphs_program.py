@@ -84,7 +84,7 @@ RUNS: dict[str, Callable[[Path], None]] = {
 }
 
 if __name__ == "__main__":
-    base.LITTLE = float("inf")
+    base.MEASURING_SHARE = float("inf")
     hvd.init()
     for name, train in RUNS.items():
         train(Path(sys.argv[1]) / name)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from hvd_periodic.cli.installed import TITLES
+from hvd_periodic.cli.software_checks import TITLES
 from tests.conftest import PATIENCE
 from tests.parallel.launch import ROOT, environment, start
 from tests.parallel.tiers import thorough

@@ -68,7 +68,7 @@ def test_run_logs_of_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             assert (ended["step"], ended["exchanges"]) == (end, len(steps)), name
         assert main(["report", "--json", str(tmp_path / name)]) == 0
         [told] = json.loads(capsys.readouterr().out)["trainings"]
-        assert not any("has no end" in finding for finding in told["findings"])
+        assert not any("has no final entry" in finding for finding in told["findings"])
 
 
 @pytest.mark.timeout(240)
@@ -102,8 +102,8 @@ def test_a_page_of_a_real_run(
     page = Page((tmp_path / "page.html").read_text())
     # Of the first period rank 0 has noted 16, 15, 14, rank 1 four more; of the last step 7 and 11.
     assert page.row("Loss, first → last") == ["17 → 9"]
-    assert page.row("Exchanges of a rank") == ["4"]
-    assert page.row("Sent by a rank") == [bytes_of(sum(s["bytes"] for s in seen) / 2)]
+    assert page.row("Exchanges per rank") == ["4"]
+    assert page.row("Sent per rank") == [bytes_of(sum(s["bytes"] for s in seen) / 2)]
     assert page.row("Ranks") == ["2 (0, 1)"]
     assert page.row("Versions")[0].startswith(title)
     assert main(["timeline", str(tmp_path / "run"), "-o", str(tmp_path / "trace.json")]) == 0

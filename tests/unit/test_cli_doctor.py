@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_periodic.cli import doctor, installed, jobs, machine, processes
+from hvd_periodic.cli import doctor, job_checks, machine_checks, processes, software_checks
 from hvd_periodic.cli.findings import OK, PROBLEM, WARNING, Finding
 from hvd_periodic.cli.main import main
 from hvd_periodic.cli.processes import MARK, Ended
@@ -43,17 +43,17 @@ def program(folder: Path, name: str, text: str) -> Path:
         ({}, {}, OK, "2.13.0", ""),
         ({"horovod": {"missing": True}}, {}, PROBLEM, "Horovod is not installed", "setup.sh"),
         ({"horovod": {"version": "1", "error": "libtorch.so"}}, {}, PROBLEM, "was not built with it", "setup.sh"),
-        ({"horovod": BUILT | {"mpi": False}}, {}, WARNING, "nothing asynchronous", "HOROVOD_WITH_MPI=1"),
+        ({"horovod": BUILT | {"mpi": False}}, {}, WARNING, "no asynchronous training", "HOROVOD_WITH_MPI=1"),
         ({"horovod": BUILT | {"gloo": False}}, {}, WARNING, "no elastic jobs", "HOROVOD_WITH_GLOO=1"),
         ({"horovod": BUILT | {"mpi": False, "gloo": False}}, {}, PROBLEM, "no controller", "HOROVOD_WITH_GLOO=1"),
         ({"gpus": 4}, {}, WARNING, "tensors of 4 GPUs travel through host memory", "HOROVOD_GPU_OPERATIONS=NCCL"),
         ({"gpus": 4, "horovod": BUILT | {"nccl": True}}, {}, OK, "", ""),
-        ({"keras": "2.15.0"}, {}, PROBLEM, "those of Keras 3", "pip install 'keras>=3'"),
+        ({"keras": "2.15.0"}, {}, PROBLEM, "needs Keras 3", "pip install 'keras>=3'"),
         ({"keras": "3.1.0"}, {"TF_USE_LEGACY_KERAS": "1"}, PROBLEM, "Keras 2", "unset TF_USE_LEGACY_KERAS"),
     ],
 )
 def test_frameworks(torch: Any, environment: dict[str, str], status: str, text: str, mend: str) -> None:
-    found = worst(list(installed.frameworks({"torch": TORCH | torch}, environment)))
+    found = worst(list(software_checks.frameworks({"torch": TORCH | torch}, environment)))
     assert found.status == status
     assert text in found.text
     assert mend in found.mend
@@ -61,29 +61,29 @@ def test_frameworks(torch: Any, environment: dict[str, str], status: str, text: 
 
 def test_frameworks_that_are_not_there() -> None:
     missing = {"missing": "No module named ..."}
-    assert worst(list(installed.frameworks({"torch": TORCH, "tensorflow": missing}, {}))).status == OK
-    found = worst(list(installed.frameworks({"torch": missing, "tensorflow": missing}, {})))
+    assert worst(list(software_checks.frameworks({"torch": TORCH, "tensorflow": missing}, {}))).status == OK
+    found = worst(list(software_checks.frameworks({"torch": missing, "tensorflow": missing}, {})))
     assert (found.status, "only the numpy front end works" in found.text) == (WARNING, True)
-    found = worst(list(installed.frameworks({"torch": {"failed": "no end within 9 s"}}, {})))
-    assert (found.status, found.text) == (PROBLEM, "importing it fails: no end within 9 s")
+    found = worst(list(software_checks.frameworks({"torch": {"failed": "it did not finish within 9 s"}}, {})))
+    assert (found.status, found.text) == (PROBLEM, "importing it fails: it did not finish within 9 s")
 
 
 def test_launchers(tmp_path: Path) -> None:
     """None; not on PATH but beside Python; two of them; one of another Python."""
     here, other = tmp_path / "here", tmp_path / "other"
     python = str(program(here, "python", ""))
-    none = list(installed.launchers([], [], python))
+    none = list(software_checks.launchers([], [], python))
     assert [found.status for found in none] == [PROBLEM, PROBLEM]
     for name in ("mpirun", "horovodrun"):
         program(here, name, "")
         program(other, name, "")
-    beside = list(installed.launchers([], [], python))
+    beside = list(software_checks.launchers([], [], python))
     assert [found.mend for found in beside] == [f'export PATH="{here}:$PATH"'] * 2
 
     def found(*folders: Path) -> list[Finding]:
         path = os.pathsep.join(map(str, folders))
-        files = [installed.on_path(name, path) for name in ("mpirun", "horovodrun")]
-        return list(installed.launchers(*files, python))
+        files = [software_checks.on_path(name, path) for name in ("mpirun", "horovodrun")]
+        return list(software_checks.launchers(*files, python))
 
     assert found(here, here) == []
     (tmp_path / "link").symlink_to(here)
@@ -95,25 +95,25 @@ def test_launchers(tmp_path: Path) -> None:
 
 
 def test_two_implementations_of_mpi() -> None:
-    assert worst(list(installed.mpi(MPIRUN, MPI4PY))).status == OK
-    found = worst(list(installed.mpi(MPIRUN, MPI4PY | {"library": "MPICH Version: 4.2.1"})))
+    assert worst(list(software_checks.mpi(MPIRUN, MPI4PY))).status == OK
+    found = worst(list(software_checks.mpi(MPIRUN, MPI4PY | {"library": "MPICH Version: 4.2.1"})))
     assert (found.status, found.what, "--no-binary mpi4py" in found.mend) == (PROBLEM, "mpi4py", True)
     newer = {"version": "4.1.2", "library": "Open MPI v5.0.7"}
-    found = worst(list(installed.mpi("mpirun (Open MPI) 5.0.7", newer)))
+    found = worst(list(software_checks.mpi("mpirun (Open MPI) 5.0.7", newer)))
     assert (found.status, found.what) == (WARNING, "horovodrun --mpi")
-    found = worst(list(installed.mpi(MPIRUN, {"missing": "No module named 'mpi4py'"})))
+    found = worst(list(software_checks.mpi(MPIRUN, {"missing": "No module named 'mpi4py'"})))
     assert (found.status, found.mend) == (WARNING, "pip install 'mpi4py>=4'")
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"shm {tmp_path} tmpfs rw,nosuid,noexec,size=65536k 0 0\n")
-    assert "not there" in next(machine.shared_memory(tmp_path / "nowhere")).text
-    monkeypatch.setattr(machine, "ENOUGH", 0)
-    found = next(machine.shared_memory(tmp_path, mounts))
-    assert (found.status, "noexec, which exchanges do not mind" in found.text) == (OK, True)
-    monkeypatch.setattr(machine, "ENOUGH", 2**80)
-    found = next(machine.shared_memory(tmp_path, mounts))
+    assert "does not exist" in next(machine_checks.shared_memory(tmp_path / "nowhere")).text
+    monkeypatch.setattr(machine_checks, "ENOUGH", 0)
+    found = next(machine_checks.shared_memory(tmp_path, mounts))
+    assert (found.status, "noexec, which does not matter" in found.text) == (OK, True)
+    monkeypatch.setattr(machine_checks, "ENOUGH", 2**80)
+    found = next(machine_checks.shared_memory(tmp_path, mounts))
     assert (found.status, "docker run --shm-size" in found.mend) == (WARNING, True)
 
 
@@ -124,12 +124,12 @@ def test_interfaces(tmp_path: Path) -> None:
 
     up("lo", "0x9")
     up("eth1", "0x1002")  # down
-    found = next(machine.interfaces(tmp_path))
+    found = next(machine_checks.interfaces(tmp_path))
     assert (found.status, "--network-interface lo" in found.mend) == (WARNING, True)
     up("eth0")
-    assert next(machine.interfaces(tmp_path)).status == OK
+    assert next(machine_checks.interfaces(tmp_path)).status == OK
     up("docker0")
-    found = next(machine.interfaces(tmp_path))
+    found = next(machine_checks.interfaces(tmp_path))
     assert (found.status, "btl_tcp_if_include eth0" in found.mend) == (WARNING, True)
 
 
@@ -144,7 +144,7 @@ def test_interfaces(tmp_path: Path) -> None:
     ],
 )
 def test_cores(environment: dict[str, str], cores: int, ranks: int, what: str | None) -> None:
-    found = list(machine.processor(environment, cores, ranks, open_mpi=True))
+    found = list(machine_checks.processor(environment, cores, ranks, open_mpi=True))
     assert [each.what for each in found if each.status == WARNING] == ([] if what is None else [what])
 
 
@@ -160,9 +160,9 @@ def test_cores(environment: dict[str, str], cores: int, ranks: int, what: str | 
     ],
 )
 def test_settings(environment: dict[str, str], root: bool, status: str, mend: str) -> None:
-    found = worst(list(machine.settings(environment, root, open_mpi=True)))
+    found = worst(list(machine_checks.settings(environment, root, open_mpi=True)))
     assert (found.status, found.mend) == (status, mend)
-    assert next(machine.host_name({"host": "h", "error": "unknown"})).status == WARNING
+    assert next(machine_checks.host_name({"host": "h", "error": "unknown"})).status == WARNING
 
 
 HUNG = """Timeout (0:00:09)!
@@ -178,22 +178,22 @@ RIGHT = {"ranks": 2, "right": True, "controller": "MPI", "threads": True, "world
     ("code", "report", "output", "status", "text", "mend"),
     [
         (0, RIGHT, "", OK, "2 ranks exchange", ""),
-        (0, RIGHT | {"world": 1}, "", WARNING, "Horovod sees 2 ranks, and mpi4py 1", "--no-binary mpi4py"),
-        (0, RIGHT | {"ranks": 1}, "", PROBLEM, "each sees 1 rank: the launcher is of another MPI", "setup.sh"),
-        (0, RIGHT | {"right": False}, "", PROBLEM, "what arrives is wrong", "A=1 mpirun -np 2 x"),
+        (0, RIGHT | {"world": 1}, "", WARNING, "Horovod sees 2 ranks, but mpi4py 1", "--no-binary mpi4py"),
+        (0, RIGHT | {"ranks": 1}, "", PROBLEM, "each sees 1 rank: the launcher belongs to another MPI", "setup.sh"),
+        (0, RIGHT | {"right": False}, "", PROBLEM, "the results are wrong", "A=1 mpirun -np 2 x"),
         (0, RIGHT | {"threads": False}, "", WARNING, "no MPI_THREAD_MULTIPLE", "setup.sh"),
         (139, RIGHT, "Segmentation fault", PROBLEM, "end with exit code 139: Segmentation", "A=1 mpirun -np 2 x"),
         (1, {"error": "Horovod knows of one"}, "", PROBLEM, "exit code 1: Horovod knows of one", "mpirun -np 2 x"),
         (1, None, "mpirun: use --allow-run-as-root", PROBLEM, "exit code 1", "export OMPI_ALLOW_RUN_AS_ROOT=1"),
         (1, None, "unrecognized option", PROBLEM, "exit code 1: unrecognized option", "or horovodrun --gloo"),
-        (None, None, "", PROBLEM, "did not get to the end of an exchange in time: it printed", "A=1 mpirun"),
+        (None, None, "", PROBLEM, "did not complete an exchange in time: it printed", "A=1 mpirun"),
         (1, None, HUNG, PROBLEM, 'in time: File "probe.py", line 70 in exchange', "A=1 mpirun"),
     ],
 )  # fmt: skip
 def test_jobs(code: int | None, report: Any, output: str, status: str, text: str, mend: str) -> None:
     printed = "" if report is None else f"[1,0]<stdout>:{MARK}{json.dumps(report)}[1,0]<stdout>:\n"
-    job = jobs.Job("mpirun", ["mpirun"], ["x"], {"A": "1"}, needed=True)
-    found = jobs.judged(job, Ended(code, printed + output), 1.0, ["mpirun", "-np", "2", "x"])
+    job = job_checks.Job("mpirun", ["mpirun"], ["x"], {"A": "1"}, needed=True)
+    found = job_checks.judged(job, Ended(code, printed + output), 1.0, ["mpirun", "-np", "2", "x"])
     assert found.status == status
     assert text in found.text
     assert mend in found.mend
@@ -203,7 +203,7 @@ def test_jobs_that_make_sense() -> None:
     def names(mpi: bool = True, gloo: bool = True, **changes: Any) -> list[str]:
         built = {"torch": {"mpi": mpi, "gloo": gloo}}
         given = {"mpirun": "mpirun", "horovodrun": "horovodrun", "built": built, "mpi4py": True}
-        return [job.what for job in jobs.jobs(**(given | changes))]
+        return [job.what for job in job_checks.jobs(**(given | changes))]
 
     launched = ["PyTorch, mpirun", "PyTorch, horovodrun --gloo", "PyTorch, horovodrun --mpi"]
     transports = ["asynchronous, window", "asynchronous, service"]
@@ -214,7 +214,7 @@ def test_jobs_that_make_sense() -> None:
     both = {"torch": {"mpi": False, "gloo": True}, "tensorflow": {"mpi": True, "gloo": False}}
     of_both = ["PyTorch, horovodrun --gloo", "TensorFlow, mpirun", "TensorFlow, horovodrun --mpi"]
     assert names(built=both) == [*of_both, *transports]
-    words = [job.program[-2:] for job in jobs.jobs("mpirun", None, {**both, "torch": both["tensorflow"]}, False)]
+    words = [job.program[-2:] for job in job_checks.jobs("mpirun", None, {**both, "torch": both["tensorflow"]}, False)]
     assert words == [["exchange", "torch"], ["exchange", "tensorflow"]]
 
 
@@ -224,8 +224,8 @@ def test_too_few_slots(tmp_path: Path) -> None:
     text = (
         f"[[ $* == *--oversubscribe* ]] && echo '{report}' && exit; echo There are not enough slots available; exit 1"
     )
-    job = jobs.Job("mpirun", [str(program(tmp_path, "mpirun", text))], ["x"])
-    found = jobs.tried(job, PATIENCE * 10, os.environ)
+    job = job_checks.Job("mpirun", [str(program(tmp_path, "mpirun", text))], ["x"])
+    found = job_checks.tried(job, PATIENCE * 10, os.environ)
     assert (found.status, found.mend) == (WARNING, f"{tmp_path}/mpirun --oversubscribe -np 2 ...")
 
 
@@ -270,7 +270,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     )
     program(tmp_path / "bin", "horovodrun", f"echo '{MARK}{json.dumps(RIGHT)}'")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    for name in machine.ROOT:
+    for name in machine_checks.ROOT:
         monkeypatch.setenv(name, "1")
     return tmp_path / "bin"
 
@@ -305,7 +305,7 @@ def test_a_job_that_fails(examined: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "problem  PyTorch, mpirun: 2 ranks end with exit code 3: sorry" in out
+    assert "problem  PyTorch, mpirun: 2 ranks ended with exit code 3: sorry" in out
     assert f"$ {examined}/mpirun -np 2 " in out
 
 
@@ -315,10 +315,10 @@ def test_a_check_that_fails_ends_no_others(
     def broken() -> Any:
         raise OSError("no such thing")
 
-    monkeypatch.setattr(machine, "interfaces", broken)
+    monkeypatch.setattr(machine_checks, "interfaces", broken)
     assert main(["doctor", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "network interfaces: this could not be looked at: OSError: no such thing" in out
+    assert "network interfaces: this check failed: OSError: no such thing" in out
     assert "cores: " in out
 
 

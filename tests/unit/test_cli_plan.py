@@ -66,13 +66,13 @@ def test_advice_follows_the_network(capsys: pytest.CaptureFixture[str]) -> None:
     period, exchange, why = advice("--bandwidth", "1", "--steps", "2000")
     assert exchange == "average, overlap"
     assert period <= 20
-    assert "leaves a run of 2000 steps less than 100 exchanges" in why
+    assert "leaves a run of 2000 steps fewer than 100 exchanges" in why
     _, _, why = advice("--bandwidth", "0.001")
     assert "Only a period of" in why
-    assert "would bring that to 10 %, and periods above 100 are long" in why
+    assert "would reduce that to 10 %, and periods above 100 are long" in why
     period, exchange, why = advice("--parameters", "7B", "--ranks", "64", "--bandwidth", "100", "--step", "2000")
     assert (period, exchange) == (100, "average"), "overlap would take as long: steps are computed meanwhile"
-    assert "Exchanges then take 10.1 % of the time. Only a period of 101 would bring that to 10 %" in why
+    assert "Exchanges then take 10.1 % of the time. Only a period of 101 would reduce that to 10 %" in why
 
 
 @pytest.mark.parametrize("steps", ["1", "150", "199", "250"])
@@ -91,7 +91,7 @@ def test_a_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     table = [line.rstrip() for line in out.splitlines() if line.startswith((" ", "p", "a")) and "average" in line]
     assert len(table) >= 12
     assert max(map(len, table)) <= 80
-    assert "Learning rate: 0.1, not 0.8: that with which one worker trains alone." in out
+    assert "Learning rate: 0.1, not 0.8: that of a single-worker run." in out
     assert "\x1b" not in out
 
 
@@ -165,7 +165,7 @@ def test_files_that_are_no_models(
         ("--share 1.5", "`--share` must be between 0 and 1"),
         ("--steps 0", "`--steps` must be an int >= 1"),
         ("--learning-rate 0", "`--learning-rate` must be positive"),
-        ("--measure", "--measure finds out itself what --ranks and --bandwidth would say"),
+        ("--measure", "--measure measures the network and the ranks itself: omit --ranks and --bandwidth"),
     ],
 )
 def test_nonsense_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +173,7 @@ def test_nonsense_is_refused(words: str, message: str, capsys: pytest.CaptureFix
 
 
 def test_what_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Say --ranks; or --measure, in a job" in refused(capsys, "--parameters", "1M", "--step", "10")
+    assert "Pass --ranks, or use --measure in a job" in refused(capsys, "--parameters", "1M", "--step", "10")
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--ranks", "3"])
 

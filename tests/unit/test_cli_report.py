@@ -52,7 +52,7 @@ def train(
 
 @pytest.fixture(autouse=True)
 def always_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "LITTLE", float("inf"))
+    monkeypatch.setattr(base, "MEASURING_SHARE", float("inf"))
 
 
 def told(capsys: pytest.CaptureFixture[str], *folders: Path, more: tuple[str, ...] = ()) -> Any:
@@ -93,15 +93,15 @@ def test_numbers_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixt
         assert 0 < rank["waited"] <= rank["exchange_seconds"] <= rank["seconds"]
     assert sum(rank["last"] for rank in found["ranks"]) == pytest.approx(1)
     assert (found["facts"]["period"], found["facts"]["size"], found["facts"]["host"] != "") == (PERIOD, 2, True)
-    assert any("The center has gone 76 % of its way to the replicas" in finding for finding in found["findings"])
+    assert any("The center has closed 76 % of its distance to the replicas" in finding for finding in found["findings"])
 
 
 def test_a_page_of_one_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     train(tmp_path / "easgd")
     page = shown(tmp_path, tmp_path / "easgd")
-    assert page.row("Local steps of a rank") == ["10"]
-    assert page.row("Exchanges of a rank") == ["4"]
+    assert page.row("Local steps per rank") == ["10"]
+    assert page.row("Exchanges per rank") == ["4"]
     assert page.row("Loss, first → last") == ["14 → 6"]
     assert page.row("Algorithm") == ["EASGD(moving_rate=0.1, beta=None, rho=0.0)"]
     assert page.row("Ranks") == ["2 (0, 1)"]
@@ -113,7 +113,7 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     assert "rank 1: from 19 to 11," in by_title["Loss"]
     assert re.search(r"waited: \S+ for rank 0, \S+ for rank 1\.", by_title["Waiting"])
     assert "Staleness" not in by_title
-    assert any("exchange is synchronous" in words for words in page.words)
+    assert any("exchanges are synchronous" in words for words in page.words)
     assert all(address.startswith("#") for address in page.addresses), "the page asks the network for something"
     assert len(set(page.identities)) == len(page.identities)
 
@@ -127,8 +127,8 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     page = shown(tmp_path, *(tmp_path / name for name in ("easgd", "<average>", "one by one")))
     assert page.rows[0] == ["", "easgd", "<average>", "one by one"]
     assert page.row("Exchange") == ["synchronous", "synchronous", "asynchronous"]
-    assert page.row("Loss, first → last") == ["14 → 6", "not known", "14 → 6"]
-    assert page.row("Distance to the center, first → last")[1] == "not known"
+    assert page.row("Loss, first → last") == ["14 → 6", "unknown", "14 → 6"]
+    assert page.row("Distance to the center, first → last")[1] == "unknown"
     assert page.row("Time waiting for others")[2] == ""
     by_title = {label.partition(":")[0]: label for label in page.labels}
     assert "<average>" not in by_title["Loss"]
@@ -142,9 +142,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     train(tmp_path / "bare", loss=False, center="root", ranks=1)
     page = shown(tmp_path, tmp_path / "bare")
     text = " ".join(page.words)
-    assert "No loss was noted: call optimizer.synchronizer.report(loss) before step()" in text
+    assert "No loss was reported: call optimizer.synchronizer.report(loss) before step()" in text
     assert "No distance was measured" in text
-    assert "No rank waits for others: there is one" in text
+    assert "No rank waits for others: there is only one" in text
 
 
 def lines(rank: int, waits: list[float], **facts: Any) -> list[dict[str, Any]]:
@@ -181,14 +181,14 @@ def test_a_rank_that_all_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert by_rank[3]["waited"] == pytest.approx(28.0)
     assert found["waiting_share"] == pytest.approx((36 + 37 + 5.5 + 28) / 400)
     first = next(finding for finding in found["findings"] if "wait" in finding)
-    assert first.startswith("All wait for rank 2 (h2): it came last to 90 % of the exchanges")
-    assert any("has no end" in finding for finding in found["findings"])
+    assert first.startswith("Rank 2 (h2) delays the others: it arrived last at 90 % of the exchanges")
+    assert any("has no final entry" in finding for finding in found["findings"])
 
 
 def test_ranks_that_wait_for_each_other_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     waits = [[0.0 if i % 4 == rank else 4.0 for i in range(8)] for rank in range(4)]
     [found] = told(capsys, written(tmp_path / "turns", waits))
-    assert any("now for one and now for another" in finding for finding in found["findings"])
+    assert any("and no single rank is the cause" in finding for finding in found["findings"])
 
 
 def test_a_restarted_job_and_its_cut_off_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,9 +201,9 @@ def test_a_restarted_job_and_its_cut_off_line(tmp_path: Path, capsys: pytest.Cap
     [found] = told(capsys, folder)
     assert [rank["steps"] for rank in found["ranks"]] == [STEPS + 3] * 2
     assert [rank["exchanges"] for rank in found["ranks"]] == [5, 5]
-    assert found["bad_lines"] == {"rank-1.jsonl": {"7": "it is no JSON, as where a job ended before it was written"}}
-    assert found["findings"][0].startswith("rank-1.jsonl without 1 bad line: line 7: it is no JSON, as where a job")
-    assert any("Training has begun 2 times, at local steps 0, 0" in finding for finding in found["findings"])
+    assert found["bad_lines"] == {"rank-1.jsonl": {"7": "it is not JSON: a job may have ended while writing it"}}
+    assert found["findings"][0].startswith("rank-1.jsonl: skipped 1 bad line: line 7: it is not JSON: a job")
+    assert any("Training was started 2 times, at local steps 0, 0" in finding for finding in found["findings"])
 
 
 def test_several_optimizers_and_sets_of_ranks_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,27 +239,27 @@ def test_logs_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (tmp_path / "broken" / "rank-0.jsonl").write_text(text)
         return refused(capsys, "report", str(tmp_path / "broken"))
 
-    assert "is no run log: it is empty" in with_file("")
-    assert "is no run log: line 1: it is no JSON, as" in with_file("hello\n")
-    assert "is no run log: line 1: it is no JSON object" in with_file("[1, 2]\n")
-    assert "is no run log: line 1: it says of no event, but event=[[]]" in with_file('{"event": [[]]}\n')
+    assert "is not a run log: it is empty" in with_file("")
+    assert "is not a run log: line 1: it is not JSON:" in with_file("hello\n")
+    assert "is not a run log: line 1: it is not a JSON object" in with_file("[1, 2]\n")
+    assert "is not a run log: line 1: it has an unknown event=[[]]" in with_file('{"event": [[]]}\n')
     began = {"event": "began", "optimizer": 1, "name": "a", "version": 1, "time": 0.0, "ranks": [0], "algorithm": "A"}
     newer = json.dumps(began | {"version": 7, "package": "9.1"})
-    assert "version 7, and this is read by version 1: use hvd_periodic 9.1" in with_file(newer)
-    assert "line 1: it does not say time" in with_file('{"event": "began", "version": 1}\n')
-    assert "tells of no exchange" in with_file(json.dumps(began))
+    assert "version 7, but this hvd_periodic reads version 1: use hvd_periodic 9.1" in with_file(newer)
+    assert "line 1: it lacks time" in with_file('{"event": "began", "version": 1}\n')
+    assert "contains no exchange" in with_file(json.dumps(began))
     exchanged = {"event": "exchanged", "optimizer": 1, "name": "a"}
-    assert "line 1: its beginning is gone, or bad" in with_file(json.dumps(exchanged))
+    assert "line 1: the beginning of its training is missing or bad" in with_file(json.dumps(exchanged))
     text = "\n".join(map(json.dumps, (began, exchanged)))
-    assert "tells of no exchange" in with_file(text)
-    assert "rank-0.jsonl without 1 bad line: line 2: it does not say time" in with_file(text)
+    assert "contains no exchange" in with_file(text)
+    assert "rank-0.jsonl: skipped 1 bad line: line 2: it lacks time" in with_file(text)
     assert "Received: the file" in refused(capsys, "report", str(tmp_path / "broken" / "rank-0.jsonl"))
 
 
 def test_ranks_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "run")
     (tmp_path / "run" / "rank-1.jsonl").unlink()
-    assert "has no log of rank 1: each rank writes where it runs" in refused(capsys, "report", str(tmp_path / "run"))
+    assert "has no log of rank 1: each rank writes on its own host" in refused(capsys, "report", str(tmp_path / "run"))
     [found] = told(capsys, tmp_path / "run", more=("--partial",))
     assert [rank["rank"] for rank in found["ranks"]] == [0]
     assert "There is no log of rank 1" in found["findings"][0]
@@ -297,15 +297,15 @@ def test_the_points_of_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (told["what"], told["x"], told["y"]) == ("loss", "local step", "loss")
     assert [curve["label"] for curve in told["curves"]] == ["rank 0", "rank 1"]
     assert told["curves"][1] == {"label": "rank 1", "x": [*AT, None, 3], "y": [19, 16, 13, 11, None, 19]}
-    assert "Say where to, -o FILE; or --json" in refused(capsys, "plot", str(tmp_path / "run"))
+    assert "Pass -o FILE to write a file, or --json" in refused(capsys, "plot", str(tmp_path / "run"))
 
 
 def test_a_plot_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     train(tmp_path / "run", loss=False)
     file = str(tmp_path / "plot.png")
-    assert "No loss was noted" in refused(capsys, "plot", str(tmp_path / "run"), "-o", file)
-    assert "exchange is synchronous" in refused(
+    assert "No loss was reported" in refused(capsys, "plot", str(tmp_path / "run"), "-o", file)
+    assert "exchanges are synchronous" in refused(
         capsys, "plot", str(tmp_path / "run"), "--what", "staleness", "-o", file
     )
 
@@ -317,7 +317,7 @@ def test_a_plot_says_what_it_does_not_show(tmp_path: Path, capsys: pytest.Captur
     train(tmp_path / "together")
     train(tmp_path / "alone", asynchronous=True, loss=False)
     runs = [str(tmp_path / name) for name in ("together", "alone")]
-    for what, why in (("waiting", "exchange is asynchronous"), ("loss", "No loss was noted")):
+    for what, why in (("waiting", "exchanges are asynchronous"), ("loss", "No loss was reported")):
         assert main(["plot", *runs, "--what", what, "-o", str(tmp_path / "plot.svg")]) == 0
         error = capsys.readouterr().err
         assert error.startswith("warning: Not shown: alone. ")
@@ -327,21 +327,21 @@ def test_a_plot_says_what_it_does_not_show(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", *runs, "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "Not shown: alone. No rank waits for others" in page
-    assert "Not shown: together. There is none: exchange is synchronous" in page
+    assert "Not shown: together. There is no staleness: exchanges are synchronous" in page
 
 
 def test_long_runs_have_few_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Means over neighbours: of losses 0, 1, ... the mean stays."""
-    from hvd_periodic.cli import told as telling
+    from hvd_periodic.cli import run_summary
 
     x = np.zeros(1)
     optimizer = PeriodicOptimizer(SGD(0.1), {"x": x}, Averaging(), 1, run_log=tmp_path / "long")
     for step in range(1000):
         optimizer.synchronizer.report(float(step))
         optimizer.step([np.ones(1)])
-    [found] = telling.told_of([read_run(tmp_path / "long")])
-    steps, losses = telling.curve(found, "loss")
-    assert len(steps) == len(losses) == telling.POINTS
+    [found] = run_summary.summarize([read_run(tmp_path / "long")])
+    steps, losses = run_summary.curve(found, "loss")
+    assert len(steps) == len(losses) == run_summary.POINTS
     assert np.mean(losses) == pytest.approx(499.5)
     assert steps == sorted(steps)
 

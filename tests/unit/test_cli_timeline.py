@@ -36,7 +36,7 @@ def test_a_trace(tmp_path: Path) -> None:
     assert sorted((e["pid"], e["args"]["step"]) for e in spans(events)) == [
         (rank, step) for rank in range(3) for step in AT
     ]
-    assert len(spans(events, "meeting")) == 3 * len(AT)
+    assert len(spans(events, "handshake")) == 3 * len(AT)
     arrows = {kind: [event["id"] for event in events if event["ph"] == kind] for kind in "sf"}
     assert sorted(arrows["s"]) == sorted(arrows["f"])
     assert len(set(arrows["s"])) == 2 * len(AT)
@@ -70,7 +70,7 @@ def test_ways_to_exchange(options: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(2, work)
     events = traced(tmp_path / "run")
     assert len(spans(events)) >= 8
-    assert bool(spans(events, "meeting")) == (not options.get("asynchronous"))
+    assert bool(spans(events, "handshake")) == (not options.get("asynchronous"))
 
 
 def test_several_optimizers_and_beginnings(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_log_that_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
     kept = [line for line in log.read_text().splitlines() if '"ended"' not in line]
     log.write_text("\n".join(kept)[:-40])
     events = traced(tmp_path / "run")
-    assert "rank-1.jsonl without 1 bad line: line 5: it is no JSON" in capsys.readouterr().err
+    assert "rank-1.jsonl: skipped 1 bad line: line 5: it is not JSON" in capsys.readouterr().err
     assert len(spans(events)) == 2 * len(AT) - 1
     assert len([event for event in events if event["ph"] == "s"]) == len(AT) - 1
 
@@ -129,7 +129,7 @@ def test_a_trace_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixtur
     train(tmp_path / "run")
     assert main(["timeline", str(tmp_path / "run"), "--json"]) == 0
     printed = events_of(capsys.readouterr().out)
-    assert "Say where to, -o FILE; or --json" in refused(capsys, "timeline", str(tmp_path / "run"))
+    assert "Pass -o FILE to write a file, or --json" in refused(capsys, "timeline", str(tmp_path / "run"))
     assert printed == traced(tmp_path / "run")
 
 
@@ -139,7 +139,7 @@ def test_a_log_without_moments_is_refused(tmp_path: Path, capsys: pytest.Capture
     for log in folder.iterdir():
         log.write_text(log.read_text().replace('"came"', '"else"'))
     file = tmp_path / "trace.json"
-    assert "does not say when ranks came" in refused(capsys, "timeline", str(folder), "-o", str(file))
+    assert "does not record when ranks arrived" in refused(capsys, "timeline", str(folder), "-o", str(file))
     assert not file.exists()
 
 

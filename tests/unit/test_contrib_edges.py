@@ -14,7 +14,7 @@ hvd = pytest.importorskip("horovod.tensorflow")
 tf = pytest.importorskip("tensorflow").compat.v1
 
 from hvd_periodic import read_run_log  # noqa: E402
-from hvd_periodic.cli.told import told_of  # noqa: E402
+from hvd_periodic.cli.run_summary import summarize  # noqa: E402
 from hvd_periodic.journal.runs import read_run  # noqa: E402
 from hvd_periodic.tensorflow import contrib_opt  # noqa: E402
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator  # noqa: E402
@@ -260,4 +260,4 @@ def test_a_run_log_of_sessions(asynchronous: bool, tmp_path: Any, monkeypatch: p
     assert [(line["event"], line["step"], line["steps"]) for line in exchanged] == [("exchanged", s, 2) for s in (2, 4)]
     # An exchange takes half of the distance away: a quarter by the replica, and a quarter by the center.
     assert [line["distance"] for line in exchanged] == pytest.approx([2**0.5, 1.5 * 2**0.5])
-    assert len(told_of([read_run(tmp_path)])) == 1
+    assert len(summarize([read_run(tmp_path)])) == 1

@@ -131,7 +131,7 @@ def test_every_exchange_is_told(
     front_end: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank, in every front end: what is told adds up to the counters, and the file says the same."""
-    monkeypatch.setattr(base, "LITTLE", float("inf"))
+    monkeypatch.setattr(base, "MEASURING_SHARE", float("inf"))
     folder = tmp_path / "run"
     synchronizer, step = FRONT_ENDS[front_end](LocalCommunicator(), asynchronous, run_log=folder)
     heard = Heard()
@@ -173,7 +173,7 @@ def test_every_exchange_is_told(
 
 def test_distances_take_little_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first is measured; where that has taken more than is allowed, the next are not. Without a log, none is."""
-    monkeypatch.setattr(base, "LITTLE", 0.0)
+    monkeypatch.setattr(base, "MEASURING_SHARE", 0.0)
     for options in ({"run_log": tmp_path}, {}):
         synchronizer, step = of_numpy(LocalCommunicator(), False, **options)
         heard = Heard()
@@ -245,15 +245,15 @@ def test_the_root_says_what_training_is_and_what_it_came_to(said: pytest.LogCapt
     run_ranks(2, train)
     first, *exchanges, summary, advice = said.messages
     assert first == (
-        "EASGD(moving_rate=0.1, beta=None, rho=0.0) of 2 ranks every 3 steps (Every(period=3)): 100 parameters in 1 "
-        "tensors, 800 B an exchange; center replicated, through threads of one process"
+        "EASGD(moving_rate=0.1, beta=None, rho=0.0) on 2 ranks every 3 steps (Every(period=3)): 100 parameters in 1 "
+        "tensors, 800 B per exchange; center replicated, through threads of one process"
     )
     assert [line.split(":")[0] for line in exchanges] == [f"Exchange {i + 1} at step {at}" for i, at in enumerate(AT)]
     assert summary.startswith("10 steps and 4 exchanges in ")
     assert "waiting for other ranks), " in summary
     assert advice == (
-        "In 4 exchanges the center has gone 76 % of its way to the replicas, and may be worse than they are: exchange "
-        "more often (a shorter period), or move it further (a larger moving rate)"
+        "In 4 exchanges the center has closed 76 % of its distance to the replicas, and may be worse than they are: "
+        "exchange more often (a shorter period), or move it further (a larger moving rate)"
     )
 
 
@@ -276,7 +276,7 @@ def test_the_log_shows_the_rates_in_force(
             optimizer.step([np.ones(3)])
 
     run_ranks(2, train)
-    assert said.messages[0].startswith(f"{shown} of 2 ranks")
+    assert said.messages[0].startswith(f"{shown} on 2 ranks")
     assert read_run_log(tmp_path)[0][0]["algorithm"] == shown
 
 
@@ -312,7 +312,7 @@ def test_a_center_that_arrives_gets_no_advice(said: pytest.LogCaptureFixture) ->
     for _ in range(4):
         optimizer.step([np.ones(3)])
     optimizer.synchronizer.finalize()
-    assert not any("of its way" in line for line in said.messages)
+    assert not any("of its distance" in line for line in said.messages)
     assert EASGD().contraction.__doc__
 
 
@@ -358,7 +358,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(said: pytest.LogCaptureFi
         step()
     synchronizer.finalize()
     assert synchronizer.rounds == 4
-    assert sum("ends here: [Errno 28] No space left on device" in line for line in said.messages) == 1
+    assert sum("rank-0.jsonl: [Errno 28] No space left on device" in line for line in said.messages) == 1
 
 
 def test_a_log_that_was_cut_off_goes_on(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_a_listener_that_fails_hears_no_more(said: pytest.LogCaptureFixture) -> 
 
     assert run_ranks(2, train) == [4, 4]
     assert [line for line in said.messages if "Failing" in line] == [
-        "Failing hears of no more exchanges, as it has failed: the board is not reached"
+        "Listener Failing raised and was removed: the board is not reached"
     ]
 
 

@@ -120,7 +120,7 @@ def test_a_page_and_plots_of_enormous_numbers(tmp_path: Path, capsys: pytest.Cap
 def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, {2: {"step": '"six"'}}, DEEP)
     write(tmp_path, 1, {})
-    named = "rank-0.jsonl without 2 bad lines: line 3: it says step='six', which is no count; line 5: it is no JSON"
+    named = "rank-0.jsonl: skipped 2 bad lines: line 3: step='six' is not a count; line 5: it is not JSON"
     code, out, _ = run(capsys, "report", "--json", str(tmp_path))
     assert named in json.loads(out)["trainings"][0]["findings"][0]
     for command in ("timeline", "plot"):

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from hvd_periodic.cli import processes
 from hvd_periodic.cli.findings import OK, PROBLEM, SETUP, WARNING, Finding
-from hvd_periodic.cli.installed import TITLES
-from hvd_periodic.cli.machine import ROOT, TRANSPORT, YIELD
+from hvd_periodic.cli.machine_checks import ROOT, TRANSPORT, YIELD
+from hvd_periodic.cli.software_checks import TITLES
 
 RANKS = 2
 
@@ -82,9 +82,7 @@ def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
     finding = judged(job, ended, time.perf_counter() - started, words)
     if oversubscribed and finding.status == OK:
         mend = shlex.join([*words[: len(job.launcher) + 1], "-np", str(RANKS), "..."])
-        return Finding(
-            WARNING, job.what, f"{finding.text}; there are less than {RANKS} slots, as the launcher counts", mend
-        )
+        return Finding(WARNING, job.what, f"{finding.text}; the launcher counts fewer than {RANKS} slots", mend)
     return finding
 
 
@@ -96,24 +94,26 @@ def judged(job: Job, ended: processes.Ended, seconds: float, words: Sequence[str
     report = ended.report
     if report is None or "error" in report:
         if ended.hung is not None:
-            text = f"{RANKS} ranks did not get to the end of an exchange in time: {ended.hung}"
+            text = f"{RANKS} ranks did not complete an exchange in time: {ended.hung}"
         else:
             reason = ended.last() if report is None else report["error"]
-            text = f"{RANKS} ranks end with exit code {ended.code}: {reason}"
+            text = f"{RANKS} ranks ended with exit code {ended.code}: {reason}"
         return Finding(bad, job.what, text, _mend(ended.output, again))
     if report["ranks"] != RANKS:
-        text = f"{RANKS} processes were started, and each sees {report['ranks']} rank: the launcher is of another MPI"
+        text = (
+            f"{RANKS} processes were started, and each sees {report['ranks']} rank: the launcher belongs to another MPI"
+        )
         return Finding(bad, job.what, text, SETUP)
     if not report["right"]:
-        return Finding(bad, job.what, "ranks exchange, and what arrives is wrong", again)
+        return Finding(bad, job.what, "ranks exchange, but the results are wrong", again)
     if report.get("world") not in (None, RANKS):
-        text = f"Horovod sees {RANKS} ranks, and mpi4py {report['world']}: it was built for another MPI"
+        text = f"Horovod sees {RANKS} ranks, but mpi4py {report['world']}: it was built for another MPI"
         return Finding(WARNING, job.what, text, "pip install --force-reinstall --no-binary mpi4py 'mpi4py>=4'")
     if report.get("threads") is False:
-        text = "ranks exchange; MPI has no MPI_THREAD_MULTIPLE, and asynchronous exchange will be refused"
+        text = "ranks exchange; MPI has no MPI_THREAD_MULTIPLE, so that asynchronous exchange is refused"
         return Finding(WARNING, job.what, text, SETUP)
     if ended.code != 0:
-        return Finding(bad, job.what, f"ranks exchange, and end with exit code {ended.code}: {ended.last()}", again)
+        return Finding(bad, job.what, f"ranks exchange, but end with exit code {ended.code}: {ended.last()}", again)
     return Finding(OK, job.what, f"{RANKS} ranks exchange; {seconds:.0f} s from start to end")
 
 

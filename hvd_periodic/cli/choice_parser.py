@@ -19,7 +19,7 @@ from typing import Any
 import hvd_periodic
 from hvd_periodic import Algorithm, Compression, Schedule, Wire
 from hvd_periodic.arguments import require_int
-from hvd_periodic.cli.refusal import RefusalError, refusing
+from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 from hvd_periodic.schedules.given import as_schedule
 
 Choice = tuple[str, Any]
@@ -56,7 +56,7 @@ def integers(text: str, option: str) -> list[int]:
         >>> integers("1,10", "--period")
         [1, 10]
     """
-    with refusing():
+    with as_usage_error():
         return [require_int(_number(word, int, option), f"`{option}`", 1) for word in text.split(",")]
 
 
@@ -70,7 +70,7 @@ def rates(text: str, option: str) -> list[float]:
     found = [_number(word, float, option) for word in text.split(",")]
     for rate in found:
         if not 0 < rate < float("inf"):
-            raise RefusalError(f"`{option}` must be positive and finite. Received: {rate!r}")
+            raise UsageError(f"`{option}` must be positive and finite. Received: {rate!r}")
     return found
 
 
@@ -89,20 +89,20 @@ def user_object(path: str, option: str) -> Any:
     """Return the object that ``module:name`` names; modules in the current folder are found, too.
 
     Raises:
-        RefusalError: there is no such module, or it has no such name.
+        UsageError: there is no such module, or it has no such name.
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
-        raise RefusalError(f"`{option}` must be module:name. Received: {path!r}")
+        raise UsageError(f"`{option}` must be module:name. Received: {path!r}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise RefusalError(f"`{option}`: {error}. It is looked for in this folder and on PYTHONPATH") from error
+        raise UsageError(f"`{option}`: {error}. Modules are looked up in this folder and on PYTHONPATH") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise RefusalError(f"`{option}`: {module} has no {name}. It has: {', '.join(_public(found))}")
+            raise UsageError(f"`{option}`: {module} has no {name}. It has: {', '.join(_public(found))}")
         found = getattr(found, part)
     return found
 
@@ -126,17 +126,17 @@ def _chosen(
         # Hyphens in names, as in post-local, are not minus signs; the replacement keeps the length.
         tree = ast.parse(re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", "_", listed), mode="eval").body
     except SyntaxError as error:
-        raise RefusalError(f"{what}s must be a list like {_example(known)}. Received: {text!r}") from error
+        raise UsageError(f"{what}s must be a list like {_example(known)}. Received: {text!r}") from error
     nodes = tree.elts if isinstance(tree, ast.List) else [tree]
     if not nodes:
-        raise RefusalError(f"No {what} was given. Known: {', '.join(sorted(known))}")
+        raise UsageError(f"No {what} was given. Known: {', '.join(sorted(known))}")
     return [(str(ast.get_source_segment(listed, node)), _meant(node, known, what, kind, number)) for node in nodes]
 
 
 def _meant(node: ast.expr, known: Mapping[str, Any], what: str, kind: Any, number: Callable[[int], Any] | None) -> Any:
     """Return the object that one expression denotes: a number, a name, or a name with arguments."""
     typed = ast.unparse(node)
-    with refusing(f"{what} {typed}"):
+    with as_usage_error(f"{what} {typed}"):
         if number is not None:
             try:
                 value = ast.literal_eval(node)
@@ -155,7 +155,9 @@ def _meant(node: ast.expr, known: Mapping[str, Any], what: str, kind: Any, numbe
         elif inspect.isclass(found):
             found = found()
         if not isinstance(found, kind):
-            raise TypeError(f"this is no {what} of hvd_periodic, but {type(found).__name__}{'' if call else found!r}")
+            raise TypeError(
+                f"it must be an instance of {kind.__name__}. Received: {type(found).__name__}{'' if call else found!r}"
+            )
         return found
 
 
@@ -170,9 +172,7 @@ def _named(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
         return known[plain]
     near = get_close_matches(plain, known, 1)
     guess = f" Did you mean {near[0]}?" if near else ""
-    raise RefusalError(
-        f"Unknown {what} {name!r}.{guess} Known: {', '.join(sorted(known))}; or one of your own, as module.Class"
-    )
+    raise UsageError(f"Unknown {what} {name!r}.{guess} Known: {', '.join(sorted(known))}; or your own, as module.Class")
 
 
 def _example(known: Mapping[str, Any]) -> str:
@@ -188,6 +188,4 @@ def _number(word: str, kind: Any, option: str) -> Any:
         return kind(word)
     except ValueError:
         numbers = "an int" if kind is int else "a number"
-        raise RefusalError(
-            f"`{option}` must be {numbers}, or several with commas between. Received: {word!r}"
-        ) from None
+        raise UsageError(f"`{option}` must be {numbers}, or several with commas between. Received: {word!r}") from None

@@ -1,4 +1,4 @@
-"""Compares ways to exchange with the cost model, and recommends one."""
+"""Compares exchange methods with the cost model, and recommends one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hvd_periodic import EASGD, Algorithm, Wire
 from hvd_periodic.algorithms import Exchange
-from hvd_periodic.cli.chosen import Choice
+from hvd_periodic.cli.choice_parser import Choice
 from hvd_periodic.cost_model import (
     Job,
     Method,
@@ -28,44 +28,44 @@ LONG = 100
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to exchange.
+class ExchangeMethod:
+    """An exchange method: an algorithm with a compression, with or without overlap.
 
     Attributes:
         name: its name in the output.
         wire: compression of the messages.
         overlaps: whether exchanges are in flight until just before the next one.
-        method: costs of a worker's own work.
+        costs: costs of a worker's own work.
     """
 
     name: str
     wire: Wire
     overlaps: bool
-    method: Method
+    costs: Method
 
     def of(self, job: Job, period: int) -> Job:
-        """Return a job that exchanges this way."""
+        """Return a job that exchanges this method."""
         return with_period(replace(job, period=2, overlap=int(self.overlaps), wire=self.wire), period)
 
 
-def ways(
+def every_method(
     algorithms: Sequence[Choice], wires: Sequence[Choice], method: Callable[[Algorithm, Wire], Method]
-) -> Iterator[Way]:
-    """Yield all ways to exchange; for each algorithm, the ways that change training least come first."""
+) -> Iterator[ExchangeMethod]:
+    """Yield all methods; for each algorithm, those that change training least come first."""
     for algorithm, made in algorithms:
         for name, wire in wires:
             label = f"{algorithm}, {name}" if wire.lossy else algorithm
             found = method(made, wire)
-            yield Way(label, wire, False, found)
-            yield Way(f"{label}, overlap", wire, True, found)
+            yield ExchangeMethod(label, wire, False, found)
+            yield ExchangeMethod(f"{label}, overlap", wire, True, found)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way to exchange, at a period.
+    """An exchange method at a period.
 
     Attributes:
-        exchange: name of the way to exchange.
+        exchange: name of the exchange method.
         period: period in local steps.
         sent: bytes that a rank sends per step.
         share: share of time spent in exchanges.
@@ -79,13 +79,13 @@ class Row:
     rate: float
 
 
-def rows(job: Job, network: Network, ways: Sequence[Way], periods: Sequence[int]) -> list[Row]:
-    """Return rows for an allreduce at every step, and for all ways to exchange at all periods."""
+def rows(job: Job, network: Network, methods: Sequence[ExchangeMethod], periods: Sequence[int]) -> list[Row]:
+    """Return rows for an allreduce at every step, and for all methods at all periods."""
     found = [_row("allreduce of gradients", replace(job, period=1), typical_allreduce(), network)]
-    for way in ways:
+    for method in methods:
         for period in periods:
-            if period > 1 or not way.overlaps:
-                found.append(_row(way.name, way.of(job, period), way.method, network))
+            if period > 1 or not method.overlaps:
+                found.append(_row(method.name, method.of(job, period), method.costs, network))
     return found
 
 
@@ -94,7 +94,7 @@ class Advice:
     """A recommendation.
 
     Attributes:
-        exchange: name of the way to exchange.
+        exchange: name of the exchange method.
         period: period in local steps.
         share: share of time that exchanges then take.
         wanted: largest share that they should take.
@@ -123,10 +123,10 @@ class Advice:
         given = "" if learning_rate is None else f"{learning_rate:g}, not {n * learning_rate:g}: "
         return {
             "Period": f"{self.period}, {self.exchange}. {self._why()}",
-            "Moving rate": "leave it out. Elastic averaging takes min(0.9/n, 1/(n+1)) then, the paper's where that "
-            f"does not overshoot: {self.moving_rate(job):.4g} for {n} ranks. Averaging and DiLoCo have none.",
-            "Learning rate": f"{given}that with which one worker trains alone. A local step sees the batch of one "
-            "rank: take the factor hvd.size() out again.",
+            "Moving rate": "omit it. The default of elastic averaging is min(0.9/n, 1/(n+1)), the paper's rate unless "
+            f"that overshoots: {self.moving_rate(job):.4g} for {n} ranks. Averaging and DiLoCo have none.",
+            "Learning rate": f"{given}that of a single-worker run. A local step uses the batch of one rank: remove "
+            "the factor hvd.size().",
         }
 
     def _why(self) -> str:
@@ -135,39 +135,39 @@ class Advice:
             long = f"the longest period that leaves a run of {self.steps} steps {EXCHANGES} exchanges is {self.limit}"
             limit = long if self.steps else f"periods above {self.limit} are long"
             reaches = "No period" if self.sufficient is None else f"Only a period of {self.sufficient:,}"
-            reached = f"{share}. {reaches} would bring that to {wanted}, and {limit}"
-            return f"{reached}: take larger batches or fewer ranks, or accept the longer period or the larger share."
+            reached = f"{share}. {reaches} would reduce that to {wanted}, and {limit}"
+            return f"{reached}: use larger batches or fewer ranks, or accept the longer period or the larger share."
         if self.period == 1:
-            return f"{share}: the network carries an exchange at every step, and Horovod's own optimizer does as well."
+            return f"{share}: the network can carry an exchange at every step, so Horovod's own optimizer does as well."
         if self.blocking == self.period:
             return (
                 f"{share}. Shorter periods cost more; longer ones cost accuracy, first where learning rates are high."
             )
         blocking = "no period" if self.blocking is None else f"only a period of {self.blocking}"
-        long = f"more than {self.limit} leaves a run of {self.steps} steps less than {EXCHANGES} exchanges"
+        long = f"more than {self.limit} leaves a run of {self.steps} steps fewer than {EXCHANGES} exchanges"
         reason = long if self.steps else f"more than {self.limit} is long"
-        return f"{share}. Without overlap and compression {blocking} would bring that to {wanted}, and {reason}."
+        return f"{share}. Without overlap and compression, {blocking} would reduce that to {wanted}, and {reason}."
 
 
-def advise(job: Job, network: Network, ways: Sequence[Way], share: float, steps: int | None) -> Advice:
-    """Return the way to exchange that costs least accuracy, and its shortest period that costs at most a share of time.
+def advise(job: Job, network: Network, methods: Sequence[ExchangeMethod], share: float, steps: int | None) -> Advice:
+    """Return the exchange method that costs least accuracy, and its shortest period within a share of the time.
 
-    The first way that fits is taken; the ways that change training least come first. If none fits, it is the first of
+    This is the first method that fits; those that change training least come first. If none fits, it is the first of
     those with the least share, to three digits, at the longest period that the run allows.
     """
     limit = LONG if steps is None else max(1, steps // EXCHANGES)
-    periods = [shortest_period(way.of(job, 2), way.method, network, share) for way in ways]
+    periods = [shortest_period(method.of(job, 2), method.costs, network, share) for method in methods]
     fitting = [i for i, period in enumerate(periods) if period is not None and period <= limit]
     if fitting:
         best = fitting[0]
         period = periods[best] or 1
     else:
-        possible = [i for i, way in enumerate(ways) if limit > 1 or not way.overlaps]
-        shares = {i: share_of_exchanges(ways[i].of(job, limit), ways[i].method, network) for i in possible}
+        possible = [i for i, method in enumerate(methods) if limit > 1 or not method.overlaps]
+        shares = {i: share_of_exchanges(methods[i].of(job, limit), methods[i].costs, network) for i in possible}
         best, period = min(possible, key=lambda i: float(f"{shares[i]:.3g}")), limit
-    way = ways[best]
-    taken = share_of_exchanges(way.of(job, period), way.method, network)
-    return Advice(way.name, period, taken, share, periods[0], limit, steps, periods[best])
+    method = methods[best]
+    taken = share_of_exchanges(method.of(job, period), method.costs, network)
+    return Advice(method.name, period, taken, share, periods[0], limit, steps, periods[best])
 
 
 def _row(name: str, job: Job, method: Method, network: Network) -> Row:

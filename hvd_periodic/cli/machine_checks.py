@@ -23,7 +23,7 @@ _BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "podman")
 def shared_memory(folder: Path = Path("/dev/shm"), mounts: Path = Path("/proc/mounts")) -> Iterator[Finding]:
     """Check the shared memory that asynchronous exchange on one host uses."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        text = "is not there, or not writable: asynchronous exchange goes through a service thread"
+        text = "does not exist or is not writable: asynchronous exchange goes through a service thread"
         yield Finding(WARNING, str(folder), text, f"mount -t tmpfs -o size=2g tmpfs {folder}")
         return
     state = os.statvfs(folder)
@@ -32,9 +32,9 @@ def shared_memory(folder: Path = Path("/dev/shm"), mounts: Path = Path("/proc/mo
     options = [line.split()[3].split(",") for line in lines if line.split()[1:2] == [str(folder)]]
     text = f"{free / MEGABYTE:,.0f} MB are free"
     if any("noexec" in each for each in options):
-        text += "; it is noexec, which exchanges do not mind"
+        text += "; it is noexec, which does not matter"
     if free < ENOUGH:
-        text += ": a larger asynchronous center goes through a service thread, and NCCL and data loaders want more, too"
+        text += ": a larger asynchronous center goes through a service thread, and NCCL and data loaders need more, too"
         mend = f"mount -o remount,size=2g {folder}  # in a container: docker run --shm-size=2g"
         yield Finding(WARNING, str(folder), text, mend)
     else:
@@ -49,11 +49,13 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> Iterator[Finding]:
     bridges = [name for name in others if name.startswith(_BRIDGES)]
     what = "network interfaces"
     if not others:
-        text = "there is none besides lo: jobs stay on this host, and elastic ones have to be told its name"
+        text = "there is none besides lo: jobs stay on this host, and elastic jobs need its name"
         yield Finding(WARNING, what, text, "horovodrun --gloo --network-interface lo ...")
     elif bridges:
         real = [name for name in others if name not in bridges]
-        text = f"{', '.join(up)} are up, and {', '.join(bridges)} may lead to no other host: name those that do"
+        text = (
+            f"{', '.join(up)} are up, but {', '.join(bridges)} may not reach other hosts: name the interfaces that do"
+        )
         chosen = ",".join(real) or "lo"
         yield Finding(
             WARNING,
@@ -86,17 +88,17 @@ def processor(environment: Mapping[str, str], cores: int, ranks: int, open_mpi: 
     """Check the cores, and how ranks use them."""
     share = max(1, cores // ranks)
     if ranks > cores:
-        text = f"{ranks} ranks take turns on {cores}; Open MPI counts cores as slots, and refuses without being told"
+        text = f"{ranks} ranks share {cores}; Open MPI counts cores as slots, and needs to be told to share them"
         yield Finding(WARNING, "cores", text, f"mpirun -np {ranks} --oversubscribe --bind-to none ...")
     else:
         yield Finding(OK, "cores", f"{cores} for {ranks} ranks")
     if "OMP_NUM_THREADS" not in environment and ranks > 1:
-        text = f"is not set: each of {ranks} ranks may start {cores} threads, and they hinder each other"
+        text = f"is not set: each of {ranks} ranks may start {cores} threads, which compete for cores"
         yield Finding(WARNING, "OMP_NUM_THREADS", text, f"export OMP_NUM_THREADS={share}")
     if open_mpi and ranks >= cores and environment.get(YIELD) != "1":
         text = (
-            "is not set, and no core is left for waiting: Open MPI spins in Horovod's thread on cores that train, "
-            "which costs training with overlap about a tenth of its speed"
+            "is not set, and no core is left for waiting: Horovod's thread busy-waits in Open MPI on cores that train, "
+            "which slows training with overlap by about a tenth"
         )
         yield Finding(WARNING, YIELD, text, f"export {YIELD}=1")
 
@@ -105,17 +107,17 @@ def settings(environment: Mapping[str, str], root: bool, open_mpi: bool) -> Iter
     """Check the variables that decide how jobs run."""
     missing = [name for name in ROOT if environment.get(name) != "1"]
     if root and open_mpi and missing:
-        text = f"you are root, and Open MPI starts nothing for root without {' and '.join(missing)}"
+        text = f"you are root, and Open MPI refuses to run as root without {' and '.join(missing)}"
         yield Finding(PROBLEM, "root", text, f"export {' '.join(f'{name}=1' for name in missing)}")
     cycle = environment.get("HOROVOD_CYCLE_TIME")
     if cycle is None:
-        text = "is not set: 1 ms, which is right for synchronous jobs. Asynchronous ones leave a core more time with 50"
+        text = "is not set: 1 ms, which suits synchronous jobs. For asynchronous jobs, 50 leaves more time on a core"
         yield Finding(OK, "HOROVOD_CYCLE_TIME", text, "export HOROVOD_CYCLE_TIME=50  # for asynchronous jobs")
     elif not _number(cycle) <= 10:
-        text = f"is {cycle} ms: right for asynchronous jobs, while synchronous exchanges wait as long for their turn"
+        text = f"is {cycle} ms: this suits asynchronous jobs, but synchronous exchanges wait up to that long"
         yield Finding(WARNING, "HOROVOD_CYCLE_TIME", text, "unset HOROVOD_CYCLE_TIME  # for synchronous jobs")
     if environment.get("HOROVOD_MPI_THREADS_DISABLE", "0") != "0":
-        text = "is set: asynchronous exchange will be refused"
+        text = "is set: asynchronous exchange is refused"
         yield Finding(WARNING, "HOROVOD_MPI_THREADS_DISABLE", text, "unset HOROVOD_MPI_THREADS_DISABLE")
     transport = environment.get(TRANSPORT)
     if transport not in (None, "", "service", "window"):

@@ -1,4 +1,4 @@
-"""Summarizes the logs of a training: numbers by rank, curves, and notable findings."""
+"""Summarizes the logs of a training: numbers by rank, curves, and findings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MUCH = 0.1
 """Share of the time above which waiting, or exchanging, is a finding."""
 
 _MOSTLY = 0.6
-"""Share of the exchanges above which all are said to wait for the rank that arrived last at them."""
+"""Share of the exchanges above which the rank that arrives last at them is said to delay the others."""
 
 _SEVERAL = 10
-"""Number of exchanges below which that may be chance."""
+"""Minimum number of exchanges for that; with fewer, it may be chance."""
 
 
 @dataclass(frozen=True)
-class OfRank:
+class RankSummary:
     """Totals over all exchanges of one rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class OfRank:
 
 
 @dataclass(frozen=True)
-class Told:
+class RunSummary:
     """A training and its summary.
 
     Attributes:
@@ -72,13 +72,13 @@ class Told:
         run: the run log, a folder.
         training: the training, as read from its logs.
         ranks: totals by rank.
-        findings: notable findings, and the changes that they suggest.
+        findings: findings, with suggested changes.
     """
 
     label: str
     run: Run
     training: Training
-    ranks: Sequence[OfRank]
+    ranks: Sequence[RankSummary]
     findings: Sequence[str]
 
     @property
@@ -135,30 +135,30 @@ class Told:
         }
 
 
-def told_of(runs: Sequence[Run]) -> list[Told]:
+def summarize(runs: Sequence[Run]) -> list[RunSummary]:
     """Return summaries of all trainings of some runs, with distinct labels."""
     names = [run.path.resolve().name for run in runs]
     found = []
     with output.progress(
-        "adding up", sum(len(training.ranks) for run in runs for training in run.trainings)
+        "summarizing", sum(len(training.ranks) for run in runs for training in run.trainings)
     ) as advance:
         for run, name in zip(runs, names, strict=True):
             label = name if names.count(name) == 1 else str(run.path)
             for training in run.trainings:
-                advance(0, f"adding up {label}")
+                advance(0, f"summarizing {label}")
                 ranks = list(_of_ranks(training, advance))
                 several = f", optimizer {training.number} of {named(training.ranks)}"
                 full = label + (several if len(run.trainings) > 1 else "")
-                told = Told(full, run, training, ranks, [])
-                found.append(Told(full, run, training, ranks, list(_findings(told))))
+                summary = RunSummary(full, run, training, ranks, [])
+                found.append(RunSummary(full, run, training, ranks, list(_findings(summary))))
     return found
 
 
-def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], list[float]]:
+def curve(summary: RunSummary, what: str, rank: int | None = None) -> tuple[list[float], list[float]]:
     """Return a quantity over local steps, or exchanges over minutes; NaN separates the parts of a training.
 
     Args:
-        told: the training.
+        summary: the training.
         what: ``"loss"``, ``"distance"``, ``"bytes"``, ``"sent"``, ``"staleness"`` or ``"exchanges"``.
         rank: rank to show; None: the mean over ranks that have it, or of exchanges over minutes the first rank.
     """
@@ -166,7 +166,7 @@ def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], 
     y: list[float] = []
     sent: Counter[int] = Counter()
     value = _VALUES[what]
-    for part in told.training.parts:
+    for part in summary.training.parts:
         points: dict[float, list[float]] = {}
         clock = min(part.segments) if what == "exchanges" else None  # Times differ between ranks and have no mean.
         wanted = clock if rank is None else rank
@@ -177,7 +177,7 @@ def curve(told: Told, what: str, rank: int | None = None) -> tuple[list[float], 
                 sent[each] += report.bytes_sent
                 found = value(report, sent[each])
                 if found is not None:
-                    place = (report.time - told.begun) / 60 if what == "exchanges" else float(report.step)
+                    place = (report.time - summary.begun) / 60 if what == "exchanges" else float(report.step)
                     points.setdefault(place, []).append(found)
         if points:
             places, means = _thinned(points)
@@ -197,14 +197,14 @@ _VALUES: dict[str, Callable[[Report, int], float | None]] = {
 """Quantities of curves, by name, as functions of an exchange and the bytes that its rank has sent so far."""
 
 
-def edges(told: Told, what: str) -> dict[str, float] | None:
+def edges(summary: RunSummary, what: str) -> dict[str, float] | None:
     """Return the first and last value of a quantity, means over ranks; None if there is none."""
-    values = [value for value in curve(told, what)[1] if math.isfinite(value)]
+    values = [value for value in curve(summary, what)[1] if math.isfinite(value)]
     return {"first": values[0], "last": values[-1]} if values else None
 
 
 def closed(part: Part) -> float | None:
-    """Return the fraction of the way to the replicas that the center has covered since its start; None: not known."""
+    """Return the fraction of its distance to the replicas that the center has closed since its start; None: unknown."""
     ends = [segment.total.closed for segment in part.segments.values() if segment.total is not None]
     return next((value for value in ends if value is not None), None)
 
@@ -223,7 +223,7 @@ def _segments(training: Training, rank: int) -> list[Segment]:
     return [part.segments[rank] for part in training.parts if rank in part.segments]
 
 
-def _of_ranks(training: Training, advance: output.Advance) -> Iterator[OfRank]:
+def _of_ranks(training: Training, advance: output.Advance) -> Iterator[RankSummary]:
     """Yield the totals of every rank."""
     rounds = [round_ for part in training.parts for round_ in _rounds(part)]
     for rank in training.ranks:
@@ -232,7 +232,7 @@ def _of_ranks(training: Training, advance: output.Advance) -> Iterator[OfRank]:
         advance(1)
 
 
-def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) -> OfRank:
+def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) -> RankSummary:
     """Return the totals of one rank; a part without an end counts up to its last report."""
     segments = _segments(training, rank)
     reports = [report for segment in segments for report in segment.reports]
@@ -252,7 +252,7 @@ def _of_rank(training: Training, rank: int, rounds: Sequence[dict[int, float]]) 
             for segment in segments
         )
 
-    return OfRank(
+    return RankSummary(
         rank,
         str(segments[-1].facts.get("host", "")),
         ended("steps"),
@@ -284,84 +284,87 @@ def _last(waits: dict[int, float]) -> int:
     return min(waits, key=waits.__getitem__)
 
 
-def _findings(told: Told) -> Iterator[str]:
-    """Yield notable findings, and the changes that they suggest."""
-    yield from _of_files(told)
-    yield from _of_waiting(told)
-    working = (told.total("exchange_seconds") or 0.0) - (told.total("waited") or 0.0)
-    share = working / (told.total("seconds") or math.inf)
+def _findings(summary: RunSummary) -> Iterator[str]:
+    """Yield findings, with suggested changes."""
+    yield from _of_files(summary)
+    yield from _of_waiting(summary)
+    working = (summary.total("exchange_seconds") or 0.0) - (summary.total("waited") or 0.0)
+    share = working / (summary.total("seconds") or math.inf)
     if share > _MUCH:
         yield (
-            f"Exchanges take {100 * share:.0f} % of the time, without waiting: exchange less often (a longer period), "
-            "let them overlap with local steps (overlap=...), or send less (compression=...). hvdp plan says what each "
-            "would bring."
+            f"Exchanges take {100 * share:.0f} % of the time, not counting waiting: exchange less often (a longer "
+            "period), overlap exchanges with local steps (overlap=...), or send fewer bytes (compression=...). `hvdp "
+            "plan` estimates the effect of each."
         )
-    gone = closed(told.training.parts[-1])
+    gone = closed(summary.training.parts[-1])
     if gone is not None and gone < ENOUGH:
         yield (
-            f"The center has gone {100 * gone:.0f} % of its way to the replicas, and may be worse than they are: "
-            "exchange more often (a shorter period), or move it further (a larger moving rate)."
+            f"The center has closed {100 * gone:.0f} % of its distance to the replicas, and may be worse than they "
+            "are: exchange more often (a shorter period), or move it further (a larger moving rate)."
         )
-    for each in told.ranks:
+    for each in summary.ranks:
         if each.left_out:
             yield (
-                f"Rank {each.rank} was left out of {each.left_out} exchanges, as its replica was not finite: look at "
-                "its learning rate, loss and data."
+                f"Rank {each.rank} was excluded from {each.left_out} exchanges because its replica was not finite: "
+                "check its learning rate, loss and data."
             )
-    skipped, steps = told.total("skipped_updates") or 0, told.total("steps") or 0
+    skipped, steps = summary.total("skipped_updates") or 0, summary.total("steps") or 0
     if steps and skipped > _MUCH * steps:
         yield (
-            f"{100 * skipped / steps:.0f} % of the local steps made no update: under mixed precision, gradients "
-            "overflow; otherwise some ranks have less data than others."
+            f"{100 * skipped / steps:.0f} % of the local steps made no update: with mixed precision, because "
+            "gradients overflowed; otherwise because some ranks have less data than others."
         )
-    loss = edges(told, "loss")
+    loss = edges(summary, "loss")
     if loss is not None and loss["last"] > loss["first"]:
         yield (
-            f"The loss ends higher than it began: {loss['last']:.4g} after {loss['first']:.4g}. Try a smaller learning "
-            "rate, which is that of one worker, or exchange more often."
+            f"The loss rose from {loss['first']:.4g} to {loss['last']:.4g}. Use a smaller learning rate (that of a "
+            "single worker), or exchange more often."
         )
 
 
-def _of_files(told: Told) -> Iterator[str]:
+def _of_files(summary: RunSummary) -> Iterator[str]:
     """Yield findings about the log files themselves."""
-    yield from bad_lines(told.run.bad)
-    for part in told.training.parts:
+    yield from bad_lines(summary.run.bad)
+    for part in summary.training.parts:
         if part.missing:
-            yield f"There is no log of {named(part.missing)}: what is said of all ranks is of the others."
-    if len(told.training.parts) > 1:
-        begun = ", ".join(f"{part.facts.get('step', 0):,}" for part in told.training.parts)
-        yield f"Training has begun {len(told.training.parts)} times, at local steps {begun}: curves have a gap there."
-    last = told.training.parts[-1]
+            yield f"There is no log of {named(part.missing)}: totals cover only the other ranks."
+    if len(summary.training.parts) > 1:
+        begun = ", ".join(f"{part.facts.get('step', 0):,}" for part in summary.training.parts)
+        times = len(summary.training.parts)
+        yield f"Training was started {times} times, at local steps {begun}: curves have gaps there."
+    last = summary.training.parts[-1]
     open_ends = [rank for rank, segment in last.segments.items() if segment.total is None]
     if open_ends:
         yield (
-            f"The log of {named(open_ends)} has no end: training goes on, was stopped, or finalize() was not called."
+            f"The log of {named(open_ends)} has no final entry: training is still running, was stopped, or did not "
+            "call finalize()."
         )
 
 
-def _of_waiting(told: Told) -> Iterator[str]:
+def _of_waiting(summary: RunSummary) -> Iterator[str]:
     """Yield findings about long waiting, and about high staleness."""
-    share = told.share("waited")
+    share = summary.share("waited")
     if share is not None and share > _MUCH:
-        slowest = max(told.ranks, key=lambda each: each.last or 0.0)
-        waiting = f"Ranks wait {100 * share:.0f} % of the time for each other"
+        slowest = max(summary.ranks, key=lambda each: each.last or 0.0)
+        waiting = f"Ranks wait for each other {100 * share:.0f} % of the time"
         if (slowest.last or 0.0) > _MOSTLY and slowest.exchanges >= _SEVERAL:
             yield (
-                f"All wait for rank {slowest.rank} ({slowest.host}): it came last to {100 * (slowest.last or 0):.0f} % "
-                f"of the exchanges, and others waited {seconds_of(slowest.kept or 0.0)} for it. {waiting}. Look at "
-                "what its steps do more than those of others: data, evaluation, a slower or a shared device."
+                f"Rank {slowest.rank} ({slowest.host}) delays the others: it arrived last at "
+                f"{100 * (slowest.last or 0):.0f} % of the exchanges, and others waited "
+                f"{seconds_of(slowest.kept or 0.0)} for it. {waiting}. Check whether its steps do more than those of "
+                "others, such as loading data or evaluation, and whether its device is slower or shared."
             )
         else:
             yield (
-                f"{waiting}, now for one and now for another: exchange less often (a longer period), so that slow and "
-                "fast steps even out, or without waiting (asynchronous=True)."
+                f"{waiting}, and no single rank is the cause: exchange less often (a longer period), so that slow and "
+                "fast steps even out, or asynchronously (asynchronous=True)."
             )
-    stale = [each for each in told.ranks if each.staleness is not None]
+    stale = [each for each in summary.ranks if each.staleness is not None]
     if len(stale) > 1:
         most = max(stale, key=lambda each: each.staleness or 0.0)
         others = np.mean([each.staleness or 0.0 for each in stale if each is not most])
         if (most.staleness or 0.0) > 2 * max(float(others), 1.0):
             yield (
                 f"Rank {most.rank} ({most.host}) misses {most.staleness:.3g} pushes of others between its own, and the "
-                f"others {others:.3g}: it is slower than they are, and pulls by a center that has gone on."
+                f"others {others:.3g}: it is slower, and pulls towards a center that has moved on."
             )

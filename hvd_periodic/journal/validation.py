@@ -22,20 +22,20 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 """Spellings of the numbers that JSON does not have."""
 
 Check = Callable[[Any], Any]
-"""Returns the value to keep, or raises a ValueError that says what the value is not."""
+"""Returns the value to keep, or raises a ValueError that says what it should be, such as "not a number"."""
 
 
 def count(value: Any) -> int:
     """Return an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _COUNT:
-        raise ValueError("no count")
+        raise ValueError("not a count")
     return value
 
 
 def number(value: Any) -> float:
     """Return any number; NaN and infinity are strings in the log, numbers beyond :data:`ENORMOUS` become infinite."""
     if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in _NOT_FINITE):
-        raise ValueError("no number")
+        raise ValueError("not a number")
     if isinstance(value, str) or abs(value) <= ENORMOUS or value != value:
         return float(value)
     return math.copysign(math.inf, 1 if value > 0 else -1)
@@ -45,7 +45,7 @@ def seconds(value: Any) -> float:
     """Return a duration, or a time in seconds since 1970."""
     found = number(value)
     if not abs(found) <= SECONDS:
-        raise ValueError("no time")
+        raise ValueError("not a time")
     return found
 
 
@@ -59,21 +59,21 @@ def flag(value: Any) -> bool:
 def text(value: Any) -> str:
     """Return a string that can be written into a file."""
     if not isinstance(value, str):
-        raise ValueError("no text")
+        raise ValueError("not a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError("no text that can be written") from None
+        raise ValueError("not a string that can be encoded") from None
     return value
 
 
 def ranks(value: Any) -> list[int]:
     """Return a list of distinct ranks, at least one."""
     if not isinstance(value, list) or not value:
-        raise ValueError("no list of ranks")
+        raise ValueError("not a list of ranks")
     found = [count(each) for each in value]
     if len(set(found)) < len(found) or max(found) >= _RANKS:
-        raise ValueError("no list of different ranks")
+        raise ValueError("not a list of distinct ranks")
     return found
 
 
@@ -93,7 +93,7 @@ def _scalar(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value
-    raise ValueError("neither a number nor a text")
+    raise ValueError("neither a number nor a string")
 
 
 _COUNTS = ("version", "optimizer", "period", "step", "elements", "tensors", "bytes", "fragments")
@@ -144,10 +144,10 @@ def beginning(line: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """
     for name in ("version", "time", "ranks", "algorithm"):
         if line.get(name) is None:
-            raise ValueError(f"it does not say {name}")
-    facts = {name: _one(name, value, _FACTS.get(name, plain)) for name, value in line.items() if value is not None}
+            raise ValueError(f"it lacks {name}")
+    facts = {name: _checked(name, value, _FACTS.get(name, plain)) for name, value in line.items() if value is not None}
     if rank not in facts["ranks"]:
-        raise ValueError(f"it is of ranks {shortened(facts['ranks'])}, and the file of rank {rank}")
+        raise ValueError(f"it belongs to ranks {shortened(facts['ranks'])}, and the file to rank {rank}")
     return facts
 
 
@@ -166,14 +166,14 @@ def _known(kind: type[Report] | type[Total], line: Mapping[str, Any]) -> dict[st
     for name, (check, default) in _FIELDS[kind].items():
         value = line.get(name)
         if value is None and default is MISSING:
-            raise ValueError(f"it does not say {name}")
-        known[name] = default if value is None else _one(name, value, check)
+            raise ValueError(f"it lacks {name}")
+        known[name] = default if value is None else _checked(name, value, check)
     return known
 
 
-def _one(name: str, value: Any, check: Check) -> Any:
+def _checked(name: str, value: Any, check: Check) -> Any:
     """Return the checked value; the error of an invalid one names it."""
     try:
         return check(value)
     except ValueError as error:
-        raise ValueError(f"it says {shortened(name)[1:-1]}={shortened(value)}, which is {error}") from None
+        raise ValueError(f"{shortened(name)[1:-1]}={shortened(value)} is {error}") from None

@@ -58,7 +58,7 @@ def _framework(name: str, facts: Facts, environment: Mapping[str, str]) -> Itera
     if not (horovod["mpi"] or horovod["gloo"]):
         yield Finding(PROBLEM, what, text, f"HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 {SETUP}")
     elif not horovod["mpi"]:
-        yield Finding(WARNING, what, f"{text}: no mpirun, nothing asynchronous", f"HOROVOD_WITH_MPI=1 {SETUP}")
+        yield Finding(WARNING, what, f"{text}: no mpirun, no asynchronous training", f"HOROVOD_WITH_MPI=1 {SETUP}")
     elif not horovod["gloo"]:
         yield Finding(WARNING, what, f"{text}: no horovodrun --gloo, no elastic jobs", f"HOROVOD_WITH_GLOO=1 {SETUP}")
     else:
@@ -70,10 +70,10 @@ def _framework(name: str, facts: Facts, environment: Mapping[str, str]) -> Itera
 
 def _keras(version: str, environment: Mapping[str, str]) -> Iterator[Finding]:
     if int(version.partition(".")[0]) < 3:
-        text = f"{version} is there, and optimizers of this package are those of Keras 3"
+        text = f"{version} is installed, and this package needs Keras 3"
         yield Finding(PROBLEM, "Keras", text, "pip install 'keras>=3'")
     elif environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true"):
-        text = "TF_USE_LEGACY_KERAS makes tf.keras Keras 2: optimizers of this package are those of Keras 3"
+        text = "TF_USE_LEGACY_KERAS makes tf.keras Keras 2, and this package needs Keras 3"
         yield Finding(PROBLEM, "Keras", text, "unset TF_USE_LEGACY_KERAS")
 
 
@@ -103,11 +103,13 @@ def launchers(mpiruns: Sequence[Path], horovodruns: Sequence[Path], python: str 
         status = WARNING if mpiruns or horovodruns else PROBLEM
         yield Finding(status, name, "is not on PATH", mend)
     if len(mpiruns) > 1:
-        text = f"there are {len(mpiruns)}: {', '.join(map(str, mpiruns))}. The first must be that of Horovod's MPI"
+        text = (
+            f"there are {len(mpiruns)} on PATH: {', '.join(map(str, mpiruns))}. The first must belong to Horovod's MPI"
+        )
         mend = f'export PATH="{here}:$PATH"' if here / "mpirun" in mpiruns[1:] else f"{mpiruns[1]} -np 2 ..."
         yield Finding(WARNING, "mpirun", text, mend)
     if horovodruns and horovodruns[0].parent.resolve() != here.resolve() and (here / "horovodrun").is_file():
-        text = f"{horovodruns[0]} is first on PATH, and belongs to another Python than {python}"
+        text = f"{horovodruns[0]} is first on PATH but belongs to another Python than {python}"
         yield Finding(WARNING, "horovodrun", text, f'export PATH="{here}:$PATH"')
 
 
@@ -123,15 +125,15 @@ def mpi(version: str, facts: Facts) -> Iterator[Finding]:
     if version:
         yield Finding(OK, "mpirun", first)
     if started is not None and started[0] == "Open MPI" and started[1] >= 5:
-        text = "Open MPI 5 does not know the flags of horovodrun --mpi"
+        text = "Open MPI 5 does not support the flags of horovodrun --mpi"
         yield Finding(WARNING, "horovodrun --mpi", text, "mpirun -np 2 ...  # or horovodrun --gloo")
     if "missing" in facts or "failed" in facts:
-        text = f"is not there: nothing asynchronous ({facts.get('missing') or facts.get('failed')})"
+        text = f"is not installed: no asynchronous training ({facts.get('missing') or facts.get('failed')})"
         yield Finding(WARNING, "mpi4py", text, "pip install 'mpi4py>=4'")
         return
     loaded = implementation(facts["library"])
     if started and loaded and started != loaded:
-        text = f"{facts['version']} loads {facts['library']}, and mpirun is of {first}: ranks would not find each other"
+        text = f"{facts['version']} loads {facts['library']}, but mpirun is of {first}: ranks would not find each other"
         yield Finding(PROBLEM, "mpi4py", text, "pip install --force-reinstall --no-binary mpi4py 'mpi4py>=4'")
     else:
         yield Finding(OK, "mpi4py", f"{facts['version']}, with {facts['library']}")
