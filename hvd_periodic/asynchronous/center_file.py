@@ -42,7 +42,7 @@ class CenterFile:
     def __init__(self, path: Path, communicator: Communicator, root: int, parts: Sequence[ExchangedTensors]) -> None:
         self.path = path
         self._communicator, self._root, self._parts = communicator, root, parts
-        self._appeared = False
+        self._published = False
         self.release: Callable[[], object] = lambda: None
 
     def open(self, name: str, everywhere: bool) -> np.ndarray | None:
@@ -64,31 +64,31 @@ class CenterFile:
                 center = self._make(header)
             except OSError as error:
                 problem = str(error)
-        told = communicator.allgather_object((problem, header), f"{name}.made")
-        if everywhere and communicator.rank != self._root and not told[self._root][0]:
+        gathered = communicator.allgather_object((problem, header), f"{name}.made")
+        if everywhere and communicator.rank != self._root and not gathered[self._root][0]:
             try:
-                center = self._find(told[self._root][1])
+                center = self._find(gathered[self._root][1])
             except OSError as error:
                 problem = str(error)
         problems = communicator.allgather_object(problem, f"{name}.mapped")
         found = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
         if found is not None:
             raise RuntimeError(
-                f"`center_file` must be a path in a folder that is there, on a disk with room for the center that all "
-                f"ranks of the host see. Received: {str(self.path)!r}, and of {found}"
+                "`center_file` must be a path in an existing folder, on a disk with room for the center that all ranks "
+                f"of the host can access. Received: {str(self.path)!r}; {found}"
             )
         return center
 
-    def appear(self) -> None:
-        """Give the file its final name; on the root."""
-        if self._appeared:
+    def publish(self) -> None:
+        """Rename the file to its final name; on the root."""
+        if self._published:
             return
         if self.path.exists():
             previous = Path(f"{self.path}.previous")
             previous.unlink(missing_ok=True)
             previous.hardlink_to(self.path)  # The file keeps its name until the new one takes it.
         self._unfinished.replace(self.path)
-        self._appeared = True
+        self._published = True
 
     @property
     def _unfinished(self) -> Path:
@@ -110,7 +110,7 @@ class CenterFile:
     def _find(self, header: bytes) -> np.ndarray:
         with self._unfinished.open("rb") as file:
             if file.read(len(header)) != header:
-                raise FileNotFoundError(f"{self._unfinished} is not the file that the root has made")
+                raise FileNotFoundError(f"{self._unfinished} is not the file that the root has created")
         return self._map(len(header))
 
     def _map(self, start: int) -> np.ndarray:
@@ -132,7 +132,7 @@ def _locked(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise BlockingIOError("another optimizer is using it: give each a file of its own") from error
+        raise BlockingIOError("another optimizer uses it: give each optimizer its own file") from error
     except OSError:  # A file system without locks.
         return descriptor
     return descriptor

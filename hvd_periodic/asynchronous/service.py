@@ -24,8 +24,8 @@ _REQUEST, _ANSWER, _PAYLOAD = 0, 1, 8
 _BEGIN, _READ, _WRITE, _STATE, _LOAD = range(5)
 """Requests, of five integers. ``_BEGIN`` describes the exchange of the payloads to follow; the first holder answers."""
 
-_REST = 0.05
-"""Seconds between two polls for a message after training has ended."""
+_PAUSE = 0.05
+"""Seconds between two polls for messages while the service is paused."""
 
 Bounds = Callable[[Bucket], list[tuple[int, int]]]
 """Returns the first and the past-the-last element of a bucket for each holder."""
@@ -72,12 +72,12 @@ class ServiceTransport(Transport):
         shares = [_share(part.layout, owned) for part in parts]
         if center is None:
             center = np.zeros(CenterInMemory.nbytes(parts, shares), np.uint8)
-        held = CenterInMemory(parts, shares, center)
-        bind(optimizer, held)
+        shard = CenterInMemory(parts, shares, center)
+        bind(optimizer, shard)
         self._service: _Service | None = None
         if place is not None:
             sizes = [bounds_of[place][1] - bounds_of[place][0] for bounds_of in self._bounds]
-            self._service = _Service(requests, replies, held, optimizer, sizes, self._dtypes, self._optimized)
+            self._service = _Service(requests, replies, shard, optimizer, sizes, self._dtypes, self._optimized)
         where = f"rank {holders[0]}" if len(self._holders) == 1 else "every rank"
         self.description = f"messages to a service thread on {where}"
         requests.barrier()
@@ -133,10 +133,10 @@ class ServiceTransport(Transport):
             return None
         return states[0] if len(states) == 1 else {"sharded": states}
 
-    def expect_nothing(self) -> None:
-        """Make the thread poll for messages less often, until one arrives."""
+    def pause(self) -> None:
+        """Poll for messages less often, until one arrives."""
         if self._service is not None:
-            self._service.resting = True
+            self._service.paused = True
 
     def close(self) -> None:
         """Stop the thread."""
@@ -240,13 +240,13 @@ class _Service:
         self,
         requests: Messages,
         replies: Messages,
-        held: CenterInMemory,
+        center: CenterInMemory,
         optimizer: OuterOptimizer,
         sizes: list[int],
         dtypes: list[np.dtype[Any]],
         optimized: int,
     ) -> None:
-        self._held = held
+        self._center = center
         self._pushes = 0
         self._requests, self._replies = requests, replies
         self._optimizer = optimizer
@@ -259,7 +259,7 @@ class _Service:
         self._sending: list[tuple[Any, Any]] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self.resting = False
+        self.paused = False
         self._thread = threading.Thread(target=self._run, name="hvd_periodic service", daemon=True)
         self._thread.start()
 
@@ -277,26 +277,26 @@ class _Service:
     def transact(self, index: int, payload: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Run one transaction."""
         with self._lock:
-            return self._held.transact(index, payload, exchange)
+            return self._center.transact(index, payload, exchange)
 
     def step(self, messages: Sequence[np.ndarray], exchange: Exchange) -> list[np.ndarray]:
         """Apply the messages of one worker with the optimizer; return copies of the center."""
         with self._lock:
             for index, message in enumerate(messages):
-                self._held.set_total(index, message, exchange)
+                self._center.set_total(index, message, exchange)
             self._optimizer.step()
             self._stepped = True
-            return [self._held.read(index) for index in range(self._optimized)]
+            return [self._center.read(index) for index in range(self._optimized)]
 
     def read(self, index: int) -> np.ndarray:
         """Return a copy of a bucket."""
         with self._lock:
-            return self._held.read(index)
+            return self._center.read(index)
 
     def write(self, index: int, values: np.ndarray) -> None:
         """Set a bucket."""
         with self._lock:
-            self._held.write(index, values)
+            self._center.write(index, values)
 
     def state(self) -> Any:
         """Return a copy of the optimizer's state; None before its first step."""
@@ -318,13 +318,13 @@ class _Service:
             idle = time.monotonic()
             while self._requests.alive():
                 if self._serve():
-                    idle, self.resting = time.monotonic(), False
+                    idle, self.paused = time.monotonic(), False
                     continue
                 self._sending = [sent for sent in self._sending if not self._replies.done(sent[0])]
                 if self._stopping.is_set() and not self._sending:
                     return
                 waiting = self._sending or time.monotonic() - idle < LONG
-                time.sleep(SHORT if waiting else _REST if self.resting else LONG)
+                time.sleep(SHORT if waiting else _PAUSE if self.paused else LONG)
         except BaseException:
             # The other ranks would wait forever for replies.
             traceback.print_exc()

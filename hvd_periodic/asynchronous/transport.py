@@ -45,8 +45,8 @@ class Transport(ABC):
     def optimizer_state(self) -> Any:
         """Return a copy of the state of the center's optimizer."""
 
-    def expect_nothing(self) -> None:
-        """Prepare for a time without messages."""
+    def pause(self) -> None:
+        """Expect no messages for some time."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,12 +95,12 @@ class MemoryTransport(Transport):
         self.description = self._memory.description
         buffer = self._memory.buffer
         self._header = buffer[:header].view(np.int64)
-        self._held = CenterInMemory(parts, shares, buffer[header:end] if center is None else center)
+        self._center = CenterInMemory(parts, shares, buffer[header:end] if center is None else center)
         self._state = []
         for (shape, dtype), start in zip(shapes, offsets, strict=False):
             size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             self._state.append(buffer[start : start + size].view(dtype).reshape(shape))
-        bind(optimizer, self._held)
+        bind(optimizer, self._center)
         self._seen = 0
 
     def exchange(self, exchange: Exchange, payloads: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -114,19 +114,19 @@ class MemoryTransport(Transport):
         for index in range(self._optimized, sum(self._counts)):
             payload = next(payloads)
             with self._locked(index):
-                pulled = self._held.transact(index, payload, exchange)
+                pulled = self._center.transact(index, payload, exchange)
             yield pulled
 
     def read(self, index: int) -> np.ndarray:
         """Copy a bucket under its lock."""
         with self._locked(index):
-            return self._held.read(index)
+            return self._center.read(index)
 
     def write(self, buckets: Iterator[np.ndarray], optimizer_state: Any = None) -> None:
         """Copy all buckets and the state of the optimizer under one lock."""
         with self._memory.lock(0, sum(self._counts) + 1):
             for index, values in enumerate(buckets):
-                self._held.write(index, values)
+                self._center.write(index, values)
             self._header[_STEPPED] = optimizer_state is not None
             if optimizer_state is not None:
                 self._optimizer.load(optimizer_state)
@@ -142,7 +142,7 @@ class MemoryTransport(Transport):
 
     def close(self) -> None:
         """Release the memory."""
-        del self._held, self._header, self._state
+        del self._center, self._header, self._state
         self._memory.close()
 
     def _step(self, payloads: Iterator[np.ndarray], exchange: Exchange) -> Iterator[np.ndarray]:
@@ -150,7 +150,7 @@ class MemoryTransport(Transport):
         messages = [next(payloads) for _ in range(self._optimized)]
         with self._memory.lock(0, self._optimized):
             for index, message in enumerate(messages):
-                self._held.set_total(index, message, exchange)
+                self._center.set_total(index, message, exchange)
             if self._header[_STEPPED]:
                 self._optimizer.pull(self._state)
             else:
@@ -159,7 +159,7 @@ class MemoryTransport(Transport):
             self._optimizer.push(self._state)
             self._header[_STEPPED] = 1
             for index in range(self._optimized):
-                pulled.append(self._held.read(index))
+                pulled.append(self._center.read(index))
         yield from pulled
 
     def _locked(self, index: int) -> AbstractContextManager[object]:

@@ -40,12 +40,12 @@ If unset, the service is used if ranks are on several hosts or do not have enoug
 
 logger = logging.getLogger("hvd_periodic")
 
-_opened: list[Worker] = []
-"""Workers of this process that other ranks may still need."""
+_open_workers: list[Worker] = []
+"""Workers of this process that are open: other ranks may still need them."""
 
 
-class BehindTransport(Placement):
-    """The center is behind a transport; each rank reads it without the others.
+class RemoteCenter(Placement):
+    """The center is reached through a transport; each rank reads it without the others.
 
     Args:
         communicator: the ranks.
@@ -61,7 +61,7 @@ class BehindTransport(Placement):
         self._worker, self._first = worker, first
 
     def bounds(self, bucket: Bucket) -> tuple[int, int]:
-        """Return empty bounds: all elements are behind the transport."""
+        """Return empty bounds: no element is on this side of the transport."""
         return 0, 0
 
     def fetch(self, communicator: Communicator, share: Any, bucket: Bucket, name: str, out: Any) -> Any:
@@ -90,7 +90,7 @@ class Worker:
         center_file: file that holds the center, if there is one.
 
     Attributes:
-        broken_off: an exchange of this worker has begun and not ended; a holder may be waiting for the rest.
+        interrupted: an exchange of this worker has begun and not ended; a holder may be waiting for its messages.
 
     Raises:
         TypeError, ValueError: the center cannot have the optimizer that it needs.
@@ -111,14 +111,14 @@ class Worker:
         self._number = 0
         self._file = None if center_file is None else CenterFile(center_file, communicator, root, parts)
         self._lost: list[int] = []
-        self._shared, self._sharded, self._use_locking = list(parts), sharded, use_locking
+        self._parts, self._sharded, self._use_locking = list(parts), sharded, use_locking
         self._transport: Transport | None = None
         self._final: list[np.ndarray] | None = None
-        self.broken_off = False
+        self.interrupted = False
         firsts = np.cumsum([0, *(len(part.layout.buckets) for part in parts)]).tolist()
         self._count = firsts[-1]
         self.placements = [
-            BehindTransport(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)
+            RemoteCenter(communicator, root, self, first) for first, _ in zip(firsts, parts, strict=False)
         ]
         self._shapes: list[tuple[tuple[int, ...], str]] = []
         if parts[0].optimized:
@@ -152,30 +152,30 @@ class Worker:
         """
         communicator = self.communicator
         self._number = number
-        memory = self._in_memory() if _may_share(communicator) else None
-        self._divided = self._sharded and memory is None
+        memory = self._in_memory() if _can_share_memory(communicator) else None
+        self._has_shards = self._sharded and memory is None
         self._transport = memory or self._by_messages()
         if communicator.rank == self._root:
             description = self.transport.description
             self._log.info("Asynchronous exchange of %d ranks through %s", communicator.size, description)
         if communicator.processes and communicator.size > 1:
-            if not _opened:
-                atexit.register(_leave_all)
-            _opened.append(self)
+            if not _open_workers:
+                atexit.register(_close_all)
+            _open_workers.append(self)
 
     def _in_memory(self) -> Transport | None:
         try:
             center = self._center_in_file(everywhere=True)
             allocate = self.communicator.shared_memory
-            return MemoryTransport(allocate, self._shared, self._outer, self._shapes, self._use_locking, center)
+            return MemoryTransport(allocate, self._parts, self._outer, self._shapes, self._use_locking, center)
         except NoSharedMemoryError as error:
-            if _wish() == "window":
+            if _requested_transport() == "window":
                 raise RuntimeError(
-                    f"{VARIABLE}=window, and the ranks cannot share the center's memory: {error}. Unset it to exchange "
+                    f"{VARIABLE}=window, but the ranks cannot share the center's memory: {error}. Unset it to exchange "
                     "through a service thread, or give more memory (docker: --shm-size)"
                 ) from error
             if self.communicator.rank == self._root:
-                self._log.warning("No shared memory for the asynchronous center, a service takes over: %s", error)
+                self._log.warning("No shared memory for the asynchronous center; using a service thread: %s", error)
             return None
 
     def _by_messages(self) -> Transport:
@@ -187,7 +187,7 @@ class Worker:
 
         center = self._center_in_file(everywhere=False)
         requests, replies = communicator.messages(), communicator.messages()
-        return ServiceTransport(requests, replies, self._shared, holders, bounds, self._outer, center)
+        return ServiceTransport(requests, replies, self._parts, holders, bounds, self._outer, center)
 
     def _center_in_file(self, everywhere: bool) -> np.ndarray | None:
         """Return the memory of a center in a file, on the ranks that hold it; None if there is no file."""
@@ -195,19 +195,19 @@ class Worker:
             return None
         if self._sharded and not everywhere:
             raise ValueError(
-                "`center_file` needs a center that lies in one place, and with center='sharded' between several hosts "
-                f"every rank has a part: choose center='root'. Received: center_file={str(self._file.path)!r}"
+                "`center_file` needs the whole center in one place, but with center='sharded' on several hosts every "
+                f"rank holds a shard: use center='root'. Received: center_file={str(self._file.path)!r}"
             )
         return self._file.open(f"hvd_periodic.{self._number}.center_file", everywhere)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run an exchange of this worker inside a ``with`` block."""
-        self.go_on()
-        self._show_file()
-        self.broken_off = True
+        """Mark the exchange of this worker inside a ``with`` block."""
+        self.resume_training()
+        self._publish_file()
+        self.interrupted = True
         yield
-        self.broken_off = False
+        self.interrupted = False
 
     def exchange(self, parts: Sequence[TensorGroup[Any]], exchange: Exchange) -> int:
         """Run one exchange of this worker; return the number of bytes that it pushed."""
@@ -224,7 +224,7 @@ class Worker:
 
     def centers(self) -> list[np.ndarray]:
         """Return copies of all buckets of the center as it is now, even after :meth:`finish`."""
-        self.go_on()
+        self.resume_training()
         return [self.transport.read(index) for index in range(self._count)]
 
     def read(self, index: int, bucket: Bucket) -> Any:
@@ -239,10 +239,10 @@ class Worker:
         Raises:
             RuntimeError: Horovod has been shut down.
         """
-        if not self._shared[0].optimized:
+        if not self._parts[0].optimized:
             return None
         if not self.communicator.alive():
-            raise RuntimeError("The state of the center's optimizer has gone with hvd.shutdown(): save it before")
+            raise RuntimeError("The state of the center's optimizer was lost with hvd.shutdown(): save it before")
         return self.transport.optimizer_state()
 
     def facts(self) -> dict[str, object]:
@@ -252,20 +252,20 @@ class Worker:
             ValueError: the environment asks for a transport that does not exist.
         """
         return {
-            f"environment variable {VARIABLE}": _wish(),
+            f"environment variable {VARIABLE}": _requested_transport(),
             "sharded center": self._sharded,
             "use_locking": self._use_locking,
             "center_file": None if self._file is None else str(self._file.path),
         }
 
     @property
-    def at_rest(self) -> bool:
+    def finished(self) -> bool:
         """Whether training has ended: :meth:`finish` was the last call."""
         return self._final is not None
 
     def start(self, parts: Sequence[TensorGroup[Any]]) -> None:
         """Set the center to the root's replica; collective."""
-        self.go_on()
+        self.resume_training()
         if self.communicator.rank == self._root:
             self.transport.write(
                 self._replica.to_host(part.values.read(bucket), bucket)
@@ -275,14 +275,16 @@ class Worker:
         self._wait_for_root()
 
     def resume(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any] | None) -> None:
-        """Set the center to the state that the root has loaded, or to its replica if it has loaded none; collective."""
+        """Set the center to the state that the root has loaded, or else to the root's replica; collective."""
         if self.communicator.rank == self._root and state is None:
-            self._log.warning("No center was saved with the replica of rank %d: the center starts from it", self._root)
+            self._log.warning(
+                "No center was saved with the replica of rank %d: the center starts from that replica", self._root
+            )
         has_center = self.communicator.allgather_object(state is not None, f"hvd_periodic.{self._number}.center")
         if not has_center[self._root]:
             self.start(parts)
             return
-        self.go_on()
+        self.resume_training()
         if self.communicator.rank == self._root and state is not None:
             self.transport.write(self._saved(parts, state), state["center_optimizer"])
         self._wait_for_root()
@@ -293,13 +295,13 @@ class Worker:
         Raises:
             ValueError: the state of the center's optimizer was saved with other holders.
         """
-        holders = Sharded(self.communicator, self._root) if self._divided else self.placements[0]
+        holders = Sharded(self.communicator, self._root) if self._has_shards else self.placements[0]
         holders.select(state["center_optimizer"])
 
-    def _show_file(self) -> None:
-        """Give the center's file its final name, now that training has begun and its initial state was read."""
+    def _publish_file(self) -> None:
+        """Rename the center's file to its final name, once training has begun and its initial state has been read."""
         if self._file is not None and self.communicator.rank == self._root:
-            self._file.appear()
+            self._file.publish()
 
     def _wait_for_root(self) -> None:
         self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
@@ -317,15 +319,15 @@ class Worker:
 
     def finish(self) -> None:
         """Wait until all workers are done, and keep the final center; collective."""
-        self._show_file()
+        self._publish_file()
         with self.communicator.attendance.at("finalize() of asynchronous exchange"):
             self.communicator.assemble(self._number)
-            self._tell_lost()
+            self._log_dead_ranks()
             self._final = self.centers()
             self.communicator.assemble(self._number)
         if self._file is not None:
             self._file.release()
-        self.transport.expect_nothing()
+        self.transport.pause()
 
     def final(self, index: int) -> np.ndarray:
         """Return a bucket of the final center, after :meth:`finish`."""
@@ -333,13 +335,13 @@ class Worker:
             raise RuntimeError("There is no final center before finish()")
         return self._final[index]
 
-    def go_on(self) -> None:
-        """Continue after :meth:`finish`: discard the final center."""
+    def resume_training(self) -> None:
+        """Discard the final center, if training continues after :meth:`finish`."""
         self._final = None
 
     def close(self) -> None:
         """Wait for all ranks, then release everything; collective."""
-        _opened.remove(self)
+        _open_workers.remove(self)
         if not self.communicator.alive():
             return
         with self.communicator.attendance.at("the end of the process, after asynchronous exchange"):
@@ -347,26 +349,26 @@ class Worker:
         if not self.communicator.lost():
             self.transport.close()
 
-    def _tell_lost(self) -> None:
+    def _log_dead_ranks(self) -> None:
         lost = self.communicator.lost()
         if lost and lost != self._lost:
             logger.warning(
-                "%s died: the center holds what was pushed before, and the others go on. Collectives of Horovod would "
-                "wait for ever",
+                "%s died: the center keeps earlier pushes, and the other ranks continue. Collectives of Horovod would "
+                "hang",
                 titled(lost),
             )
         self._lost = lost
 
 
 def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[None]:
-    """Take part in every barrier at which others wait, until all ranks leave; yield while there is nothing to do."""
+    """Join every barrier at which other ranks wait, until all leave; yield while there is none."""
     if not communicator.alive():
         return
-    if getattr(sys, "last_type", None) is not None or any(worker.broken_off for worker in workers):
-        logger.error("Rank %d fails in asynchronous training, and ends the job", communicator.rank)
+    if getattr(sys, "last_type", None) is not None or any(worker.interrupted for worker in workers):
+        logger.error("Rank %d failed in asynchronous training; ending the job", communicator.rank)
         communicator.abort()
-    if not all(worker.at_rest for worker in workers):
-        logger.warning("Rank %d ends without finalize(), and waits for the others", communicator.rank)
+    if not all(worker.finished for worker in workers):
+        logger.warning("Rank %d exits without finalize(), and waits for the others", communicator.rank)
     while True:
         look = communicator.assembly(0)
         while (number := look()) is None:
@@ -375,18 +377,18 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
             return
 
 
-def _leave_all() -> None:
+def _close_all() -> None:
     """Close all workers at the end of the process, all channels at once: ranks may finish them in different orders."""
-    tell_leaving()  # Before the first barrier: ranks that wait for something else learn that this one never comes.
+    tell_leaving()  # Before the first barrier: ranks that wait in another collective learn that this rank will not join it.
     channels: dict[int, list[Worker]] = {}
-    for worker in _opened:
+    for worker in _open_workers:
         channels.setdefault(id(worker.communicator.channel), []).append(worker)
     leaving = [_leave(workers[0].communicator, workers) for workers in channels.values()]
     while leaving:
         leaving = [steps for steps in leaving if next(steps, _LEFT) is not _LEFT]
         time.sleep(1e-3)
-    everyone = [worker.communicator for worker in _opened]
-    for worker in list(_opened):
+    everyone = [worker.communicator for worker in _open_workers]
+    for worker in list(_open_workers):
         worker.close()
     for communicator in everyone:
         communicator.leave()
@@ -394,24 +396,24 @@ def _leave_all() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # The shutdown of MPI, and of Horovod, would wait for the ranks that have died.
+        os._exit(0)  # The shutdown of MPI and Horovod would wait for dead ranks.
     depart()
 
 
-def _may_share(communicator: Communicator) -> bool:
-    wish = _wish()
+def _can_share_memory(communicator: Communicator) -> bool:
+    transport = _requested_transport()
     if communicator.size == 1:
         return True
-    if wish == "service":
+    if transport == "service":
         return False
-    together = communicator.shares_memory()
-    if wish == "window" and not together:
-        raise RuntimeError(f"{VARIABLE}=window needs all ranks on one host, and they are not")
-    return together
+    one_host = communicator.shares_memory()
+    if transport == "window" and not one_host:
+        raise RuntimeError(f"{VARIABLE}=window needs all ranks on one host, but they are on several")
+    return one_host
 
 
-def _wish() -> str:
-    wish = os.environ.get(VARIABLE, "")
-    if wish not in ("", "window", "service"):
-        raise ValueError(f"The environment variable {VARIABLE} must be 'window' or 'service'. Received: {wish!r}")
-    return wish
+def _requested_transport() -> str:
+    transport = os.environ.get(VARIABLE, "")
+    if transport not in ("", "window", "service"):
+        raise ValueError(f"The environment variable {VARIABLE} must be 'window' or 'service'. Received: {transport!r}")
+    return transport

@@ -75,7 +75,7 @@ class Asynchronous(Course[V]):
     @property
     def shows_loaded(self) -> bool:
         """Whether no training is under way since it was loaded."""
-        return self.worker.at_rest
+        return self.worker.finished
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this, and over what."""
@@ -114,7 +114,7 @@ class Asynchronous(Course[V]):
         sent = missed = 0
         with failing(setting.meeting, counters.local_steps):
             if left_out:
-                self.worker.go_on()
+                self.worker.resume_training()
                 start_again(self.tensor_groups, setting, not_finite)
             else:
                 sent = self.worker.exchange(list(self.tensor_groups), exchange)
@@ -157,7 +157,7 @@ class Asynchronous(Course[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Refuse to load in the middle of training."""
-        if begun and not self.worker.at_rest and self.setting.membership.communicator.size > 1:
+        if begun and not self.worker.finished and self.setting.membership.communicator.size > 1:
             raise RuntimeError(
                 "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "
                 "first step; or after finalize() on every rank, or on the root and then call broadcast() on all"
@@ -178,7 +178,7 @@ class Asynchronous(Course[V]):
 
     def begin_taking_over(self) -> None:
         """Forget the center that was final."""
-        self.worker.go_on()
+        self.worker.resume_training()
 
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
         """Return None: it is behind the transport."""

@@ -354,7 +354,7 @@ def test_failure_ends_the_job(mode: str, way: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"\AExit [1-9]") as failure:
         start("mpirun", 2, command, 60, framework="torch")
     assert "ArithmeticError: something in training" in str(failure.value)
-    assert "fails in asynchronous training, and ends the job" in str(failure.value)
+    assert "failed in asynchronous training; ending the job" in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -367,4 +367,4 @@ def test_failure_ends_the_job(mode: str, way: str, tmp_path: Path) -> None:
 )
 def test_finalize_may_be_forgotten(mode: str, way: str, tmp_path: Path) -> None:
     output = start("mpirun", 2, ["-m", f"tests.parallel.{PROGRAM}", str(tmp_path), way, mode], 60, framework="torch")
-    assert "Rank 0 ends without finalize(), and waits for the others" in output
+    assert "Rank 0 exits without finalize(), and waits for the others" in output

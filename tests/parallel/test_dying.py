@@ -64,7 +64,7 @@ def test_the_others_go_on(algorithm: str, victim: int, where: str, tmp_path: Pat
     code, output, reports = job(tmp_path, algorithm, victim, where, 20, RECOVERS)
     assert code == 0, output
     living = [rank for rank in range(SIZE) if rank != victim]
-    assert output.count(f"Rank {victim} died: the center holds what was pushed before, and the others go on") == 2
+    assert output.count(f"Rank {victim} died: the center keeps earlier pushes, and the other ranks continue") == 2
     centers = [reports[rank]["center"] for rank in living]
     assert centers[0] == centers[1]
     assert all(0 < end < 1e6 for end in centers[0])

@@ -76,7 +76,8 @@ def test_a_center_that_does_not() -> None:
     code, output, left = job(100, "end")
     assert code == 0, output
     assert (
-        output.count(f"No shared memory for the asynchronous center, a service takes over: rank 0: {DOES_NOT_FIT}") == 1
+        output.count(f"No shared memory for the asynchronous center; using a service thread: rank 0: {DOES_NOT_FIT}")
+        == 1
     )
     assert output.count(SERVICE) == 1
     assert output.count("The center is") == 2
@@ -86,7 +87,7 @@ def test_a_center_that_does_not() -> None:
 def test_a_window_that_is_asked_for_and_does_not_fit() -> None:
     code, output, left = job(100, "end", transport="window")
     assert code == 1
-    asked = "RuntimeError: HVD_PERIODIC_TRANSPORT=window, and the ranks cannot share the center's memory: rank 0: "
+    asked = "RuntimeError: HVD_PERIODIC_TRANSPORT=window, but the ranks cannot share the center's memory: rank 0: "
     assert asked + DOES_NOT_FIT in output
     assert left == []
 

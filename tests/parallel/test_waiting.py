@@ -208,7 +208,7 @@ def test_a_rank_that_never_comes_ends_all(launcher: str, framework: str, monkeyp
 def test_who_exits_in_asynchronous_training_is_done(launcher: str, framework: str, place: str, how: str) -> None:
     code, output = end(launcher, framework, place, how, "asynchronous")
     assert code == (0 if how == "exit 0" else 3), output
-    assert "Rank 1 ends without finalize(), and waits for the others" in output
+    assert "Rank 1 exits without finalize(), and waits for the others" in output
 
 
 def test_who_exits_in_asynchronous_training_is_not_waited_for_elsewhere() -> None:
@@ -232,4 +232,4 @@ def test_who_exits_in_an_asynchronous_exchange_ends_all() -> None:
     """A holder of the center could wait for the rest of it."""
     code, output = end("mpirun", "numpy", "exchange", "exit 0", "asynchronous")
     assert code != 0
-    assert "Rank 1 fails in asynchronous training, and ends the job" in output
+    assert "Rank 1 failed in asynchronous training; ending the job" in output

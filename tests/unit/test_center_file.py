@@ -143,8 +143,8 @@ def test_a_file_that_cannot_be_is_an_error_on_all(tmp_path: Path) -> None:
         Path(f"{tmp_path}.unfinished").mkdir(exist_ok=True)
         for kind, text in errors(2, lambda communicator, path=path: train(communicator, path)):
             assert kind is RuntimeError
-            assert "`center_file` must be a path in a folder that is there, on a disk with room" in text
-            assert f"Received: {str(path)!r}, and of rank 0: " in text
+            assert "`center_file` must be a path in an existing folder, on a disk with room" in text
+            assert f"Received: {str(path)!r}; rank 0: " in text
     assert tmp_path.is_dir()
 
 
@@ -155,7 +155,7 @@ def test_a_file_that_another_optimizer_uses_is_refused(tmp_path: Path) -> None:
     x = np.zeros(3)
     first = ElasticAverageOptimizer(SGD(1.0), {"x": x}, 1, moving_rate=0.5, **options)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="another optimizer is using it: give each a file of its own"):
+        with pytest.raises(RuntimeError, match="another optimizer uses it: give each optimizer its own file"):
             ElasticAverageOptimizer(SGD(1.0), {"x": np.ones(3)}, 1, moving_rate=0.5, **options)
         first.step([np.ones(3)])
     np.testing.assert_array_equal(load_file(path)["x"], np.full(3, -1.0))

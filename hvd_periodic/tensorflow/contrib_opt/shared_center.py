@@ -45,7 +45,7 @@ class SharedCenter:
         values = [store.read(bucket) for store in self._stores for bucket in store.layout.buckets]
 
         def write(*buckets: tf.Tensor) -> tf.Tensor:
-            self._worker.go_on()
+            self._worker.resume_training()
             self._worker.transport.write(bucket.numpy() for bucket in buckets)
             return tf.constant(True)
 
