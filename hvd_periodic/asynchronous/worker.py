@@ -379,7 +379,7 @@ def _leave(communicator: Communicator, workers: Sequence[Worker]) -> Iterator[No
 
 def _close_all() -> None:
     """Close all workers at the end of the process, all channels at once: ranks may finish them in different orders."""
-    tell_leaving()  # Before the first barrier: ranks that wait in another collective learn that this rank will not join it.
+    tell_leaving()  # Before the first barrier, so that ranks that wait for this one elsewhere learn that it leaves.
     channels: dict[int, list[Worker]] = {}
     for worker in _open_workers:
         channels.setdefault(id(worker.communicator.channel), []).append(worker)

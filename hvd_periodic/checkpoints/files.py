@@ -104,7 +104,7 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # So that opening a pipe does not wait for a writer.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is damaged: it is no regular file")
+        raise ValueError(f"{path} is damaged: it is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -116,7 +116,7 @@ def naming(path: Path) -> Iterator[None]:
     except MemoryError:  # The file is intact, but this process has no room for it.
         raise
     except Exception as error:  # Parsers of zip archives raise errors of many kinds.
-        raise ValueError(f"{path} is no checkpoint of hvd_periodic: {error}") from error
+        raise ValueError(f"{path} is not a checkpoint of hvd_periodic: {error}") from error
 
 
 def digest_of(path: Path) -> tuple[int, str]:
@@ -151,7 +151,7 @@ def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, size: int) -> 
             raise ValueError(f"{entry.filename} is a pickle, which is not loaded")
         needed, there = math.prod(shape) * dtype.itemsize, min(entry.file_size, size) - stream.tell()
         if needed != there:
-            raise ValueError(f"{entry.filename} says that it is {dtype}{list(shape)}, {needed} bytes, and has {there}")
+            raise ValueError(f"{entry.filename} needs {needed} bytes for {dtype}{list(shape)}, and has {there}")
         array = np.empty(shape[::-1] if column_major else shape, dtype)
         data = _bytes_of(array)
         while data:

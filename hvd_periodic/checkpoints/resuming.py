@@ -1,4 +1,4 @@
-"""Resumes from a checkpoint: each rank on its own, from the files it sees."""
+"""Resumes from a checkpoint: each rank by itself, from the files that it sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvd_periodic.checkpoints.tree import Leaves, decode
 logger = logging.getLogger("hvd_periodic")
 
 STATES, MORE = "states", "more"
-"""Keys under which a file holds, by name, the states of additional objects, and plain values."""
+"""Keys of the states of additional objects, and of plain values, in a file."""
 
 
 def resume(
@@ -25,8 +25,8 @@ def resume(
     step: int | None,
     leaves: Leaves,
     stateful: Collection[str],
-    put_back: Callable[[dict[str, Any], bool], None],
-    failed: Callable[[str], None],
+    restore: Callable[[dict[str, Any], bool], None],
+    on_error: Callable[[str], None],
 ) -> dict[str, Any]:
     """Load the file from which this rank resumes; return its plain values, or none if there is no file.
 
@@ -36,15 +36,16 @@ def resume(
         step: local steps of the set. Default: the newest set.
         leaves: handles the tensors of a framework.
         stateful: names of the objects whose states are to be restored.
-        put_back: receives the content of the file, and whether it was saved among other ranks.
-        failed: called with an error before it is raised, to tell the other ranks if this one goes on; first with "".
+        restore: receives the content of the file, and whether it was saved among other ranks.
+        on_error: called with an error before it is raised, to tell the other ranks if this one continues; first with
+            "".
 
     Raises:
-        ValueError: the file is damaged or of another kind; or as ``put_back``.
+        ValueError: the file is damaged or of another kind; or as ``restore``.
         FileNotFoundError: there is no set of this ``step``.
         RuntimeError: a background save into the folder is in flight.
     """
-    failed("")
+    on_error("")
     try:
         require_complete(path)
         source = find_file(path, everyone.rank, everyone.among, everyone.is_root, step)
@@ -57,21 +58,21 @@ def resume(
         if missing:
             there = ", ".join(saved[STATES]) or "none"
             raise ValueError(f"{source.file} has no state of `{missing[0]}`. It has those of: {there}")
-        put_back(saved, source.among_others)
+        restore(saved, source.among_others)
     except Exception as error:
-        failed(str(error))
+        on_error(str(error))
         raise
-    _say(source, everyone)
+    _log_source(source, everyone)
     plain: dict[str, Any] = saved[MORE]
     return plain
 
 
-def _say(source: Source, everyone: Everyone) -> None:
+def _log_source(source: Source, everyone: Everyone) -> None:
     """Log the file from which training resumes."""
     step, folder = source.saved.step, source.saved.folder
     if not source.among_others and not source.own:
-        logger.warning("Rank %d goes on from %s, the file of the root, at step %d", everyone.rank, source.file, step)
+        logger.warning("Rank %d resumes from %s, the file of the root, at step %d", everyone.rank, source.file, step)
     elif everyone.is_root and source.among_others:
-        logger.warning("%s is of other ranks than these: all start from its center, at step %d", folder, step)
+        logger.warning("%s was saved by other ranks: all ranks start from its center, at step %d", folder, step)
     elif everyone.is_root:
-        logger.info("All ranks go on from %s, at step %d", folder, step)
+        logger.info("All ranks resume from %s, at step %d", folder, step)

@@ -65,7 +65,7 @@ class Saving:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self.over = False
-        self._run_or_begin(lambda: self._write(content))
+        self._run_or_start(lambda: self._write(content))
 
     def wait(self) -> None:
         """Wait until all ranks have written, complete the set, and wait until old sets are removed; on all ranks.
@@ -75,13 +75,13 @@ class Saving:
         """
         if not self.over:
             self._meet()
-        self.conclude()
+        self.complete()
         self.join()
         error = self.take_error()
         if error is not None:
             raise RuntimeError(f"A checkpoint that was written in the background failed: {error}") from error
 
-    def conclude(self, wait: bool = True) -> None:
+    def complete(self, wait: bool = True) -> None:
         """Complete the set once all ranks have written. Collective; an error is kept.
 
         Args:
@@ -97,7 +97,7 @@ class Saving:
             return
         self.over = True
         try:
-            self._complete(outcome.on_all(told))
+            self._write_manifests(outcome.on_all(told))
         except Exception as error:
             self._error = error
             if self._background and outcome.failure is None:
@@ -124,21 +124,23 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
 
-    def conclude_at_exit(self) -> None:
+    def complete_at_exit(self) -> None:
         """Complete the set when the process ends, unless an error ends it or its ranks cannot reach each other."""
         if self.over or getattr(sys, "last_value", None) is not None:
             return
         if not self.everyone.alive():
-            self.abandon("the ranks were shut down before. Call wait() or finalize() on all of them before that")
+            self.abandon(
+                "the ranks were shut down first. Call wait() or finalize() on all of them before shutting down"
+            )
         else:
             self.join()
             self._background = False  # At the end of a process no thread can start.
             self._meet()
-            self.conclude()
+            self.complete()
             if (error := self.take_error()) is not None:
                 logger.error(_FAILED, error)
 
-    def _run_or_begin(self, work: Callable[[], None]) -> None:
+    def _run_or_start(self, work: Callable[[], None]) -> None:
         """Run some work; in the background, start a thread for it."""
         if not self._background:
             work()
@@ -152,7 +154,7 @@ class Saving:
 
         def write() -> Entry:
             folder, rank = self._saved.folder, self.everyone.rank
-            with _saying_what_is_needed(folder.parent, rank, content.nbytes):
+            with _naming_disk_space(folder.parent, rank, content.nbytes):
                 folder.mkdir(exist_ok=True)
                 sync_folder(folder.parent)
                 name = f"rank-{rank}.npz"
@@ -164,7 +166,7 @@ class Saving:
             logger.error(_FAILED, outcome.failure)
         self._outcome = outcome
 
-    def _complete(self, files: dict[int, Entry]) -> None:
+    def _write_manifests(self, files: dict[int, Entry]) -> None:
         """Write the manifest, on the disk of the root first; then remove the sets that are not kept."""
         saved, everyone = self._saved, self.everyone
         manifest = Manifest(saved.step, self._run, everyone.root, files)
@@ -178,7 +180,7 @@ class Saving:
         if everyone.is_root:
             size, seconds = sum(entry.size for entry in files.values()) / 1e6, time.perf_counter() - self._started
             logger.info("Saved %s: %d files, %.1f MB, in %.1f s", saved.folder, len(files), size, seconds)
-        self._run_or_begin(lambda: remove_old(saved.folder.parent, saved, self._keep))
+        self._run_or_start(lambda: remove_old(saved.folder.parent, saved, self._keep))
 
 
 _FAILED = "A checkpoint that was written in the background failed: %s"
@@ -196,19 +198,19 @@ def require_complete(path: Path) -> None:
     for saving in _unfinished:
         if not saving.over and saving.folder.parent.resolve() == path.resolve():
             raise RuntimeError(
-                f"{saving.folder} is being written in the background: call wait() of what save() returned, on all "
-                "ranks, before load()"
+                f"{saving.folder} is being written in the background: before load(), call wait() on the object that "
+                "save() returned, on all ranks"
             )
 
 
-def _conclude_at_exit(process: int) -> None:
+def _complete_at_exit(process: int) -> None:
     """Complete the remaining saves when the process ends, but not when a forked child ends."""
     for saving in _unfinished if os.getpid() == process else []:
-        saving.conclude_at_exit()
+        saving.complete_at_exit()
 
 
 @dataclass(frozen=True)
-class Occasion:
+class SavePoint:
     """The point in training at which a set is saved.
 
     Attributes:
@@ -225,7 +227,7 @@ class Occasion:
 def save_set(
     path: Path,
     everyone: Everyone,
-    check: Callable[[], Occasion],
+    check: Callable[[], SavePoint],
     state: Callable[[], Any],
     leaves: Leaves | None = None,
     *,
@@ -258,7 +260,7 @@ def save_set(
         _last.join()
     _last, failed = None, None
     if before is not None:
-        before.conclude()
+        before.complete()
         before.join()  # Its thread may still remove older sets, for which this save looks.
         failed = before.take_error()
 
@@ -269,11 +271,11 @@ def save_set(
     saving = Saving(saved, everyone, run, content.pop(), keep, meet, background)
     if background:
         if not _unfinished:
-            atexit.register(_conclude_at_exit, os.getpid())
+            atexit.register(_complete_at_exit, os.getpid())
         _unfinished[:] = [*(other for other in _unfinished if not other.over), saving]
         _last = saving
     else:
-        saving.conclude()
+        saving.complete()
         error = saving.take_error()
         if error is not None:
             raise error
@@ -283,7 +285,7 @@ def save_set(
 def _next_set(
     path: Path,
     everyone: Everyone,
-    check: Callable[[], Occasion],
+    check: Callable[[], SavePoint],
     keep: int | None,
     background: bool,
     failed: Exception | None,
@@ -293,32 +295,32 @@ def _next_set(
     The arguments are as in :func:`save_set`; ``failed`` is the error of the previous save.
     """
 
-    def look() -> tuple[int, Occasion, bool]:
+    def look() -> tuple[int, SavePoint, bool]:
         if failed is not None:
-            raise RuntimeError(f"The checkpoint before this one, written in the background, failed: {failed}")
+            raise RuntimeError(f"The previous checkpoint, written in the background, failed: {failed}")
         if keep is not None:
             require_int(keep, "`keep`", minimum=1)
-        occasion = check()
+        point = check()
         path.mkdir(parents=True, exist_ok=True)
         there = sets_in(path)
         pending = {saving.folder.resolve() for saving in _unfinished if not saving.over}  # of other optimizers
         remove_unfinished([saved for saved in there if saved.folder.resolve() not in pending])
-        return max((saved.number for saved in there), default=0), occasion, background
+        return max((saved.number for saved in there), default=0), point, background
 
     told = everyone.attempt("place", look)
-    occasion, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank, _) in told.items()}
+    point, steps = told[everyone.root][1], {rank: of_rank.step for rank, (_, of_rank, _) in told.items()}
     modes = {rank: f"background={mode}" for rank, (_, _, mode) in told.items()}
     if len(set(modes.values())) > 1:
         raise ValueError(f"`background` must be the same on all ranks. Received: {by_value(modes)}")
-    if occasion.steps_agree and len(set(steps.values())) > 1:
+    if point.steps_agree and len(set(steps.values())) > 1:
         at = by_value({rank: f"step {step}" for rank, step in steps.items()})
-        raise RuntimeError(f"All ranks save at the same local step. Received: {at}")
-    return SavedSet.of(path, 1 + max(number for number, *_ in told.values()), occasion.step), occasion.run
+        raise RuntimeError(f"All ranks must save at the same local step. Received: {at}")
+    return SavedSet.of(path, 1 + max(number for number, *_ in told.values()), point.step), point.run
 
 
 @contextmanager
-def _saying_what_is_needed(path: Path, rank: int, nbytes: int) -> Iterator[None]:
-    """Add to an OSError which rank needs how much space, and how much is free."""
+def _naming_disk_space(path: Path, rank: int, nbytes: int) -> Iterator[None]:
+    """Add to an OSError the rank, the space that it needs, and the free space."""
     try:
         yield
     except OSError as error:
@@ -327,6 +329,6 @@ def _saying_what_is_needed(path: Path, rank: int, nbytes: int) -> Iterator[None]
         needed, free = nbytes / 1e6, shutil.disk_usage(path).free / 1e6
         raise OSError(
             error.errno,
-            f"{error.strerror or error}. Rank {rank} has to write {needed:.1f} MB there, and {free:.1f} MB are free",
+            f"{error.strerror or error}. Rank {rank} needs {needed:.1f} MB there, and {free:.1f} MB are free",
             error.filename or str(path),
         ) from error

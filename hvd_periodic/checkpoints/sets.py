@@ -124,7 +124,7 @@ class SavedSet:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
         if version != _VERSION:
-            raise ValueError(f"{file} is of version {version!r}, and this is a hvd_periodic that knows {_VERSION}")
+            raise ValueError(f"{file} has version {version!r}, but this hvd_periodic reads version {_VERSION}")
         raise ValueError(f"{file} is damaged: it was altered after it was written")
 
     def remove(self) -> None:
@@ -168,7 +168,7 @@ def _remove(found: Sequence[SavedSet], keep: int = 0) -> None:
         try:
             saved.remove()
         except OSError as error:
-            logger.warning("The old checkpoint %s cannot be removed: %s", saved.folder, error)
+            logger.warning("Could not remove the old checkpoint %s: %s", saved.folder, error)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def find_file(path: Path, rank: int, among: str, is_root: bool, step: int | None
     except ValueError as error:
         others = _steps([other for other in complete if other != saved])
         raise ValueError(
-            f"{error}. To go on from another checkpoint remove the folder {saved.folder} or pass at_step=...: "
+            f"{error}. To resume from another checkpoint, remove the folder {saved.folder} or pass at_step=...: "
             f"there are {others}"
         ) from error
 
@@ -234,19 +234,17 @@ def _source(saved: SavedSet, rank: int, among: str, is_root: bool) -> Source | N
             )
     own = manifest.files.get(rank)
     among_others = own is None or own.among != among
-    giver = rank if not among_others and rank in present else manifest.root
-    if giver not in present:
+    source_rank = rank if not among_others and rank in present else manifest.root
+    if source_rank not in present:
         if among_others and not is_root:
-            logger.warning(
-                "Rank %d sees no file of the root in %s, and waits for what the root has", rank, saved.folder
-            )
+            logger.warning("Rank %d sees no file of the root in %s, and waits for the root's state", rank, saved.folder)
             return None
         missing = manifest.files[rank if not among_others else manifest.root].file
         raise ValueError(f"{saved.folder / missing} is missing")
-    file, entry = present[giver], manifest.files[giver]
+    file, entry = present[source_rank], manifest.files[source_rank]
     if digest_of(file) != (entry.size, entry.sha256):
-        raise ValueError(f"{file} is damaged, or of another checkpoint: its SHA-256 is not that in the manifest")
-    return Source(saved, file, own=giver == rank and not among_others, among_others=among_others)
+        raise ValueError(f"{file} is damaged or belongs to another checkpoint: its SHA-256 differs from the manifest")
+    return Source(saved, file, own=source_rank == rank and not among_others, among_others=among_others)
 
 
 def _steps(found: list[SavedSet]) -> str:

@@ -1,4 +1,4 @@
-"""Memory layout of arrays: files hold elements row by row, and loaded arrays get the strides they were saved with."""
+"""Memory layout of arrays: files hold elements row by row; loaded arrays get the strides of the saved ones."""
 
 from __future__ import annotations
 

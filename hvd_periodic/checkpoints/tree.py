@@ -189,8 +189,8 @@ class _Encoder:
             of = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""
             raise TypeError(
                 "A checkpoint holds dicts, lists, tuples, deques, numbers, strings, None, members of enums that a "
-                f"module has by their name, arrays and tensors, and {where} is of type {type(value).__name__}{of}: "
-                f"{value!r:.80}. Save what it is made of"
+                f"module has by their name, arrays and tensors, but {where} is of type {type(value).__name__}{of}: "
+                f"{value!r:.80}. Save its parts instead"
             )
         array, kind = found
         name = self._name("/".join(map(str, path)))
@@ -216,7 +216,7 @@ def _decode(node: Any, arrays: Mapping[str, np.ndarray], leaves: Leaves) -> Any:
     if not isinstance(node, dict):
         return node
     if len(node) != 1:
-        raise ValueError(f"it has an object of {len(node)} keys, where one says what it is")
+        raise ValueError(f"it has an object of {len(node)} keys instead of one")
     ((what, value),) = node.items()
     if what in _MAPPINGS:
         return _MAPPINGS[what]([(_decode(key, arrays, leaves), _decode(item, arrays, leaves)) for key, item in value])

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.centers.saved_vectors import SavedVectors
 from hvd_periodic.checkpoints import Everyone, Leaves, Saving, save_set
-from hvd_periodic.checkpoints.saving import Occasion
+from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.meeting import Purpose
 from hvd_periodic.sync.counters import Counters, Notes
 from hvd_periodic.sync.course import Course
@@ -79,9 +79,9 @@ class Checkpoint(Generic[V]):
         """
         setting, meeting = self._course.setting, self._course.setting.meeting
 
-        def check() -> Occasion:
+        def check() -> SavePoint:
             refuse_inside("save")
-            return Occasion(setting.ledger.local_steps, self.run, self._course.steps_agree)
+            return SavePoint(setting.ledger.local_steps, self.run, self._course.steps_agree)
 
         meeting.meet(Purpose.SAVE)
         saving = save_set(

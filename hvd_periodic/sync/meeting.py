@@ -129,7 +129,7 @@ class Meeting:
         """
         save = self.background_save
         if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
-            save.conclude(wait=False)
+            save.complete(wait=False)
 
     def have_exchanged(self) -> None:
         """Tell the followers that an exchange has changed the replica, or has taken what was under way."""
@@ -139,7 +139,7 @@ class Meeting:
     def have_left(self) -> None:
         """Complete a save in the background, at the end of training, of all levels."""
         if self.background_save is not None:
-            self.background_save.conclude()
+            self.background_save.complete()
 
     def rejoin(self) -> None:
         """Meet other ranks from now on, of which none has failed; a save of those before stays incomplete."""

@@ -127,7 +127,9 @@ def test_the_file_of_the_root_alone(ranks: Reports) -> None:
 def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
     found = column(ranks, "damage")
     for rank, (loading, step, older, older_step) in enumerate(found):
-        named = "000002-step5/rank-1.npz is damaged, or of another checkpoint: its SHA-256 is not that in the manifest"
+        named = (
+            "000002-step5/rank-1.npz is damaged or belongs to another checkpoint: its SHA-256 differs from the manifest"
+        )
         assert (named in loading) == (rank == 1)
         assert "RuntimeError: Training cannot begin from a checkpoint that was not loaded on rank 1: " in step
         assert named in step
@@ -148,7 +150,7 @@ def test_ranks_that_do_not_save_together_find_out(ranks: Reports) -> None:
     for behind, elsewhere in column(ranks, "in_different_places"):
         assert (
             behind
-            == "RuntimeError: All ranks save at the same local step. Received: step 5 on rank 0; step 4 on rank 1"
+            == "RuntimeError: All ranks must save at the same local step. Received: step 5 on rank 0; step 4 on rank 1"
         )
         assert "save() of optimizer" in elsewhere
         assert "exchange of optimizer" in elsewhere
@@ -165,7 +167,7 @@ def test_a_thread_writes_a_copy_while_ranks_exchange(ranks: Reports) -> None:
 def test_what_a_thread_cannot_write_is_an_error_on_all_ranks(ranks: Reports) -> None:
     for waited, saved, worked, left in column(ranks, "failing_in_the_background"):
         assert "RuntimeError: A checkpoint that was written in the background failed: " in waited
-        assert "The checkpoint before this one, written in the background, failed: " in saved
+        assert "The previous checkpoint, written in the background, failed: " in saved
         for error in (waited, saved):
             assert "No space left on device" in error
         assert worked == ""

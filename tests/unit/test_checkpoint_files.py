@@ -87,7 +87,7 @@ def test_what_is_no_file_is_refused_by_name(path: Path, name: str, kind: str) ->
     if name == "rank-0.npz":
         size = file.stat().st_size
         saved.write_manifest(replace(manifest, files={0: replace(manifest.files[0], size=size)}))
-    with pytest.raises(ValueError, match=rf"{name} is damaged: it is no regular file"):
+    with pytest.raises(ValueError, match=rf"{name} is damaged: it is not a regular file"):
         found(path, LocalCommunicator())
 
 
@@ -139,7 +139,7 @@ FORGED = {
 def test_forged_files_are_refused_by_name(path: Path, name: str) -> None:
     forged(path, FORGED[name])
     failures: list[str] = []
-    with pytest.raises(ValueError, match=r"rank-0\.npz is no checkpoint of hvd_periodic: ") as raised:
+    with pytest.raises(ValueError, match=r"rank-0\.npz is not a checkpoint of hvd_periodic: ") as raised:
         resume(path, everyone_of(LocalCommunicator()), None, Arrays(), [], lambda *_: None, failures.append)
     assert failures == ["", str(raised.value)]
 
@@ -155,7 +155,7 @@ def test_damage_anywhere_is_refused_by_name(tmp_path: Path) -> None:
         try:
             read_content(file)
         except ValueError as error:
-            assert str(error).startswith(f"{file} is no checkpoint of hvd_periodic: ")  # noqa: PT017
+            assert str(error).startswith(f"{file} is not a checkpoint of hvd_periodic: ")  # noqa: PT017
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_full_disk_is_told_with_folder_rank_and_size(path: Path, monkeypatch: 
     monkeypatch.setattr(files._Digesting, "write", full)
     of_root, of_other = outcomes(2, lambda communicator: save(path, communicator, 7))
     text = (
-        r"\[Errno 28\] No space left on device\. Rank 1 has to write 0\.0 MB there, and \d+\.\d MB are free: "
+        r"\[Errno 28\] No space left on device\. Rank 1 needs 0\.0 MB there, and \d+\.\d MB are free: "
         rf"'{path}/000001-step7/rank-1\.npz'"
     )
     assert isinstance(of_other, OSError)

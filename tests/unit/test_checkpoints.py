@@ -27,7 +27,7 @@ from hvd_periodic import Communicator, LocalCommunicator
 from hvd_periodic.checkpoints import Arrays, Content, Everyone, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
-from hvd_periodic.checkpoints.saving import Occasion, require_complete
+from hvd_periodic.checkpoints.saving import SavePoint, require_complete
 from hvd_periodic.checkpoints.sets import sets_in
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.comm.together import Together
@@ -141,11 +141,11 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.npz"
     for arrays in ({"tree": np.array([Bomb()])}, {"tree": np.zeros(1, np.uint8), "w": np.array([Bomb()])}):
         np.savez(file, **arrays)
-        with pytest.raises(ValueError, match=r"rank-0\.npz is no checkpoint of hvd_periodic: .*pickle"):
+        with pytest.raises(ValueError, match=r"rank-0\.npz is not a checkpoint of hvd_periodic: .*pickle"):
             read_content(file)
     for data in (b"", b"x" * 100, b"\x80\x04\x95"):
         file.write_bytes(data)
-        with pytest.raises(ValueError, match=r"rank-0\.npz is no checkpoint of hvd_periodic"):
+        with pytest.raises(ValueError, match=r"rank-0\.npz is not a checkpoint of hvd_periodic"):
             read_content(file)
 
 
@@ -179,7 +179,7 @@ def test_trees_that_nobody_wrote_are_refused_by_name(tmp_path: Path, tree: Any, 
     entries = {0: replace(manifest.files[0], size=size, sha256=digest)}
     saved.write_manifest(replace(manifest, files=entries))
     failures: list[str] = []
-    with pytest.raises(ValueError, match=rf"rank-0\.npz is no checkpoint of hvd_periodic: .*{message}") as raised:
+    with pytest.raises(ValueError, match=rf"rank-0\.npz is not a checkpoint of hvd_periodic: .*{message}") as raised:
         resume(tmp_path, everyone, None, Arrays(), [], lambda *_: None, failures.append)
     assert failures == ["", str(raised.value)]
 
@@ -192,7 +192,7 @@ def save(path: Path, communicator: Communicator, step: int, **options: Any) -> A
     """Save the step and the rank of every rank."""
     everyone = everyone_of(communicator)
     state = {"step": step, "rank": communicator.rank, "w": np.full(1000, step + communicator.rank)}
-    return save_set(path, everyone, lambda: Occasion(step, "run"), lambda: state, **options)
+    return save_set(path, everyone, lambda: SavePoint(step, "run"), lambda: state, **options)
 
 
 def found(path: Path, communicator: Communicator, step: int | None = None) -> Any:
@@ -260,7 +260,7 @@ def test_other_ranks_start_from_the_file_of_the_root(tmp_path: Path, caplog: pyt
     assert "rank-0.npz is missing" in str(seen[0])
     assert "Rank 1 sees no file of the root" in caplog.text
     for _, message in errors(2, lambda communicator: found(tmp_path, communicator)):
-        assert "is missing. To go on from another checkpoint remove the folder" in message
+        assert "is missing. To resume from another checkpoint, remove the folder" in message
 
 
 def damaged(set_: Path, other: Path) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -270,10 +270,13 @@ def damaged(set_: Path, other: Path) -> Iterator[tuple[str, Callable[[], object]
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     yield "rank-1.npz is damaged: it has 100 bytes", lambda: file.write_bytes(whole[:100])
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: file.write_bytes(flipped)
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: shutil.copy(other / "rank-1.npz", file)
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: shutil.copy(set_ / "rank-0.npz", file)
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: shutil.copy(other / "manifest.json", manifest)
+    yield "rank-1.npz is damaged or belongs to another checkpoint", lambda: file.write_bytes(flipped)
+    yield "rank-1.npz is damaged or belongs to another checkpoint", lambda: shutil.copy(other / "rank-1.npz", file)
+    yield "rank-1.npz is damaged or belongs to another checkpoint", lambda: shutil.copy(set_ / "rank-0.npz", file)
+    yield (
+        "rank-1.npz is damaged or belongs to another checkpoint",
+        lambda: shutil.copy(other / "manifest.json", manifest),
+    )
     text = manifest.read_text()
     yield (
         "manifest.json is damaged: it was altered",
@@ -282,7 +285,7 @@ def damaged(set_: Path, other: Path) -> Iterator[tuple[str, Callable[[], object]
     yield "manifest.json is damaged", lambda: manifest.write_text(text[:100])
     yield "manifest.json is damaged", lambda: manifest.write_text("[]")
     yield (
-        "is of version 99, and this is a hvd_periodic that knows 1",
+        "has version 99, but this hvd_periodic reads version 1",
         lambda: manifest.write_text(text.replace('"version": 1', '"version": 99')),
     )
 
@@ -297,7 +300,7 @@ def test_damaged_sets_are_refused_by_name(tmp_path: Path, number: int) -> None:
     assert message in str(seen[1])
     assert "or pass at_step=...: there are steps 1" in str(seen[1])
     assert isinstance(seen[1], ValueError)
-    if "rank-1.npz is damaged, or" not in message:  # Every rank that sees it says so.
+    if "rank-1.npz is damaged or belongs" not in message:  # Every rank that sees it says so.
         assert message in str(seen[0])
     assert run_ranks(2, lambda communicator: found(tmp_path, communicator, step=1)) == [
         *((1, rank, True, False) for rank in range(2))
@@ -398,7 +401,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path, monkeypatch
     def work(communicator: Communicator) -> None:
         everyone = everyone_of(communicator)
         state = [len] if communicator.rank == 1 else [1]
-        save_set(tmp_path, everyone, lambda: Occasion(2, ""), lambda: state)
+        save_set(tmp_path, everyone, lambda: SavePoint(2, ""), lambda: state)
 
     first, second = errors(2, work)
     assert first[0] is RuntimeError
@@ -437,14 +440,14 @@ def test_a_set_in_the_background_is_complete_once_all_ranks_have_written(
     def work(communicator: Communicator) -> list[Any]:
         save(tmp_path, communicator, 1)
         saving = save(tmp_path, communicator, 2, background=True)
-        saving.conclude(wait=False)
+        saving.complete(wait=False)
         seen = [saving.over, steps(tmp_path)]
         communicator.allgather_object(None, "seen")
         go.set()
         saving.join()
         communicator.allgather_object(None, "written")
         seen += [steps(tmp_path)]
-        saving.conclude(wait=False)
+        saving.complete(wait=False)
         return [*seen, saving.over, steps(tmp_path), saving.take_error()]
 
     assert run_ranks(2, work) == [[False, [1], [1], True, [1, 2], None]] * 2
@@ -518,14 +521,16 @@ def test_an_error_of_the_thread_is_one_of_all_ranks(tmp_path: Path, monkeypatch:
         "A checkpoint that was written in the background failed: The checkpoint failed on rank 1"
     )
     assert "No space left" in first[0]
-    assert "failed: [Errno 28] No space left on device. Rank 1 has to write 0.0 MB there" in second[0]
+    assert "failed: [Errno 28] No space left on device. Rank 1 needs 0.0 MB there" in second[0]
     assert first[1] == second[1] == ""  # An error is raised once.
     assert steps(tmp_path) == []
 
 
 def test_a_set_that_is_being_written_is_not_loaded(tmp_path: Path) -> None:
     saving = save(tmp_path, LocalCommunicator(), 1, background=True)
-    with pytest.raises(RuntimeError, match=r"000001-step1 is being written in the background: call wait\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"000001-step1 is being written in the background: before load\(\), call wait\(\)"
+    ):
         require_complete(tmp_path)
     require_complete(tmp_path / "another")
     saving.wait()
