@@ -12,8 +12,8 @@ from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.error_feedback import RESIDUAL, ErrorFeedback
 from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Bucket, Layout
@@ -306,7 +306,7 @@ class TensorGroup(Generic[V]):
     def step_outer_optimizer(self, fragment: int = 0) -> None:
         """Step the outer optimizer of a fragment, if there is one; the gradients of all elements must be complete."""
         if self._outer is not None:
-            (self._outer.parts[fragment] if isinstance(self._outer, Divided) else self._outer).step()
+            (self._outer.parts[fragment] if isinstance(self._outer, PerFragmentOptimizer) else self._outer).step()
 
     def pull_late(self, bucket: Bucket, center: V, exchange: Exchange) -> None:
         """Pull a bucket of the replica, which has taken local steps since its message was formed."""

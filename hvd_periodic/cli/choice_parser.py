@@ -20,7 +20,7 @@ import hvd_periodic
 from hvd_periodic import Algorithm, Compression, Schedule, Wire
 from hvd_periodic.arguments import require_int
 from hvd_periodic.cli.usage_error import UsageError, as_usage_error
-from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.schedules.conversion import as_schedule
 
 Choice = tuple[str, Any]
 """The typed text, and the object that it denotes."""

@@ -117,7 +117,7 @@ def fit(measurements: Sequence[Measurement]) -> Costs:
     except ImportError as error:
         raise ImportError("`fit` needs SciPy: pip install 'hvd_periodic[costs]', or pip install scipy") from error
     if not measurements:
-        raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on some numbers of ranks")
+        raise ValueError("`measurements` must not be empty: run the benchmark of exchanges on several numbers of ranks")
     caches = dict.fromkeys((measured.method for measured in measurements), inf)
     found = _fitted(nnls, measurements, caches)
     while True:
@@ -176,7 +176,7 @@ def fit_method(
     """
     seconds = _seconds(exchanges, "exchanges")
     if max(nbytes for nbytes, _ in exchanges) > DEFAULT_BUCKET_BYTES:
-        raise ValueError(f"`exchanges` must be of {DEFAULT_BUCKET_BYTES} bytes at most. Received: {exchanges!r}")
+        raise ValueError(f"`exchanges` must have at most {DEFAULT_BUCKET_BYTES} bytes. Received: {exchanges!r}")
     left = [taken - network.seconds(workers, nbytes, wire) for nbytes, taken in exchanges]
     rows = np.array([[1.0, nbytes] for nbytes, _ in exchanges])
     return Method(*_pair(rows / seconds[:, None], np.array(left) / seconds))
@@ -184,7 +184,7 @@ def fit_method(
 
 def _seconds(measured: Sequence[tuple[float, float]], argument: str) -> Any:
     if len({nbytes for nbytes, _ in measured}) < 2:
-        raise ValueError(f"`{argument}` must be of two sizes at least. Received: {measured!r}")
+        raise ValueError(f"`{argument}` must have at least two sizes. Received: {measured!r}")
     return np.array([require_real(seconds, "`seconds`", positive=True) for _, seconds in measured])
 
 

@@ -48,7 +48,7 @@ class Average(LocalState):
         unknown = sorted(self.periods.keys() - set(entries))
         if unknown:
             raise ValueError(
-                f"`optimizer_state` names {unknown[0]!r}, which the local optimizer does not keep. It keeps "
+                f"`optimizer_state` names {unknown[0]!r}, which is not in the state of the local optimizer. That has "
                 f"{', '.join(sorted(entries)) or 'nothing in the shape of parameters'}"
             )
         return dict(self.periods)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.numpy.sgd import Array, ArrayOptimizer
-from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
@@ -28,13 +28,13 @@ class ArrayOuterOptimizer:
         self._optimizer = copy.deepcopy(source)
         self._counters: list[str] = []
 
-    def another(self) -> ArrayOuterOptimizer:
+    def clone(self) -> ArrayOuterOptimizer:
         """Return a copy that has no center yet."""
         return ArrayOuterOptimizer(self._source)
 
-    def divided(self, fragments: Sequence[Fragment]) -> Divided:
+    def per_fragment(self, fragments: Sequence[Fragment]) -> PerFragmentOptimizer:
         """Return one outer optimizer for each fragment."""
-        return Divided(self, fragments)
+        return PerFragmentOptimizer(self, fragments)
 
     @property
     def name(self) -> str:

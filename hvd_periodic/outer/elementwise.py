@@ -52,6 +52,6 @@ def require_elementwise(name: str, share: Layout, whole: Layout, steps: Steps) -
         different, problem = True, f" ({type(error).__name__}: {error})"
     if different:
         raise ValueError(
-            f"`{share.cut}` cuts tensors, and {name} computes something else on parts than on the whole{problem}: use "
+            f"`{share.cut}` cuts tensors, but {name} gives other results on parts than on the whole{problem}: use "
             f"{_WHOLE[share.cut]}, or another `{outer_name()}`"
         )

@@ -2,9 +2,9 @@
 
 from hvd_periodic.schedules.adacomm import AdaComm
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
+from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.schedules.doubling import Doubling
 from hvd_periodic.schedules.every import Every
-from hvd_periodic.schedules.given import as_schedule
 from hvd_periodic.schedules.piecewise import Piecewise
 from hvd_periodic.schedules.post_local import PostLocal
 from hvd_periodic.schedules.qsr import QSR

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.whole import ceil
+from hvd_periodic.schedules.rounding import ceil
 
 
 @dataclass(frozen=True)

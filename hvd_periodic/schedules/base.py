@@ -12,7 +12,7 @@ from hvd_periodic.arguments import require_int
 
 @dataclass(frozen=True)
 class Clock:
-    """The facts that all ranks agree on at an exchange; in asynchronous training, those that one rank knows.
+    """The facts on which all ranks agree at an exchange; in asynchronous training, those that one rank knows.
 
     Args:
         step: local steps so far.

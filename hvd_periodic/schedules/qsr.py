@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hvd_periodic.arguments import require_int, require_real
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.whole import floor
+from hvd_periodic.schedules.rounding import floor
 
 _NEVER = 2.0**60
 """More local steps than any training takes."""
@@ -73,8 +73,8 @@ class QSR(Schedule):
             )
         if not 0 < rate < float("inf"):
             raise ValueError(
-                f"{self!r} needs a learning rate that is positive and finite: it would never exchange again. "
-                f"Received: {rate!r} at step {clock.step}. For a warm-up pass `warmup_steps` and `peak`"
+                f"{self!r} needs a positive and finite learning rate; otherwise it would never exchange again. "
+                f"Received: {rate!r} at step {clock.step}. For a warm-up, pass `warmup_steps` and `peak`"
             )
         try:
             steps = (self.coefficient / rate) ** self.power
@@ -82,7 +82,7 @@ class QSR(Schedule):
             steps = float("inf")
         if steps >= _NEVER:
             raise ValueError(
-                f"{self!r} would never exchange again at a learning rate of {rate!r}, at step {clock.step}: let the "
-                "rate end above 0"
+                f"{self!r} would never exchange again at a learning rate of {rate!r}, at step {clock.step}: keep the "
+                "rate above 0"
             )
         return max(self.base, floor(steps))

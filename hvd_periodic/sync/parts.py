@@ -13,11 +13,11 @@ from hvd_periodic.journal import Journal
 from hvd_periodic.journal.files import requested_folder
 from hvd_periodic.local_state import LocalStateLike, as_local_state
 from hvd_periodic.options import PathLike, WeightLike
-from hvd_periodic.outer.divided import Divisible
 from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Setting
@@ -112,7 +112,7 @@ class Parts(Generic[V]):
     ) -> None:
         course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
         cut = forms.fragments(bool(asynchronous), fragments, replica.parameters, outer is not None)
-        outer = cast(Divisible, outer).divided(cut) if outer is not None and len(cut) > 1 else outer
+        outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
         self.policy, planned = as_local_state(optimizer_state), streamed(as_schedule(schedule, "schedule"), len(cut))
         self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
         course.check(planned, self.policy)

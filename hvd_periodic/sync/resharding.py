@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_periodic.centers.sharded import Sharded
-from hvd_periodic.outer.divided import Divided
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout, chunk
@@ -57,7 +57,10 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) ->
         form: of the states.
     """
     course, layout = synchronizer.course, synchronizer.tensor_groups.parameters.values.layout
-    divided, sharded = isinstance(synchronizer.exchanged.outer, Divided), isinstance(course.placement, Sharded)
+    divided, sharded = (
+        isinstance(synchronizer.exchanged.outer, PerFragmentOptimizer),
+        isinstance(course.placement, Sharded),
+    )
     was_sharded = isinstance(saved, dict) and "sharded" in saved
     shares = saved["sharded"] if was_sharded else [saved]
     count = synchronizer.membership.communicator.size if sharded else 1

@@ -72,7 +72,7 @@ class CenterOptimizer:
         self._parameters: list[Any] = []
         self._centers: list[Any] = []
 
-    def another(self) -> CenterOptimizer:
+    def clone(self) -> CenterOptimizer:
         """Return one like this that has no center yet, and takes the learning rate of this one before every step."""
         self.others.append(CenterOptimizer(self._local, None if self.copied else unused(self.optimizer)))
         self.others[-1]._given_rate = self.given_rate

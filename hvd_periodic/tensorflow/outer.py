@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.centers.learning_rates import LearningRates
-from hvd_periodic.outer.divided import Divided, Slice
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer, StoreFragment
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer, is_scheduled, rate_of_now
 from hvd_periodic.tensorflow.host import several_threads
 from hvd_periodic.tensorflow.host_values import HostValues, as_tensor, blocks_of
@@ -71,11 +71,11 @@ class VariableOuterOptimizer(FollowsRate):
         self._initial: list[Any] = []
         self.maximum: Maximum = lambda value: value
 
-    def another(self) -> VariableOuterOptimizer:
+    def clone(self) -> VariableOuterOptimizer:
         """Return one like this that has no center yet."""
-        return VariableOuterOptimizer(self._moved.another(), self._parameters, self._values)
+        return VariableOuterOptimizer(self._moved.clone(), self._parameters, self._values)
 
-    def divided(self, fragments: Sequence[Fragment]) -> DividedVariables:
+    def per_fragment(self, fragments: Sequence[Fragment]) -> DividedVariables:
         """Return one of these for each fragment."""
         return DividedVariables(self, fragments)
 
@@ -108,7 +108,7 @@ class VariableOuterOptimizer(FollowsRate):
         self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
         self._center, self._gradient, self._buckets = center, gradient, [b for b in center.layout.buckets if b.size]
-        if isinstance(center, Slice) and isinstance(gradient, Slice):
+        if isinstance(center, StoreFragment) and isinstance(gradient, StoreFragment):
             self._center, self._gradient = center.store, gradient.store
             self._buckets = [self._center.layout.buckets[bucket.index] for bucket in self._buckets]
         self._blocks = [block for bucket in self._buckets for block in blocks_of(bucket)]
@@ -205,7 +205,7 @@ class VariableOuterOptimizer(FollowsRate):
             require_elementwise(self.name, share, whole, self._moved.steps)
 
 
-class DividedVariables(Divided, FollowsRate):
+class DividedVariables(PerFragmentOptimizer, FollowsRate):
     """One for each fragment, all of which follow the same learning rate."""
 
     parts: list[VariableOuterOptimizer]  # type: ignore[assignment]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hvd_periodic.arguments import outer_name
-from hvd_periodic.outer.divided import Divided
 from hvd_periodic.outer.elementwise import require_elementwise
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike, Place
 from hvd_periodic.torch.divided import is_divided
 from hvd_periodic.vectors.fragments import Fragment
@@ -36,13 +36,13 @@ class TorchOuterOptimizer:
         self._optimizer: CenterOptimizer | None = None
         self._keys: dict[Place, type] = {}
 
-    def another(self) -> TorchOuterOptimizer:
+    def clone(self) -> TorchOuterOptimizer:
         """Return an optimizer like this one, without a center yet."""
         return TorchOuterOptimizer(self.source, self._local, self._parameters)
 
-    def divided(self, fragments: Sequence[Fragment]) -> Divided:
-        """Return a :class:`Divided` with an optimizer for each fragment."""
-        return Divided(self, fragments)
+    def per_fragment(self, fragments: Sequence[Fragment]) -> PerFragmentOptimizer:
+        """Return a :class:`PerFragmentOptimizer` with an optimizer for each fragment."""
+        return PerFragmentOptimizer(self, fragments)
 
     def grouping(self) -> list[list[int]]:
         """Return the exchanged parameters, by number, of every parameter group that has any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hvd_periodic.outer.divided import Divided
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.sync import resharding
 from hvd_periodic.sync.resharding import Entries, Form, Stretch
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
@@ -20,9 +20,9 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
         synchronizer: the synchronizer of these ranks, which exchange synchronously.
     """
     outer = synchronizer.exchanged.outer
-    if not isinstance(outer, (TorchOuterOptimizer, Divided)):
+    if not isinstance(outer, (TorchOuterOptimizer, PerFragmentOptimizer)):
         return saved
-    first: Any = outer.parts[0] if isinstance(outer, Divided) else outer
+    first: Any = outer.parts[0] if isinstance(outer, PerFragmentOptimizer) else outer
     return resharding.resharded(saved, synchronizer, _StateDicts(first.grouping()))
 
 

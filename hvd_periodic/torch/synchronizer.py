@@ -21,7 +21,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
-from hvd_periodic.outer.divided import Divided
+from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.parts import Parts
@@ -297,7 +297,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     def _moving(self) -> Any:
         """Return the source of the center optimizer, if there is one."""
         outer = self.exchanged.outer
-        first = outer.parts[0] if isinstance(outer, Divided) else outer
+        first = outer.parts[0] if isinstance(outer, PerFragmentOptimizer) else outer
         return first.source if isinstance(first, TorchOuterOptimizer) else None
 
     @property

@@ -194,7 +194,7 @@ def test_optimizers_that_need_whole_tensors(ranks: Reports) -> None:
         for name, (error, _) in report.items():
             assert error.startswith("ValueError: "), name
             if name != "Muon":  # which itself refuses vectors
-                assert "computes something else on parts than on the whole: use center='root'" in error, name
+                assert "gives other results on parts than on the whole: use center='root'" in error, name
 
 
 def test_scheduled_rates_of_the_center(ranks: Reports, check_equal: Check) -> None:

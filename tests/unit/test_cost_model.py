@@ -348,13 +348,13 @@ def test_a_method_is_found_on_a_network(wire: Wire) -> None:
     assert fit_method(NETWORK, 3, made, wire) == method
     faster = [(size, NETWORK.seconds(3, size, wire) / 2) for size in sizes]
     assert fit_method(NETWORK, 3, faster, wire) == Method(0.0, 0.0)
-    with pytest.raises(ValueError, match="`exchanges` must be of 16777216 bytes at most"):
+    with pytest.raises(ValueError, match="`exchanges` must have at most 16777216 bytes"):
         fit_method(NETWORK, 3, [(1.0, 1.0), (1e9, 1.0)])
 
 
 def test_a_network_cannot_be_found_from_nothing() -> None:
     with pytest.raises(
-        ValueError, match=re.escape("`allreduces` must be of two sizes at least. Received: [(4.0, 1.0)]")
+        ValueError, match=re.escape("`allreduces` must have at least two sizes. Received: [(4.0, 1.0)]")
     ):
         fit_network(2, [(4.0, 1.0)])
     with pytest.raises(ValueError, match=r"`workers` must be an int >= 2\. Received: 1"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hvd_periodic import AGN, EASGD, Averaging, Clock, Compression, Doubling, Every, Piecewise, PostLocal, Schedule
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
-from hvd_periodic.schedules.given import as_schedule
+from hvd_periodic.schedules.conversion import as_schedule
 from hvd_periodic.sync.planning import forecast
 from hvd_periodic.sync.streamed import Streamed
 from hvd_periodic.vectors.fragments import cut_into_fragments
@@ -438,7 +438,7 @@ def test_a_tensor_that_is_cut_needs_an_elementwise_outer_optimizer() -> None:
 
     for kind, found in errors(2, lambda communicator: make(communicator, 2)):
         assert issubclass(kind, ValueError)
-        assert "`fragments` cuts tensors, and Normalized computes something else on parts than on the whole" in found
+        assert "`fragments` cuts tensors, but Normalized gives other results on parts than on the whole" in found
         assert "use fewer fragments, or another `outer_optimizer`" in found
 
 

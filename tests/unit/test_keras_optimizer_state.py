@@ -106,7 +106,9 @@ def test_an_entry_that_the_optimizer_does_not_keep() -> None:
     optimizer = hvdp.ModelAverageOptimizer(
         keras.optimizers.SGD(0.1), model, 1, process_set=LocalCommunicator(), optimizer_state={"momentum": 1}
     )
-    with pytest.raises(RuntimeError, match=r"names 'momentum', which the local optimizer does not keep. It keeps noth"):
+    with pytest.raises(
+        RuntimeError, match=r"names 'momentum', which is not in the state of the local optimizer. That has noth"
+    ):
         steps(model, optimizer, False, 1)
 
 

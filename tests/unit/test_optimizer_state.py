@@ -131,7 +131,7 @@ def test_an_unknown_entry_is_an_error_on_every_rank() -> None:
 
     for kind, message in errors(2, work):
         assert kind is RuntimeError
-        assert "names 'third', which the local optimizer does not keep. It keeps first, second" in message
+        assert "names 'third', which is not in the state of the local optimizer. That has first, second" in message
 
 
 @pytest.mark.parametrize("difference", ["missing", "shape", "policy"])

@@ -210,7 +210,7 @@ def test_a_function_is_a_schedule() -> None:
     ],
 )
 def test_a_function_of_the_step_is_told_of_the_clock(function: Callable[[Any], int]) -> None:
-    with pytest.raises(TypeError, match=r"asked with a clock, not with a number of steps, which is clock\.step: "):
+    with pytest.raises(TypeError, match=r"called with a clock, not with a number of steps \(clock\.step\): "):
         as_schedule(function, "period")(Clock(step=3))
     with pytest.raises(TypeError, match=r"clock\.step"):
         ModelAverageOptimizer(SGD(1.0), {"x": np.zeros(1)}, function, process_set=LocalCommunicator())

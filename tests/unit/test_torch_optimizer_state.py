@@ -121,7 +121,9 @@ def test_an_entry_that_the_optimizer_does_not_keep() -> None:
         inner, [("p", model[0])], 1, process_set=LocalCommunicator(), optimizer_state={"exp_avg": 3}
     )
     model[0].grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match=r"names 'exp_avg', which the local optimizer does not keep. It keeps mom"):
+    with pytest.raises(
+        RuntimeError, match=r"names 'exp_avg', which is not in the state of the local optimizer. That has mom"
+    ):
         optimizer.step()
 
 

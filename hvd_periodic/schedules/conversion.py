@@ -1,4 +1,4 @@
-"""The values that a user may pass as a period: an int, a schedule, or a function of the clock."""
+"""Converts the values that users may pass as a period: an int, a schedule, or a function of the clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Function(Schedule):
             if Clock.__name__ not in str(error):
                 raise
             raise TypeError(
-                f"A schedule is asked with a clock, not with a number of steps, which is clock.step: {self!r} at step "
+                f"A schedule is called with a clock, not with a number of steps (clock.step): {self!r} at step "
                 f"{clock.step} raised {error}"
             ) from error
 

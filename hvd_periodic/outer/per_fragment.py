@@ -14,17 +14,17 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
 
-class Divisible(OuterOptimizer, Protocol):
-    """An optimizer of the center that may exist several times."""
+class CloneableOptimizer(OuterOptimizer, Protocol):
+    """An optimizer of the center that can be cloned."""
 
-    def another(self) -> Divisible:
-        """Return another optimizer like this, without a center yet."""
+    def clone(self) -> CloneableOptimizer:
+        """Return another optimizer like this one, without a center yet."""
 
-    def divided(self, fragments: Sequence[Fragment]) -> OuterOptimizer:
-        """Return one such optimizer for each fragment, as a :class:`Divided`."""
+    def per_fragment(self, fragments: Sequence[Fragment]) -> OuterOptimizer:
+        """Return one such optimizer for each fragment, as a :class:`PerFragmentOptimizer`."""
 
 
-class Divided:
+class PerFragmentOptimizer:
     """One optimizer per fragment, each over its slice of the center and with its own state.
 
     Args:
@@ -35,8 +35,8 @@ class Divided:
         parts: the optimizers, by fragment.
     """
 
-    def __init__(self, outer: Divisible, fragments: Sequence[Fragment]) -> None:
-        self.parts: list[Divisible] = [outer.another() for _ in fragments]
+    def __init__(self, outer: CloneableOptimizer, fragments: Sequence[Fragment]) -> None:
+        self.parts: list[CloneableOptimizer] = [outer.clone() for _ in fragments]
         self._fragments = fragments
 
     @property
@@ -47,7 +47,7 @@ class Divided:
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
         """Create the optimizers."""
         for part, fragment in zip(self.parts, self._fragments, strict=True):
-            part.bind(Slice(center, fragment), Slice(gradient, fragment), whole)
+            part.bind(StoreFragment(center, fragment), StoreFragment(gradient, fragment), whole)
 
     def step(self) -> None:
         """Take one step with each optimizer."""
@@ -110,7 +110,7 @@ class Divided:
 
 
 @dataclass
-class Slice(Store[Any]):
+class StoreFragment(Store[Any]):
     """A fragment of a store: views of the tensors and parts of tensors in it."""
 
     store: Store[Any]
