@@ -170,10 +170,10 @@ class PeriodicOptimizer(WrappingOptimizer):
         stale = self.synchronizer.begin() and closure is None
         averaging = self._averaging
         if closure is not None and averaging.present:
-            raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
+            raise RuntimeError("step(closure): the wrapped hvd.DistributedOptimizer takes no closures")
         if averaging.in_flight and vars(self).get("found_inf") is not None:
             raise RuntimeError(
-                "A GradScaler must not look at gradients while an hvd.DistributedOptimizer averages them: call "
+                "A GradScaler must not read gradients while an hvd.DistributedOptimizer averages them: call "
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
                 "scaler.step(optimizer)"
             )
