@@ -31,7 +31,7 @@ class PeriodicHandler:
         handler = PeriodicHandler(model, optimizer)
         handler.attach(trainer, evaluator)
 
-    For ``ignite.handlers.Checkpoint`` the handler holds the center under the names of the model: the root has to save
+    For ``ignite.handlers.Checkpoint`` the handler holds the center under the names of the model: the root must save
     ``{"model": handler, "optimizer": optimizer}``. To resume exactly, use :func:`hvd_periodic.torch.save`.
 
     Args:
