@@ -56,7 +56,7 @@ def test_an_evaluation_that_not_all_come_to_is_an_error_on_all(ranks: Reports) -
         assert cases.keys() >= {"fewer batches", "sharded", "terminate", "terminate_epoch"}
         for message in cases.values():
             assert message.startswith("RuntimeError: ")
-            assert "Not all ranks have come to the" in message
+            assert "Not all ranks have reached the" in message
             assert "at Events.EPOCH_COMPLETED" in message
 
 

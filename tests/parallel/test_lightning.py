@@ -134,7 +134,7 @@ REFUSED = {
     "plain": "TypeError: A trainer .* Received: SGD",
     "finetuning": "ValueError: BackboneFinetuning changes during training",
     "pruning": "ValueError: ModelPruning changes during training",
-    "weight averaging": "ValueError: StochasticWeightAveraging replaces the statistics of BatchNorm",
+    "weight averaging": "ValueError: StochasticWeightAveraging recomputes the statistics of BatchNorm",
     "batch norm": "ValueError: `Trainer.sync_batchnorm=True.` averages",
     "gradients": "ValueError: all_gather.sync_grads=True.",
     "reduction": "ValueError: `reduce_op` must be .* Received: 'product'",

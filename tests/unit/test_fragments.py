@@ -438,7 +438,7 @@ def test_a_tensor_that_is_cut_needs_an_elementwise_outer_optimizer() -> None:
 
     for kind, found in errors(2, lambda communicator: make(communicator, 2)):
         assert issubclass(kind, ValueError)
-        assert "`fragments` cuts tensors, and Normalized gives other results on parts than on the whole" in found
+        assert "`fragments` cuts tensors, but Normalized gives other results on parts than on the whole" in found
         assert "use fewer fragments, or another `outer_optimizer`" in found
 
 
