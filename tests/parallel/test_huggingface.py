@@ -19,10 +19,12 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")
 Reports = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["torchrun", thorough("mpirun")])
+@pytest.fixture(scope="module", params=["mpirun", thorough("torchrun")])
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
-    return run_scenarios(request.param, 2, "huggingface_scenarios", tmp_path_factory.mktemp("job"), 180)
+    return run_scenarios(
+        request.param, 2, "huggingface_scenarios", tmp_path_factory.mktemp("job"), 180, framework="trainers"
+    )
 
 
 def test_a_loop_with_accelerate_goes_where_the_oracle_goes(ranks: Reports) -> None:

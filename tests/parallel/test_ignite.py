@@ -21,7 +21,9 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=["mpirun", thorough("torchrun")])
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
-    return run_scenarios(request.param, 2, "ignite_scenarios", tmp_path_factory.mktemp("job"), 180)
+    return run_scenarios(
+        request.param, 2, "ignite_scenarios", tmp_path_factory.mktemp("job"), 180, framework="trainers"
+    )
 
 
 def test_the_center_is_evaluated_and_left_in_the_model(ranks: Reports) -> None:

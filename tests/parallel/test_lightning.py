@@ -25,7 +25,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
     folder: Path = tmp_path_factory.mktemp("lightning")
-    return run_scenarios(request.param, 2, "lightning_scenarios", folder, 180)
+    return run_scenarios(request.param, 2, "lightning_scenarios", folder, 180, framework="trainers")
 
 
 def test_ranks_are_those_of_the_job(ranks: Reports) -> None:
