@@ -20,9 +20,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_real
+from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.stall_protocol import Datagram, MessageType, Peer, from_integers, missing_ranks
 
 T = TypeVar("T")
+
+ASYNCHRONOUS_START = "the start of asynchronous exchange"
+"""Task of ranks that set up access to an asynchronous center."""
 
 _FIRST, _LONGEST, _GROWTH = 2e-5, 1e-3, 1.1
 """First and longest polling interval in seconds, and its growth factor: a wait is at most a tenth too long.
@@ -44,22 +48,6 @@ _NAMED = 8
 """Number of ranks that are described one by one."""
 
 _PACKAGE = str(Path(__file__).parents[1])
-
-
-class HandshakeRecord(Protocol):
-    """A rank's message in a handshake; see :class:`~hvd_periodic.comm.handshake.Record`."""
-
-    @property
-    def optimizer(self) -> int:
-        """Number of the optimizer."""
-
-    @property
-    def local_steps(self) -> int:
-        """Iterations so far."""
-
-    @property
-    def place(self) -> str:
-        """Description of the call in which the rank is."""
 
 
 class StepCounter(Protocol):
@@ -125,8 +113,8 @@ class CollectiveTracker:
         self.name, self.rank, self.ranks = name, rank, list(ranks)
         self.begun = 0
         self.wait: Wait | None = None
-        self.last_record: HandshakeRecord | None = None
-        self.last_records: Sequence[HandshakeRecord] = ()
+        self.last_record: Record | None = None
+        self.last_records: Sequence[Record] = ()
         self.peers: dict[int, Peer] = {}
         self.exited: dict[int, Datagram] = {}
         self.task = ""
@@ -175,14 +163,15 @@ class CollectiveTracker:
         """Record that this rank no longer waits."""
         self.wait = None
 
-    def run_blocking(self, call: Callable[[], T]) -> T:
-        """Return the result of a collective that cannot be interrupted."""
+    def run_blocking(self, call: Callable[[], T], task: str | None = None) -> T:
+        """Return the result of a collective that cannot be interrupted; inside, :attr:`task` is ``task``, if given."""
         around = self.wait
-        self.enter()
-        try:
-            return call()
-        finally:
-            self.wait = around
+        with self.at(self.task if task is None else task):
+            self.enter()
+            try:
+                return call()
+            finally:
+                self.wait = around
 
     def begin_idle_barrier(self, poll: Callable[[], T | None]) -> Callable[[], T | None]:
         """Record that this rank enters an idle barrier; return a function that polls it, None until all have arrived.
@@ -225,7 +214,7 @@ class CollectiveTracker:
             seconds = require_real(seconds, "`timeout_seconds`, unless it is None,", positive=True)
             self.timeout = seconds if self.timeout is None else max(self.timeout, seconds)
 
-    def set_peers(self, addresses: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, addresses: Sequence[np.ndarray | None]) -> None:
         """Store the addresses of all ranks, and the counts of collectives with which they start."""
         found = zip(self.ranks, map(from_integers, addresses), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
@@ -283,7 +272,7 @@ class NullTracker(CollectiveTracker):
     def __init__(self) -> None:
         super().__init__("", 0, [0])
 
-    def set_peers(self, addresses: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, addresses: Sequence[np.ndarray | None]) -> None:
         """Store nothing."""
 
     def follow_steps(self, optimizer: int, counter: StepCounter) -> None:

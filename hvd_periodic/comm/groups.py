@@ -109,7 +109,7 @@ def make_groups(
     with communicator.tracker.at("node_groups()"):
         told = communicator.allgather_object((socket.gethostname(), address), "hvd_periodic.hosts")
     hosts = [host for host, _ in told]
-    communicator.tracker.set_peers([() if found is None else found for _, found in told])
+    communicator.tracker.set_peers([its_address for _, its_address in told])
     failure, lists = None, []
     try:
         if groups is not None:

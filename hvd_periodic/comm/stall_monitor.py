@@ -34,6 +34,7 @@ from hvd_periodic.comm.stall_protocol import (
     as_integers,
     decode,
     encode,
+    mark_arrived,
     open_sockets,
     own_addresses,
     stable_hash,
@@ -350,6 +351,28 @@ def stall_monitor(one_host: bool) -> StallMonitor | None:
             except OSError as error:
                 logger.warning("Missing ranks cannot be asked where they are: %s", error)
         return _monitor
+
+
+def monitor_address(
+    tracker: CollectiveTracker, one_host: bool, store: Callable[[], Any] = lambda: None
+) -> tuple[np.ndarray | None, Exception | None]:
+    """Return the address of this process's stall monitor, after this rank has left a mark that it has arrived.
+
+    Args:
+        tracker: tracker of the ranks that will learn the address.
+        one_host: whether all ranks of the job are on this host.
+        store: returns the store for marks of arrival; None: the launcher's.
+
+    Returns:
+        the address, or None if this host allows no monitor; and the error that keeps this rank from going on, if any.
+    """
+    try:
+        monitor = stall_monitor(one_host)
+    except ValueError as error:
+        return None, error
+    if not tracker.peers and not tracker.elastic:
+        mark_arrived(tracker.name, tracker.rank, store())
+    return None if monitor is None else monitor.address(tracker), None
 
 
 def announce_leaving() -> None:

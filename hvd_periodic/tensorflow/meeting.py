@@ -12,7 +12,7 @@ from typing import Any, cast
 import tensorflow as tf
 
 from hvd_periodic.comm.agreement import audit
-from hvd_periodic.comm.handshake import Purpose, Record, check_records, integers, records_of
+from hvd_periodic.comm.handshake import Purpose, Record, integers, records_of
 from hvd_periodic.sync.counters import Counters
 from hvd_periodic.sync.course import Course, Setting
 from hvd_periodic.sync.finite import Finite
@@ -126,7 +126,7 @@ class GraphMeeting:
         communicator, records = self._setting.membership.communicator, records_of(gathered)
         # hvd.elastic.run takes no notice of errors of unknown kind, which RuntimeErrors become in a graph.
         kind = RuntimeError if communicator.changed() is None else ValueError
-        check_records(communicator, records, None if problem is None else kind(problem))
+        communicator.check_records(records, None if problem is None else kind(problem))
         self._setting.meeting.have_met(purpose)
         return records
 
