@@ -239,7 +239,7 @@ def on_two_levels(maker: Maker) -> None:
         return maker.module.PeriodicOptimizer(local, model, EASGD(), 2, process_set=ranks(maker.mode))
 
     optimizer = maker.make(wrap=inner)
-    if maker.front_end == "numpy":  # Which only the step of its optimizer finds out.
+    if maker.front_end == "numpy":  # Only its step fails.
         optimizer.step([np.zeros(2), np.zeros(2)])
 
 
