@@ -115,3 +115,12 @@ def expected(name: str, n: int, quantize: Quantizer, hops: int) -> tuple[list[li
             sums = [[0.0] * size for _ in range(n)]
         seen.append([list(x) for x in workers.x])
     return seen, center
+
+
+IN_JOBS: dict[str, tuple[Quantizer, int, float]] = {
+    "fp16": (float16, 1, 2e-3),
+    "bf16": (bfloat16, 2, 1e-6),
+    "int8": (int8, 2, 1e-6),
+    "topk": (top(2), 1, 1e-6),
+}
+"""Quantizer, hops, and tolerance: Horovod sums float16 by itself, in an order of its own."""

@@ -1,20 +1,63 @@
-"""Time limits: they end what hangs, on machines of any speed, also while those do something else."""
+"""Time limits, which end tests that hang, on machines of any speed, also busy ones; and the tests of the core."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from hypothesis import settings
 
 PATIENCE = 8
 """Limits in the tests are for two idle cores; this many times as long may a test really take, where cores are busy."""
 
+TESTS = Path(__file__).parent
+
+CORE = frozenset(
+    TESTS / f"{name}.py"
+    for name in (
+        *(f"conformance/test_{name}" for name in ("algorithms", "placements", "schedules")),
+        *(f"unit/test_{name}" for name in ("arguments", "checkpoint_files", "clock", "compression", "consistency")),
+        *(f"unit/test_{name}" for name in ("deferred", "failures", "fragments", "layout", "limits", "mirrors")),
+        *(f"unit/test_{name}" for name in ("optimizer_state", "oracle", "outer_algorithms", "overlap", "schedules")),
+        *(f"unit/test_{name}" for name in ("semantics", "startup", "state", "subset", "threads", "together")),
+        *(f"unit/test_{name}" for name in ("values", "waiting")),
+    )
+)
+"""Files whose tests need numpy alone, and have threads as ranks: ``-m core``."""
+
+FRAMEWORKS = frozenset({"torch", "tensorflow", "keras"})
 
 collect_ignore = ["pages"]
 """What the blocks of pages talk about starts Horovod when it is imported."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples where tests are not thorough; with ``-m core``, import no other files, so no framework."""
+    settings.register_profile("thorough", max_examples=150)
+    settings.register_profile("every run", max_examples=50)
+    settings.load_profile("every run" if config.option.markexpr in ("core", "not thorough") else "thorough")
+    if config.option.markexpr == "core" and config.args_source is config.ArgsSource.TESTPATHS:
+        config.args = sorted(map(str, CORE))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Stretch the limits of all tests."""
+    """Stretch the limits of all tests, and mark those of the core."""
     for item in items:
         marker = item.get_closest_marker("timeout")
         if marker is not None:
             item.add_marker(pytest.mark.timeout(PATIENCE * marker.args[0]), append=False)
+        core = item.path in CORE and isinstance(item, pytest.Function)
+        if core and item.get_closest_marker("thorough") is None:
+            item.add_marker("core")
+            item.fixturenames.insert(0, "without_frameworks")
+
+
+@pytest.fixture
+def without_frameworks() -> Iterator[None]:
+    """Fail if a test of the core imports a framework."""
+    before = FRAMEWORKS & sys.modules.keys()
+    yield
+    assert FRAMEWORKS & sys.modules.keys() == before, "a test of the core (tests/conftest.py) imports a framework"

@@ -312,7 +312,7 @@ class Worker:
         self.communicator.allgather_object(None, f"hvd_periodic.{self._number}.written")
 
     def read_from_saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> None:
-        """Use a saved state as the center for reading, until training goes on."""
+        """Use a saved state as the center for reading, until training continues."""
         self._final = list(self._saved(parts, state))
 
     def _saved(self, parts: Sequence[TensorGroup[Any]], state: dict[str, Any]) -> Iterator[np.ndarray]:

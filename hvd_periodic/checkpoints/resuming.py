@@ -35,7 +35,7 @@ def resume(
         everyone: the ranks; there is no communication with them.
         step: local steps of the set. Default: the newest set.
         leaves: handles the tensors of a framework.
-        stateful: names of the objects whose states are to be restored.
+        stateful: names of the objects whose states are restored.
         restore: receives the content of the file, and whether it was saved among other ranks.
         on_error: called with an error before it is raised, to tell the other ranks if this one continues; first with
             "".
@@ -57,7 +57,7 @@ def resume(
         missing = sorted(set(stateful) - saved[STATES].keys())
         if missing:
             there = ", ".join(saved[STATES]) or "none"
-            raise ValueError(f"{source.file} has no state of `{missing[0]}`. It has those of: {there}")
+            raise ValueError(f"{source.file} has no state of `{missing[0]}`. It has states of: {there}")
         restore(saved, source.among_others)
     except Exception as error:
         on_error(str(error))

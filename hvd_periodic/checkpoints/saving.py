@@ -300,7 +300,7 @@ def save_set(
         state: returns the state to save; communicates, if at all, before anything in it can fail.
         leaves: handles the tensors of a framework.
         keep: number of complete sets to keep, including this one. Default: all.
-        background: write a copy in a thread while training goes on.
+        background: write a copy in a thread while training continues.
         meet: as in :class:`Saving`.
         before: the last background save of the same ranks.
 

@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     with as_usage_error():
         require_int(arguments.ranks, "`--ranks`", 1)
         require_real(arguments.timeout, "`--timeout`", positive=True)
-    examination = Examination(fresh(os.environ), arguments.timeout)
-    findings = examination.findings(arguments.ranks, arguments.quick)
+    checks = CheckRunner(fresh(os.environ), arguments.timeout)
+    findings = checks.findings(arguments.ranks, arguments.quick)
     counts = {status: sum(found.status == status for found in findings) for status in STYLES}
     if arguments.json:
         output.write_json({"ok": not counts[PROBLEM], "findings": [asdict(found) for found in findings]})
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if counts[PROBLEM] else 0
 
 
-class Examination:
+class CheckRunner:
     """Runs checks, one after another.
 
     Args:
@@ -113,7 +113,7 @@ class Examination:
         return {"failed": reason, "host": "", "error": reason}
 
     def _tried(self, job: job_checks.Job) -> list[Finding]:
-        return [job_checks.tried(job, self._seconds, self._environment)]
+        return [job_checks.try_job(job, self._seconds, self._environment)]
 
     def _printed(self, words: list[str]) -> str:
         return processes.run(words, self._seconds, self._environment).output

@@ -64,7 +64,7 @@ def jobs(
             yield Job(f"asynchronous, {transport}", [mpirun], program, {TRANSPORT: transport})
 
 
-def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
+def try_job(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
     """Start a job; return its result.
 
     It works around problems that other checks report, such as root's permissions, so that one run finds all of them.
@@ -79,14 +79,14 @@ def tried(job: Job, seconds: float, environment: Mapping[str, str]) -> Finding:
         words = [*job.launcher, *more, *words[len(job.launcher) :]]
         started = time.perf_counter()
         ended = processes.run(words, seconds + 10, complete)
-    finding = judged(job, ended, time.perf_counter() - started, words)
+    finding = judge(job, ended, time.perf_counter() - started, words)
     if oversubscribed and finding.status == OK:
         mend = shlex.join([*words[: len(job.launcher) + 1], "-np", str(RANKS), "..."])
         return Finding(WARNING, job.what, f"{finding.text}; the launcher counts fewer than {RANKS} slots", mend)
     return finding
 
 
-def judged(job: Job, ended: processes.Ended, seconds: float, words: Sequence[str]) -> Finding:
+def judge(job: Job, ended: processes.ProgramResult, seconds: float, words: Sequence[str]) -> Finding:
     """Return the finding about a job that has ended."""
     bad = PROBLEM if job.needed else WARNING
     assignments = [f"{name}={value}" for name, value in job.variables.items()]

@@ -128,7 +128,9 @@ PROBLEMS: dict[str, Callable[[Shape, np.random.Generator], Problem]] = {
 }
 
 
-def of_function(function: Callable[[Array, np.random.Generator], Any], dimension: int, seed: int, name: str) -> Problem:
+def from_function(
+    function: Callable[[Array, np.random.Generator], Any], dimension: int, seed: int, name: str
+) -> Problem:
     """Return the problem that a user's function defines.
 
     Args:

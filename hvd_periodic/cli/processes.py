@@ -30,7 +30,7 @@ _GRACE = 5.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """Result of a program.
 
     Attributes:
@@ -75,7 +75,7 @@ def probe(*words: str) -> list[str]:
     return [sys.executable, "-m", "hvd_periodic.cli.probe", *words]
 
 
-def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Ended:
+def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) -> ProgramResult:
     """Run a program for at most ``seconds``.
 
     It imports this package from the same folder as this process.
@@ -102,8 +102,8 @@ def run(words: Sequence[str], seconds: float, environment: Mapping[str, str]) ->
         output = _end(process, mark)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        return Ended(None, output)
-    return Ended(process.returncode, output)
+        return ProgramResult(None, output)
+    return ProgramResult(process.returncode, output)
 
 
 def _kill(process: int) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from hvd_periodic.arguments import require_int, require_momentum, require_real
 from hvd_periodic.cli import choice_parser, output, plots
-from hvd_periodic.cli.problems import PROBLEMS, Problem, Shape, of_function
+from hvd_periodic.cli.problems import PROBLEMS, Problem, Shape, from_function
 from hvd_periodic.cli.simulation import Outcome, Setting, Training, simulate
 from hvd_periodic.cli.usage_error import UsageError, as_usage_error
 
@@ -169,7 +169,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
             require_real(getattr(arguments, name), f"`--{name}`", positive=False)
     if arguments.function:
         function = choice_parser.user_object(arguments.function, "--function")
-        return of_function(function, arguments.dimension, arguments.seed, arguments.function)
+        return from_function(function, arguments.dimension, arguments.seed, arguments.function)
     names = ("workers", "dimension", "condition", "noise", "heterogeneity", "batch")
     shape = Shape(**{name: getattr(arguments, name) for name in names})
     return PROBLEMS[arguments.problem](shape, np.random.default_rng(arguments.seed))

@@ -98,8 +98,8 @@ def launchers(mpiruns: Sequence[Path], horovodruns: Sequence[Path], python: str 
     for name, files in (("mpirun", mpiruns), ("horovodrun", horovodruns)):
         if files:
             continue
-        beside = here / name
-        mend = f'export PATH="{here}:$PATH"' if beside.is_file() else SETUP
+        neighbor = here / name
+        mend = f'export PATH="{here}:$PATH"' if neighbor.is_file() else SETUP
         status = WARNING if mpiruns or horovodruns else PROBLEM
         yield Finding(status, name, "is not on PATH", mend)
     if len(mpiruns) > 1:

@@ -33,7 +33,7 @@ _OFTEN = 1000
 """Exchanges per advance of the progress bar."""
 
 
-class Place(NamedTuple):
+class TraceThread(NamedTuple):
     """A thread of the trace: an optimizer on one rank."""
 
     process: int
@@ -103,12 +103,12 @@ def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
     """Yield all events, in microseconds since the first exchange began."""
     arrows = count(1)
     # Viewers look up names of threads by their number alone: no two processes share a number.
-    places = {
-        (rank, i): Place(rank, rank * len(run.trainings) + i)
+    threads = {
+        (rank, i): TraceThread(rank, rank * len(run.trainings) + i)
         for i, training in enumerate(run.trainings)
         for rank in training.ranks
     }
-    yield from _names(run, places)
+    yield from _names(run, threads)
     for i, training in enumerate(run.trainings):
         free = dict.fromkeys(training.ranks, 0)
         for part in training.parts:
@@ -117,14 +117,14 @@ def _events(run: Run, start: float, advance: output.Advance) -> Iterator[Event]:
                 spans[rank] = _spans(segment, start + ahead[rank], free[rank])
                 free[rank] = max((span.end for span in spans[rank]), default=free[rank])
                 for number, span in enumerate(spans[rank], 1):
-                    yield from _exchange(span, places[rank, i])
+                    yield from _exchange(span, threads[rank, i])
                     if number % _OFTEN == 0:
                         advance(_OFTEN)
                 advance(len(spans[rank]) % _OFTEN)
-            yield from _arrows(part, spans, {rank: places[rank, i] for rank in spans}, arrows)
+            yield from _arrows(part, spans, {rank: threads[rank, i] for rank in spans}, arrows)
 
 
-def _names(run: Run, places: Mapping[tuple[int, int], Place]) -> Iterator[Event]:
+def _names(run: Run, threads: Mapping[tuple[int, int], TraceThread]) -> Iterator[Event]:
     """Yield the names and the order of processes and threads."""
     named: set[int] = set()
     for i, training in enumerate(run.trainings):
@@ -132,13 +132,13 @@ def _names(run: Run, places: Mapping[tuple[int, int], Place]) -> Iterator[Event]
             rank: segment.facts.get("host", "") for part in training.parts for rank, segment in part.segments.items()
         }
         for rank, host in sorted(hosts.items()):
-            place = places[rank, i]
+            thread = threads[rank, i]
             if rank not in named:
-                yield _meta("process_name", place, {"name": f"rank {rank} on {host}" if host else f"rank {rank}"})
-                yield _meta("process_sort_index", place, {"sort_index": rank})
+                yield _meta("process_name", thread, {"name": f"rank {rank} on {host}" if host else f"rank {rank}"})
+                yield _meta("process_sort_index", thread, {"sort_index": rank})
                 named.add(rank)
             title = f"optimizer {training.number}: {training.parts[0].facts['algorithm']}"
-            yield _meta("thread_name", place, {"name": title})
+            yield _meta("thread_name", thread, {"name": title})
 
 
 def clocks(part: Part) -> dict[int, float]:
@@ -173,7 +173,7 @@ def _spans(segment: Segment, start: float, free: int) -> list[Span]:
     return found
 
 
-def _exchange(span: Span, place: Place) -> Iterator[Event]:
+def _exchange(span: Span, thread: TraceThread) -> Iterator[Event]:
     """Yield an exchange of one rank, and the handshake in it."""
     report = span.report
     details: Event = {"step": report.step, "bytes sent": report.bytes_sent}
@@ -184,13 +184,13 @@ def _exchange(span: Span, place: Place) -> Iterator[Event]:
     }  # JSON has no NaN.
     if report.missed:
         details["pushes of others missed"] = report.missed
-    yield _slice(f"exchange {report.rounds}", span.begin, span.end, place, details)
+    yield _slice(f"exchange {report.rounds}", span.begin, span.end, thread, details)
     if report.waited is not None:
-        yield _slice("handshake", span.begin, span.met, place, {})
+        yield _slice("handshake", span.begin, span.met, thread, {})
 
 
 def _arrows(
-    part: Part, spans: Mapping[int, list[Span]], places: Mapping[int, Place], numbers: Iterator[int]
+    part: Part, spans: Mapping[int, list[Span]], threads: Mapping[int, TraceThread], numbers: Iterator[int]
 ) -> Iterator[Event]:
     """Yield an arrow from the rank that arrived last to each of the others, in every exchange that all have logged."""
     by_round: dict[int, dict[int, Span]] = {}
@@ -208,22 +208,22 @@ def _arrows(
             until = min(max(span.met, since), span.end)
             if rank != last and since <= until:
                 arrow = {"name": "all ranks arrived", "cat": "exchange", "id": next(numbers)}
-                yield arrow | {"ph": "s", "ts": since, **_at(places[last])}
-                yield arrow | {"ph": "f", "bp": "e", "ts": until, **_at(places[rank])}
+                yield arrow | {"ph": "s", "ts": since, **_at(threads[last])}
+                yield arrow | {"ph": "f", "bp": "e", "ts": until, **_at(threads[rank])}
 
 
 def _micro(seconds: float) -> int:
     return max(round(1e6 * seconds), 0)
 
 
-def _at(place: Place) -> Event:
-    return {"pid": place.process, "tid": place.thread}
+def _at(thread: TraceThread) -> Event:
+    return {"pid": thread.process, "tid": thread.thread}
 
 
-def _slice(name: str, since: int, until: int, place: Place, args: Event) -> Event:
+def _slice(name: str, since: int, until: int, thread: TraceThread, args: Event) -> Event:
     times = {"ts": since, "dur": until - since}
-    return {"name": name, "cat": "exchange", "ph": "X", **times, **_at(place), "args": args}
+    return {"name": name, "cat": "exchange", "ph": "X", **times, **_at(thread), "args": args}
 
 
-def _meta(what: str, place: Place, args: Event) -> Event:
-    return {"name": what, "ph": "M", **_at(place), "args": args}
+def _meta(what: str, thread: TraceThread, args: Event) -> Event:
+    return {"name": what, "ph": "M", **_at(thread), "args": args}

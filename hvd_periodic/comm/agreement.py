@@ -81,7 +81,7 @@ def agree(communicator: Ranks, name: str, facts: Mapping[str, object], advice: s
         if len(set(values.values())) > 1:
             told = f"All ranks must run the same optimizer. They differ in {key}: {by_value(values)}"
             raise ValueError(f"{told}. {advice}" if advice else told)
-    raise ValueError("All ranks must run the same optimizer. They state the same facts in another order")
+    raise ValueError("All ranks must run the same optimizer. They report the same facts in a different order")
 
 
 ADVICE = (

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from hvd_periodic.arguments import require_int
+from hvd_periodic.comm.agreement import raise_on_all
 from hvd_periodic.comm.collective_tracker import CollectiveTracker, NullTracker
 from hvd_periodic.comm.collectives import Collectives
-from hvd_periodic.comm.handshake import Purpose, Record, handshake
+from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, Messages, SharedMemory
 from hvd_periodic.spellings import RenamedAttribute, rename_members
 
@@ -63,7 +65,42 @@ class Communicator(Collectives):
         super().__init_subclass__(**arguments)
         rename_members(cls)
 
-    # Names
+    # The handshake, and names
+
+    def handshake(
+        self, record: Record, failure: Exception | None = None, piggyback: np.ndarray | None = None
+    ) -> tuple[list[Record], list[np.ndarray]]:
+        """Gather a record from each rank; return the records and the piggybacked integers, in rank order. Collective.
+
+        All ranks of :attr:`handshake_group` take part. All their optimizers use one name for handshakes, whatever the
+        call. Ranks that wait in different calls therefore find out, instead of waiting forever.
+
+        Args:
+            record: this rank's record.
+            failure: the error that keeps this rank from going on, if ``record.problem`` is set.
+            piggyback: integers to send along with the record.
+
+        Raises:
+            Exception: ``failure``, on this rank.
+            RuntimeError: another rank cannot go on, or ranks are in conflicting calls; on all ranks.
+        """
+        piggyback = np.empty(0, np.int64) if piggyback is None else piggyback
+        group = self.handshake_group
+        group.tracker.last_record = record
+        own = np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64)
+        gathered = group.gather_integers(np.concatenate([own, piggyback]), group.handshake_name)
+        records, piggybacks = unpack_records(gathered)
+        group.check_records(records, failure)
+        return records, piggybacks
+
+    def check_records(self, records: Sequence[Record], failure: Exception | None) -> None:
+        """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :meth:`handshake`."""
+        self.tracker.last_records = records
+        conflict = describe_conflict(records, self.global_ranks)
+        if conflict or any(record.problem for record in records):
+            raise_on_all(self, self.handshake_name, failure)
+        if conflict:
+            raise RuntimeError(conflict)
 
     def unique_name(self, timeout_seconds: object = None, provisional: bool = False) -> str:
         """Return a prefix for the names of collectives, which ends with the number of an optimizer. Collective.
@@ -82,7 +119,7 @@ class Communicator(Collectives):
             self.tracker.limit(timeout_seconds)  # type: ignore[arg-type]
         address, failure = self.address()
         record = Record(Purpose.CONSTRUCT, self.constructed, problem=int(failure is not None))
-        records, addresses = handshake(self, record, failure, address)
+        records, addresses = self.handshake(record, failure, address)
         self.tracker.set_peers(addresses)
         number = 1 + max(record.optimizer for record in records)
         self.constructed = number - provisional

@@ -20,9 +20,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from hvd_periodic.arguments import require_real
+from hvd_periodic.comm.handshake import Record
 from hvd_periodic.comm.stall_protocol import Datagram, MessageType, Peer, from_integers, missing_ranks
 
 T = TypeVar("T")
+
+ASYNCHRONOUS_START = "the start of asynchronous exchange"
+"""Task of ranks that set up access to an asynchronous center."""
 
 _FIRST, _LONGEST, _GROWTH = 2e-5, 1e-3, 1.1
 """First and longest polling interval in seconds, and its growth factor: a wait is at most a tenth too long.
@@ -44,22 +48,6 @@ _NAMED = 8
 """Number of ranks that are described one by one."""
 
 _PACKAGE = str(Path(__file__).parents[1])
-
-
-class HandshakeRecord(Protocol):
-    """A rank's message in a handshake; see :class:`~hvd_periodic.comm.handshake.Record`."""
-
-    @property
-    def optimizer(self) -> int:
-        """Number of the optimizer."""
-
-    @property
-    def local_steps(self) -> int:
-        """Iterations so far."""
-
-    @property
-    def place(self) -> str:
-        """Description of the call in which the rank is."""
 
 
 class StepCounter(Protocol):
@@ -125,8 +113,8 @@ class CollectiveTracker:
         self.name, self.rank, self.ranks = name, rank, list(ranks)
         self.begun = 0
         self.wait: Wait | None = None
-        self.last_record: HandshakeRecord | None = None
-        self.last_records: Sequence[HandshakeRecord] = ()
+        self.last_record: Record | None = None
+        self.last_records: Sequence[Record] = ()
         self.peers: dict[int, Peer] = {}
         self.exited: dict[int, Datagram] = {}
         self.task = ""
@@ -175,14 +163,15 @@ class CollectiveTracker:
         """Record that this rank no longer waits."""
         self.wait = None
 
-    def run_blocking(self, call: Callable[[], T]) -> T:
-        """Return the result of a collective that cannot be interrupted."""
+    def run_blocking(self, call: Callable[[], T], task: str | None = None) -> T:
+        """Return the result of a collective that cannot be interrupted; inside, :attr:`task` is ``task``, if given."""
         around = self.wait
-        self.enter()
-        try:
-            return call()
-        finally:
-            self.wait = around
+        with self.at(self.task if task is None else task):
+            self.enter()
+            try:
+                return call()
+            finally:
+                self.wait = around
 
     def begin_idle_barrier(self, poll: Callable[[], T | None]) -> Callable[[], T | None]:
         """Record that this rank enters an idle barrier; return a function that polls it, None until all have arrived.
@@ -225,7 +214,7 @@ class CollectiveTracker:
             seconds = require_real(seconds, "`timeout_seconds`, unless it is None,", positive=True)
             self.timeout = seconds if self.timeout is None else max(self.timeout, seconds)
 
-    def set_peers(self, addresses: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, addresses: Sequence[np.ndarray | None]) -> None:
         """Store the addresses of all ranks, and the counts of collectives with which they start."""
         found = zip(self.ranks, map(from_integers, addresses), strict=True)
         self.peers = {rank: peer for rank, peer in found if peer is not None}
@@ -283,7 +272,7 @@ class NullTracker(CollectiveTracker):
     def __init__(self) -> None:
         super().__init__("", 0, [0])
 
-    def set_peers(self, addresses: Sequence[Sequence[int] | np.ndarray]) -> None:
+    def set_peers(self, addresses: Sequence[np.ndarray | None]) -> None:
         """Store nothing."""
 
     def follow_steps(self, optimizer: int, counter: StepCounter) -> None:
@@ -376,15 +365,15 @@ class StallQuery:
             missing = missing_ranks(tracker.name, tracker.ranks, tracker.rank, one_host)
             if missing is None:
                 return (
-                    f"{waited}. Who has not come is not known: these ranks have not met before. In a job of Horovod, "
-                    "its own warning of a stall, on rank 0, names them"
+                    f"{waited}. The missing ranks are not known before the first handshake. In a Horovod job, "
+                    "Horovod's own stall warning on rank 0 names them"
                 )
         else:
             missing = sorted(self.missing())
         if not missing:
-            return f"{waited}. All ranks have come: data are on their way, or the network has stopped"
+            return f"{waited}. All ranks have arrived: data is in transit, or the network has stopped"
         described = "; ".join(map(self._describe, missing[:_NAMED]))
-        more = f"; and {len(missing) - _NAMED} others do not" if len(missing) > _NAMED else ""
+        more = f"; and {len(missing) - _NAMED} other ranks are missing" if len(missing) > _NAMED else ""
         return f"{waited}: {described}{more}"
 
     def _describe(self, rank: int) -> str:
@@ -394,13 +383,13 @@ class StallQuery:
             return f"rank {rank} has ended: {exited.text}"
         if answer is not None:
             what = f"waits for {_seconds(answer.seconds)} in" if answer.seconds > 0 else "is in"
-            return f"rank {rank}{at_step(answer.local_steps)} does not come: it {what} {answer.text}"
+            return f"rank {rank}{at_step(answer.local_steps)} has not arrived: it {what} {answer.text}"
         seen = self.tracker.last_seen(rank)
-        last = "it was not met before" if seen is None else f"it was met last at local step {seen}"
+        last = "there was no handshake with it" if seen is None else f"its last handshake was at local step {seen}"
         if not self.tracker.peers:
-            return f"rank {rank} does not come"
+            return f"rank {rank} has not arrived"
         if rank not in self.tracker.peers:
-            return f"rank {rank} may not have come, and cannot be asked; {last}"
+            return f"rank {rank} may not have arrived, and cannot be asked; {last}"
         return f"rank {rank} does not answer; {last}"
 
 

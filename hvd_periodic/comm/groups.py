@@ -109,7 +109,7 @@ def make_groups(
     with communicator.tracker.at("node_groups()"):
         told = communicator.allgather_object((socket.gethostname(), address), "hvd_periodic.hosts")
     hosts = [host for host, _ in told]
-    communicator.tracker.set_peers([() if found is None else found for _, found in told])
+    communicator.tracker.set_peers([its_address for _, its_address in told])
     failure, lists = None, []
     try:
         if groups is not None:
@@ -145,11 +145,13 @@ def _tell(lists: Sequence[Sequence[int]], elastic: bool) -> None:
     logger.info("Groups of ranks: %s", lists)
     if elastic:
         logger.warning(
-            "Horovod ends all processes of an elastic job in which there are process sets, with the first that is "
-            "lost: pass process_set=hvdp.node_ranks, which needs none, to an optimizer"
+            "If an elastic job has process sets, Horovod ends all its processes as soon as one is lost: pass "
+            "process_set=hvdp.node_ranks, which needs no process sets, to the optimizer"
         )
     if len(lists) == 1:
-        logger.warning("All ranks are one group, and none is left to exchange with: see node_groups(size=...)")
+        logger.warning(
+            "All ranks are in one group, so no other group is left to exchange with: see node_groups(size=...)"
+        )
     if any(len(group) == 1 for group in lists):
         logger.info("A group of one rank averages no gradients")
 

@@ -1,41 +1,17 @@
-"""Handshake of the ranks before data travels: one small record per rank, gathered on all.
-
-All optimizers of a process set use one name for their handshakes, whatever the call. Ranks that wait in different calls
-therefore find out, instead of waiting forever.
-"""
+"""The handshake before data travels: the record that each rank sends, and what the records of all ranks say."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.agreement import Ranks, raise_on_all
-from hvd_periodic.comm.collective_tracker import CollectiveTracker
 from hvd_periodic.ranks import by_value
-
-
-class HandshakeRanks(Ranks, Protocol):
-    """Ranks that can perform a handshake: a communicator."""
-
-    handshake_name: str
-    tracker: CollectiveTracker
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """Global ranks of all of them."""
-
-    @property
-    def handshake_group(self) -> HandshakeRanks:
-        """All ranks that share the handshakes of these."""
-
-    def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Return the concatenated integers of all ranks, in rank order."""
 
 
 class Purpose(IntEnum):
@@ -108,7 +84,12 @@ class Record:
     @property
     def place(self) -> str:
         """Description of the call in which the rank is."""
-        return _place(self)
+        if self.purpose == Purpose.CONSTRUCT:
+            return "construction of an optimizer"
+        if self.purpose == Purpose.TRAINER:
+            return TRAINER_CALLS[self.optimizer]
+        where = "" if self.purpose == Purpose.START else f" at local step {self.local_steps}"
+        return f"{_CALLS[Purpose(self.purpose)]} of optimizer {self.optimizer}{where}"
 
 
 def is_real(annotation: Any) -> bool:
@@ -186,41 +167,38 @@ def leading(records: Sequence[Record]) -> Record:
     return max(records, key=lambda record: record.updates)
 
 
-def handshake(
-    communicator: HandshakeRanks,
-    record: Record,
-    failure: Exception | None = None,
-    piggyback: np.ndarray | None = None,
-) -> tuple[list[Record], list[np.ndarray]]:
-    """Perform a handshake; return the records and piggybacked integers of all its ranks, in rank order.
+_ADVICE = {
+    Purpose.CONSTRUCT: "All ranks construct their optimizers together, in the same order and equally many",
+    Purpose.COMPLETE: "After save(background=True) all ranks call wait() together, and finalize() before their program "
+    "ends",
+    Purpose.SAVE: "All ranks save together, at the same local step",
+    Purpose.COMMIT: "With a center that is not on every rank, all ranks commit together, at the same local step",
+    Purpose.READ: "If the center is not on every rank, all ranks together call center(), distance() and state_dict(): "
+    "move the calls out of `if rank == 0:`, and save the result on one rank",
+    Purpose.TRAINER: "A rank has run out of batches, or validates, saves or logs at other steps than the others: the "
+    "trainer's settings, and the values that it bases decisions on, must be the same on all ranks",
+    Purpose.AUDIT: "Call audit() and broadcast() on all ranks together",
+    Purpose.BROADCAST: "Call audit() and broadcast() on all ranks together",
+    Purpose.START: "After training has begun, load a state on every rank or on none",
+}
+"""What to do about ranks that are in different calls, of which one is this; the first that applies counts."""
 
-    Args:
-        communicator: the ranks.
-        record: this rank's record.
-        failure: the error that keeps this rank from going on, if ``record.problem`` is set.
-        piggyback: integers to send along with the record.
+_SEVERAL_OPTIMIZERS = (
+    "If a process has several optimizers, all ranks step them in the same order and equally often: step() once per "
+    "iteration, or skip() if there is no update"
+)
 
-    Raises:
-        Exception: ``failure``, on this rank.
-        RuntimeError: another rank cannot go on, or ranks are in conflicting calls; on all ranks.
-    """
-    piggyback = np.empty(0, np.int64) if piggyback is None else piggyback
-    communicator = communicator.handshake_group
-    communicator.tracker.last_record = record
-    own = np.concatenate([np.array(integers(replace(record, piggyback_length=piggyback.size)), np.int64), piggyback])
-    records, piggybacks = unpack_records(communicator.gather_integers(own, communicator.handshake_name))
-    check_records(communicator, records, failure)
-    return records, piggybacks
-
-
-def check_records(communicator: HandshakeRanks, records: Sequence[Record], failure: Exception | None) -> None:
-    """Raise on all ranks if one cannot go on, or if they are in conflicting calls; as :func:`handshake`."""
-    communicator.tracker.last_records = records
-    crossed = describe_conflict(records, communicator.global_ranks)
-    if crossed or any(record.problem for record in records):
-        raise_on_all(communicator, communicator.handshake_name, failure)
-    if crossed:
-        raise RuntimeError(crossed)
+_CALLS = {
+    Purpose.START: "first step",
+    Purpose.EXCHANGE: "exchange",
+    Purpose.LEAVE: "finalize()",
+    Purpose.SAVE: "save()",
+    Purpose.READ: "reading of the center",
+    Purpose.AUDIT: "audit()",
+    Purpose.BROADCAST: "broadcast()",
+    Purpose.COMMIT: "commit()",
+    Purpose.COMPLETE: "completion of a background save",
+}
 
 
 def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str | None:
@@ -234,56 +212,12 @@ def describe_conflict(records: Sequence[Record], numbers: Sequence[int]) -> str 
         >>> print(describe_conflict([Record(2, 1, local_steps=6), Record(2, 2, local_steps=8)], [1, 3]).split(":")[0])
         Ranks wait for each other in different places
     """
-    purposes = {record.purpose for record in records}
-    together = len(purposes) == 1 or purposes <= {Purpose.EXCHANGE, Purpose.LEAVE}
-    if together and (Purpose.CONSTRUCT in purposes or len({record.optimizer for record in records}) == 1):
+    purposes = {Purpose(record.purpose) for record in records}
+    compatible = len(purposes) == 1 or purposes <= {Purpose.EXCHANGE, Purpose.LEAVE}
+    if compatible and (Purpose.CONSTRUCT in purposes or len({record.optimizer for record in records}) == 1):
         return None
-    places = by_value(dict(zip(numbers, map(_place, records), strict=True)))
-    if Purpose.CONSTRUCT in purposes:
-        advice = "All ranks construct their optimizers together, in the same order and equally many"
-    elif Purpose.COMPLETE in purposes:
-        advice = "After save(background=True) all ranks call wait() together, and finalize() before their program ends"
-    elif Purpose.SAVE in purposes:
-        advice = "All ranks save together, at the same local step"
-    elif Purpose.COMMIT in purposes:
-        advice = "With a center that is not on every rank, all ranks commit together, at the same local step"
-    elif Purpose.READ in purposes:
-        advice = (
-            "Where the center is not on every rank, center(), distance() and state_dict() are for all ranks together: "
-            "take them out of `if rank == 0:`, and save on one rank what all have read"
-        )
-    elif Purpose.TRAINER in purposes:
-        advice = (
-            "A rank has come to the end of its batches, or validates, saves or logs at other steps than the others: "
-            "the trainer's settings have to be the same on all ranks, and so has what it decides from"
-        )
-    elif purposes & {Purpose.AUDIT, Purpose.BROADCAST}:
-        advice = "audit() and broadcast() are for all ranks together"
-    elif Purpose.START in purposes and len(purposes) > 1:
-        advice = "A state that is loaded after training has begun has to be loaded on every rank"
-    else:
-        advice = (
-            "Where a process has several optimizers, all ranks step them in the same order and equally often: step() "
-            "once per iteration, or skip() where there is no update"
-        )
+    places = by_value({number: record.place for number, record in zip(numbers, records, strict=True)})
+    advice = next((text for purpose, text in _ADVICE.items() if purpose in purposes), _SEVERAL_OPTIMIZERS)
+    if purposes == {Purpose.START}:  # All are in their first step, of different optimizers.
+        advice = _SEVERAL_OPTIMIZERS
     return f"Ranks wait for each other in different places: {places}. {advice}"
-
-
-def _place(record: Record) -> str:
-    if record.purpose == Purpose.CONSTRUCT:
-        return "construction of an optimizer"
-    if record.purpose == Purpose.TRAINER:
-        return TRAINER_CALLS[record.optimizer]
-    what = {
-        Purpose.START: "first step",
-        Purpose.EXCHANGE: "exchange",
-        Purpose.LEAVE: "finalize()",
-        Purpose.SAVE: "save()",
-        Purpose.READ: "reading of the center",
-        Purpose.AUDIT: "audit()",
-        Purpose.BROADCAST: "broadcast()",
-        Purpose.COMMIT: "commit()",
-        Purpose.COMPLETE: "completion of a background save",
-    }
-    where = "" if record.purpose == Purpose.START else f" at local step {record.local_steps}"
-    return f"{what[Purpose(record.purpose)]} of optimizer {record.optimizer}{where}"

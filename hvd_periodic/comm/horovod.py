@@ -179,7 +179,7 @@ class HorovodCommunicator(JobCommunicator):
         """Raise a RuntimeError unless Horovod runs on an MPI with support for threads."""
         if not self._hvd.mpi_enabled():
             raise RuntimeError(
-                "Asynchronous exchange needs MPI, and this job runs on Gloo: start it by mpirun, or by horovodrun --mpi"
+                "Asynchronous exchange needs MPI, and this job runs on Gloo: start it with mpirun or horovodrun --mpi"
             )
         if not self._hvd.mpi_threads_supported():
             raise RuntimeError(
@@ -224,7 +224,7 @@ def ranks_of_host(hvd: Any) -> range:
     if hvd is None or not hvd.is_initialized():
         if started_alone():
             return range(1)
-        raise RuntimeError("node_ranks() asks Horovod, which is not initialized: call hvd.init() before")
+        raise RuntimeError("node_ranks() needs Horovod, which is not initialized: call hvd.init() first")
     first = hvd.rank() - hvd.local_rank()
     return range(first, first + hvd.local_size())
 
@@ -251,8 +251,9 @@ def register(hvd: Any, ranks: list[int]) -> Any:
             known = hvd.add_process_set(hvd.ProcessSet(ranks))
         except Exception as error:
             raise RuntimeError(
-                f"The process set of {named(ranks)} cannot be made ({error}): call hvd.init(process_sets='dynamic'), "
-                "or node_groups() in place of hvd.init(), and register no process set of the same ranks before"
+                f"The process set of {named(ranks)} cannot be created ({error}): call "
+                "hvd.init(process_sets='dynamic'), or node_groups() in place of hvd.init(), and register no process "
+                "set of the same ranks before"
             ) from error
         _registered[hvd.__name__, tuple(ranks)] = known
     return known
@@ -272,6 +273,6 @@ def _refuse_unknown_launcher(size: int) -> None:
         launcher, processes, variable = found
         raise RuntimeError(
             f"{launcher} has started {processes} processes ({variable}), and Horovod knows of one: each would "
-            "train alone. Start them by horovodrun; or by the mpirun, or srun --mpi=pmix (see srun --mpi=list), "
-            f"of the MPI that Horovod was built with. For independent runs: unset {variable}"
+            "train alone. Start them with horovodrun; or with mpirun or srun --mpi=pmix (see srun --mpi=list) of the "
+            f"MPI that Horovod was built with. For independent runs: unset {variable}"
         )

@@ -12,12 +12,11 @@ import numpy as np
 
 from hvd_periodic.arguments import require_int
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
 from hvd_periodic.comm.collectives import gather_objects
 from hvd_periodic.comm.groups import divides_the_job
 from hvd_periodic.comm.mpi import MPICommunicator, communicator_of_ranks, world_rank
-from hvd_periodic.comm.stall_monitor import stall_monitor
-from hvd_periodic.comm.stall_protocol import mark_arrived
+from hvd_periodic.comm.stall_monitor import monitor_address
 from hvd_periodic.comm.transports import LocalMemory, Messages, SharedMemory
 from hvd_periodic.ranks import named
 
@@ -92,13 +91,7 @@ class JobCommunicator(Communicator):
         """Return the address of this process's stall monitor."""
         if self.problem is not None or self.size == 1:
             return None, self.problem
-        try:
-            monitor = stall_monitor(self.one_host)
-        except ValueError as error:
-            return None, error
-        if not self.tracker.peers and not self.elastic:
-            mark_arrived(self.tracker.name, self.tracker.rank, self.store())
-        return None if monitor is None else monitor.address(self.tracker), None
+        return monitor_address(self.tracker, self.one_host, self.store)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
         """Gather an array."""
@@ -118,18 +111,18 @@ class JobCommunicator(Communicator):
 
     def shares_memory(self) -> bool:
         """Return whether all ranks are on one host, according to the MPI that runs next to the library."""
-        return self.size == 1 or self._during(self._mpi.shares_memory)
+        return self.size == 1 or self.tracker.run_blocking(self._mpi.shares_memory, ASYNCHRONOUS_START)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a window of shared memory."""
         if self.size == 1:
             return LocalMemory(nbytes)
         mpi = self._mpi
-        return self._during(lambda: mpi.shared_memory(nbytes))
+        return self.tracker.run_blocking(lambda: mpi.shared_memory(nbytes), ASYNCHRONOUS_START)
 
     def messages(self) -> Messages:
         """Return messages over MPI."""
-        return self._during(self._mpi.messages)
+        return self.tracker.run_blocking(self._mpi.messages, ASYNCHRONOUS_START)
 
     def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
         """Start to wait for all ranks outside the library, which would report a stall."""
@@ -167,11 +160,6 @@ class JobCommunicator(Communicator):
             everyone.tracker.limit(self.tracker.timeout)
             with everyone.tracker.at("finalize(), for the other groups"):
                 everyone.gather(np.zeros(1, np.int64), "hvd_periodic.job")
-
-    def _during(self, call: Callable[[], T]) -> T:
-        """Return the result of a collective that sets up access to an asynchronous center."""
-        with self.tracker.at("the start of asynchronous exchange"):
-            return self.tracker.run_blocking(call)
 
     @property
     def _has_mpi(self) -> bool:

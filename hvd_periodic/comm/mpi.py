@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hvd_periodic.comm.base import Communicator, common_barrier
-from hvd_periodic.comm.collective_tracker import tracker_of
+from hvd_periodic.comm.collective_tracker import ASYNCHRONOUS_START, tracker_of
 from hvd_periodic.comm.collectives import gather_objects
 from hvd_periodic.comm.shared_memory import LivenessBarrier, on_one_host, open_window
-from hvd_periodic.comm.stall_monitor import stall_monitor
-from hvd_periodic.comm.stall_protocol import mark_arrived, stable_hash
+from hvd_periodic.comm.stall_monitor import monitor_address
+from hvd_periodic.comm.stall_protocol import stable_hash
 from hvd_periodic.comm.transports import Messages, SharedMemory
 from hvd_periodic.vectors.layout import chunk
 
@@ -67,14 +67,11 @@ class MPICommunicator(Communicator):
         if not self._watched:
             return None, None
         on_this_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-        try:
-            monitor = stall_monitor(one_host=on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
-        except ValueError as error:
-            return None, error
-        _end_together()
-        if not self.tracker.peers:
-            mark_arrived(self.tracker.name, self.tracker.rank)
-        return None if monitor is None else monitor.address(self.tracker), None
+        one_host = on_this_host == os.environ.get("OMPI_COMM_WORLD_SIZE", "0")
+        address, failure = monitor_address(self.tracker, one_host)
+        if failure is None:
+            _abort_on_error()
+        return address, failure
 
     def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
         """Start a nonblocking allreduce, in place."""
@@ -117,7 +114,7 @@ class MPICommunicator(Communicator):
 
     def shares_memory(self) -> bool:
         """Return whether all ranks are on one host."""
-        return self._during(lambda: on_one_host(self._comm))
+        return self.tracker.run_blocking(lambda: on_one_host(self._comm), ASYNCHRONOUS_START)
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Return a window of shared memory; from then on, idle barriers do not wait for dead ranks."""
@@ -131,11 +128,11 @@ class MPICommunicator(Communicator):
                 self._comm.Barrier()
             return memory
 
-        return self._during(opened)
+        return self.tracker.run_blocking(opened, ASYNCHRONOUS_START)
 
     def messages(self) -> Messages:
         """Return messages over a duplicate of the communicator."""
-        return Messages(self._during(self._comm.Dup))
+        return Messages(self.tracker.run_blocking(self._comm.Dup, ASYNCHRONOUS_START))
 
     def begin_idle_barrier(self, barrier_id: int) -> Callable[[], int | None]:
         """Enter the :class:`LivenessBarrier`, if any; else start a nonblocking reduction: MPI would wait on a core."""
@@ -178,11 +175,6 @@ class MPICommunicator(Communicator):
 
         return wait
 
-    def _during(self, call: Callable[[], T]) -> T:
-        """Return the result of a collective that sets up access to an asynchronous center."""
-        with self.tracker.at("the start of asynchronous exchange"):
-            return self.tracker.run_blocking(call)
-
 
 def _in_the_job(comm: MPI.Intracomm) -> list[int]:
     """Return the global ranks of a communicator; its own ranks, if some belong to another job."""
@@ -194,7 +186,7 @@ def _in_the_job(comm: MPI.Intracomm) -> list[int]:
 
 
 @cache
-def _end_together() -> None:
+def _abort_on_error() -> None:
     """Make an error that ends this process end the job: MPI's own shutdown would wait for all ranks forever."""
     atexit.register(_abort_after_error)
 
@@ -218,7 +210,7 @@ def world_rank() -> int:
         from mpi4py import MPI
     except ImportError as error:
         raise RuntimeError(
-            f"Asynchronous exchange needs mpi4py, built for the MPI of Horovod ({error}): pip install mpi4py"
+            f"Asynchronous exchange needs mpi4py, built for Horovod's MPI ({error}): pip install mpi4py"
         ) from error
     return int(MPI.COMM_WORLD.Get_rank())
 
@@ -233,7 +225,7 @@ def communicator_of_ranks(ranks: Sequence[int]) -> MPICommunicator:
 
     if len(set(ranks)) < len(ranks):
         raise RuntimeError(
-            "mpi4py was built for another MPI than Horovod, and knows one rank alone: install both for one MPI"
+            "mpi4py was built for a different MPI than Horovod, and sees only one rank: build both for the same MPI"
         )
     key = tuple(ranks)
     if key not in _of_ranks:

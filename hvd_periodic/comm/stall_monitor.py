@@ -34,6 +34,7 @@ from hvd_periodic.comm.stall_protocol import (
     as_integers,
     decode,
     encode,
+    mark_arrived,
     open_sockets,
     own_addresses,
     stable_hash,
@@ -54,8 +55,8 @@ _SOON = 1.0
 """Seconds within which a rank reports why it ends, after Horovod has noticed its end."""
 
 _ADVICE = (
-    "Find out what keeps the ranks that have not come (py-spy dump --pid shows where a process is), or raise "
-    "timeout_seconds if it may take so long"
+    "Find out what delays the missing ranks (py-spy dump --pid shows where a process is), or raise timeout_seconds if "
+    "it may take that long"
 )
 
 
@@ -235,7 +236,7 @@ class StallMonitor:
         self._next[tracker.name] = wait, 2 * (now - wait.since)
         text = query.report(time.monotonic(), self._one_host)
         if query.final:
-            self._time_out(query, f"{text}. It is longer than timeout_seconds={tracker.timeout:g}")
+            self._time_out(query, f"{text}. That is longer than timeout_seconds={tracker.timeout:g}")
         else:
             logger.warning("%s", text)
 
@@ -244,7 +245,7 @@ class StallMonitor:
         tracker, wait = query.tracker, query.wait
         stalled = query.not_waiting() if tracker.elastic else []
         if stalled:
-            logger.warning("%s. This rank tells %s to end; the others go on", text, named(stalled))
+            logger.warning("%s. This rank tells %s to end; the others continue", text, named(stalled))
             self._evicting[tracker.name] = wait
             for rank in query.others():
                 kind = MessageType.EVICT if rank in stalled else MessageType.EVICTED
@@ -255,7 +256,9 @@ class StallMonitor:
     def _evict_self(self, order: Datagram, tracker: CollectiveTracker) -> None:
         """End this process, unless it has reached the collective meanwhile."""
         if tracker.elastic and tracker.has_reached(order.rank, order.begun, tracker.begun + 1):
-            line = f"Rank {tracker.rank} is in {position()}, and is given up by rank {order.rank}, which has waited"
+            line = (
+                f"Rank {tracker.rank} is in {position()}, and rank {order.rank} has timed out waiting for it: it waited"
+            )
             print(f"{line} longer than timeout_seconds={tracker.timeout:g}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -346,8 +349,30 @@ def stall_monitor(one_host: bool) -> StallMonitor | None:
                 _monitor = StallMonitor(seconds, one_host)
                 send_exit_notices(_monitor)
             except OSError as error:
-                logger.warning("Ranks that do not come cannot be asked where they are: %s", error)
+                logger.warning("Missing ranks cannot be asked where they are: %s", error)
         return _monitor
+
+
+def monitor_address(
+    tracker: CollectiveTracker, one_host: bool, store: Callable[[], Any] = lambda: None
+) -> tuple[np.ndarray | None, Exception | None]:
+    """Return the address of this process's stall monitor, after this rank has left a mark that it has arrived.
+
+    Args:
+        tracker: tracker of the ranks that will learn the address.
+        one_host: whether all ranks of the job are on this host.
+        store: returns the store for marks of arrival; None: the launcher's.
+
+    Returns:
+        the address, or None if this host allows no monitor; and the error that keeps this rank from going on, if any.
+    """
+    try:
+        monitor = stall_monitor(one_host)
+    except ValueError as error:
+        return None, error
+    if not tracker.peers and not tracker.elastic:
+        mark_arrived(tracker.name, tracker.rank, store())
+    return None if monitor is None else monitor.address(tracker), None
 
 
 def announce_leaving() -> None:

@@ -140,14 +140,14 @@ def as_integers(peer: Peer) -> np.ndarray:
     return np.array([*struct.unpack("<2q", peer.token), peer.begun, *found], np.int64)
 
 
-def from_integers(integers: Sequence[int] | np.ndarray) -> Peer | None:
+def from_integers(integers: np.ndarray | None) -> Peer | None:
     """Return the address of another process, from its integers; None if it cannot be reached.
 
     Example:
         >>> from_integers(as_integers(Peer(b"0123456789abcdef", (("127.0.0.1", 80),), 3)))
         Peer(token=b'0123456789abcdef', addresses=(('127.0.0.1', 80),), begun=3)
     """
-    if len(integers) != 3 + _ADDRESSES:
+    if integers is None or len(integers) != 3 + _ADDRESSES:
         return None
     first, second, begun, *told = map(int, integers)
     found = tuple((str(ipaddress.IPv4Address(each >> 16)), each & 0xFFFF) for each in told if each)

@@ -35,7 +35,7 @@ class Subset(Communicator):
         self.places = sorted(set(choose()))
         if everyone.rank not in self.places or not set(self.places) <= set(range(everyone.size)):
             raise ValueError(
-                f"A function that is passed as `process_set` must return the ranks of the group of this one "
+                f"A function that is passed as `process_set` must return the ranks of the group of this rank "
                 f"({everyone.rank}), out of {everyone.size}. Received: {self.places}"
             )
         self.rank, self.size = self.places.index(everyone.rank), len(self.places)
@@ -136,8 +136,8 @@ class Subset(Communicator):
         """
         if global_rank is not None:
             raise ValueError(
-                "`root_rank` is one rank, and with a function as `process_set` every group starts from its first. "
-                f"Received: {global_rank!r}"
+                "`root_rank` names one rank, but with a function as `process_set` every group starts from its first "
+                f"rank. Received: {global_rank!r}"
             )
         return 0
 
@@ -173,6 +173,6 @@ def require_possible(
     for what, found in refused.items():
         if found and communicator.handshake_group is not communicator:
             raise ValueError(
-                f"With a function as `process_set`, groups exchange in step, by a center on every rank. "
+                f"With a function as `process_set`, groups exchange in lockstep, with a center on every rank. "
                 f"Received: {what}"
             )

@@ -108,7 +108,7 @@ class TorchDistributedCommunicator(JobCommunicator):
         if not dist.is_initialized():
             return "torch.distributed has been shut down"
         if dist.group.WORLD is not self._world:
-            return "torch.distributed has been initialized anew since the optimizer was constructed: construct it again"
+            return "torch.distributed has been reinitialized since the optimizer was constructed: construct it again"
         return None
 
     def alive(self) -> bool:
@@ -120,8 +120,8 @@ class TorchDistributedCommunicator(JobCommunicator):
         for kind in sorted(set(kinds) - self._backends.keys()):
             backends = ", ".join(f"{backend} for {device}" for device, backend in self._backends.items())
             raise ValueError(
-                f"The process group carries no tensors of a {kind} device ({backends or 'no backend'}), and some of "
-                "the model are there: move the model, or call torch.distributed.init_process_group("
+                f"The process group carries no tensors of a {kind} device ({backends or 'no backend'}), and part of "
+                "the model is on one: move the model, or call torch.distributed.init_process_group("
                 "'cpu:gloo,cuda:nccl'), which carries both"
             )
 
@@ -199,9 +199,9 @@ class TorchDistributedCommunicator(JobCommunicator):
         """Raise a RuntimeError on all ranks unless an MPI launcher has started them."""
         if not all(self.allgather_object(any(variable in os.environ for variable in _MPI), "hvd_periodic.launcher")):
             raise RuntimeError(
-                "Asynchronous exchange needs MPI beside torch.distributed, and this job was started without: start it "
-                "by mpirun, or by srun --mpi=pmix, of the MPI that mpi4py was built for; or exchange synchronously, "
-                'with overlap="period" for exchanges that travel while training goes on'
+                "Asynchronous exchange needs MPI in addition to torch.distributed, and this job was started without "
+                "it: start it with mpirun or srun --mpi=pmix of the MPI that mpi4py was built for; or exchange "
+                'synchronously, with overlap="period" to hide exchanges behind training'
             )
 
     def _gather(self, buffer: torch.Tensor, sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -247,7 +247,7 @@ class TorchDistributedCommunicator(JobCommunicator):
             return call()
         except RuntimeError as error:
             raise RuntimeError(
-                f"torch.distributed has failed in {self.tracker.place()}, as it does where another rank has ended: "
+                f"torch.distributed has failed in {self.tracker.place()}, as it does when another rank has ended: "
                 f"{error}"
             ) from error
 
@@ -290,8 +290,8 @@ def _restored(handshake_name: str | None) -> TorchDistributedCommunicator:
     known = TorchDistributedCommunicator._own.get(f"{handshake_name}.own")
     if known is None:
         raise RuntimeError(
-            "An optimizer over a torch.distributed.ProcessGroup can be unpickled in the process that made the group "
-            "alone: save its state_dict()"
+            "An optimizer over a torch.distributed.ProcessGroup can be unpickled only in the process that created the "
+            "group: save its state_dict() instead"
         )
     return TorchDistributedCommunicator(known.given)
 

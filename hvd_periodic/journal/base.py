@@ -257,7 +257,7 @@ class Journal:
         self._notify(lambda listener: listener.ended(total))
 
     def _notify(self, notify: Callable[[Listener], None]) -> None:
-        """Call all listeners; a listener that raises is removed, and training goes on as on the other ranks."""
+        """Call all listeners; one that raises is removed, so that training continues as on the other ranks."""
         for listener in list(self.listeners):
             try:
                 notify(listener)

@@ -45,7 +45,7 @@ class Mean(Algorithm):
         return space.copy(x, out=out), {}
 
     def move(self, space: VectorSpace[V], center: State[V], total: V, exchange: Exchange) -> State[V]:
-        """Return the mean, to be handed out at once."""
+        """Return the mean, which is published at once."""
         return {"center": space.scale(1.0 / exchange.size, total)}
 
     def pull(self, space: VectorSpace[V], x: V, worker: State[V], center: V, exchange: Exchange) -> tuple[V, State[V]]:

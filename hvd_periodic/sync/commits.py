@@ -252,7 +252,7 @@ class Commits:
         mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), address)
         with communicator.tracker.at("State.sync()"):
             told: list[_Told] = communicator.allgather_object(mine, "hvd_periodic.commits")
-        communicator.tracker.set_peers([() if each.address is None else each.address for each in told])
+        communicator.tracker.set_peers([each.address for each in told])
         heard = set().union(*(each.numbers for each in told))
         if heard & self._prepared.keys():
             self.held = self._prepared

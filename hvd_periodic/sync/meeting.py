@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree
-from hvd_periodic.comm.handshake import Purpose, Record, handshake, leading
+from hvd_periodic.comm.handshake import Purpose, Record, leading
 from hvd_periodic.outer.framework import Hyperparameters
 from hvd_periodic.ranks import named
 from hvd_periodic.sync.knowledge import Agreement, Standpoint
@@ -117,7 +117,7 @@ class Meeting:
         record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
         communicator.tracker.follow_steps(self._membership.number, self._ledger)
         self.came, came = time.time(), time.perf_counter()
-        met = handshake(communicator, record, failure, enclosed)
+        met = communicator.handshake(record, failure, enclosed)
         self.waited = time.perf_counter() - came
         self.have_met(purpose)
         return met
@@ -161,7 +161,7 @@ class Meeting:
         steps, communicator = self._ledger.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
         communicator.tracker.follow_steps(self._membership.number, self._ledger)
-        handshake(communicator, record, None if problem is None else RuntimeError(problem))
+        communicator.handshake(record, None if problem is None else RuntimeError(problem))
 
     def weigh(self, own: Standpoint, purpose: Purpose) -> None:
         """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""

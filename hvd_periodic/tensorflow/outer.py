@@ -281,7 +281,7 @@ class KerasLearningRate(FollowsRate, LearningRates):
         rate = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
         self._now = float(rate) if tf.executing_eagerly() else rate
 
-    def stretches(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
+    def constant_ranges(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
         """Yield the whole bucket."""
         yield 0, bucket.size, self._now
 

@@ -15,7 +15,7 @@ from hvd_periodic.torch.copies import OwnState, copied, in_train_mode, own_state
 from hvd_periodic.torch.modes import Modes
 from hvd_periodic.vectors.lending import lends
 
-Place: TypeAlias = tuple[int, int, str]
+EntryKey: TypeAlias = tuple[int, int, str]
 """Location of a state entry: parameter group, number in the group, key; see ``_OF_GROUP``, ``_OF_ALL``."""
 
 _OF_GROUP, _OF_ALL = -1, -1
@@ -62,7 +62,7 @@ class CenterOptimizer:
     ) -> None:
         for center, gradient in zip(centers, gradients, strict=True):
             center.grad = gradient
-        self.keys: dict[Place, type] = {}
+        self.keys: dict[EntryKey, type] = {}
         self.followed: list[dict[str, Any]] | None = None
         self._source = source
         self._template = source if isinstance(source, torch.optim.Optimizer) else None
@@ -131,7 +131,7 @@ class CenterOptimizer:
         """Take one step on the centers, with their gradients."""
         self._follow()
         for group, followed in zip(self.optimizer.param_groups, self.followed or (), strict=False):
-            group.update({key: _beside(value, group.get(key)) for key, value in followed.items()})
+            group.update({key: _on_device_of(value, group.get(key)) for key, value in followed.items()})
         in_train_mode(self.optimizer).step()
         self._modes.evaluate()
 
@@ -169,9 +169,9 @@ class CenterOptimizer:
             ValueError: the state holds something other than tensors and numbers.
         """
         self._follow()
-        found: dict[Place, Any] = {}
+        found: dict[EntryKey, Any] = {}
         for momentum in (0.0, 0.5):
-            trial = in_train_mode(_twin(self.optimizer))
+            trial = in_train_mode(_deep_copy(self.optimizer))
             for group in trial.param_groups:
                 if "momentum" in group:
                     group["momentum"] = group["momentum"] or momentum
@@ -182,7 +182,7 @@ class CenterOptimizer:
         counting = [key for key in sorted(self._own.attributes) if type(vars(self.optimizer).get(key)) in (int, float)]
         if counting:
             raise ValueError(
-                f"{type(self.optimizer).__name__} changes its attribute {counting[0]!r} when it steps, and processes "
+                f"{type(self.optimizer).__name__} changes its attribute {counting[0]!r} when it steps, but processes "
                 f"can share only tensors and numbers in its state. Pass another `{outer_name()}`"
             )
         self.keys = {place: type(value) for place, value in found.items()}
@@ -190,7 +190,7 @@ class CenterOptimizer:
 
     def keeps_state(self) -> bool:
         """Return whether a step with the current settings leaves any state."""
-        trial = _twin(self.optimizer)
+        trial = _deep_copy(self.optimizer)
         for group in trial.param_groups:
             for center in group["params"]:
                 center.grad = torch.zeros_like(center)
@@ -219,8 +219,9 @@ class CenterOptimizer:
         unknown = sorted({key for _, _, key in here.keys() - self.keys.keys()})
         if unknown:
             raise ValueError(
-                f"{type(self.optimizer).__name__} keeps {unknown[0]!r} now, which it did not when constructed, and "
-                f"processes share what it kept then: set hyper-parameters before, or pass another `{outer_name()}`"
+                f"{type(self.optimizer).__name__} keeps {unknown[0]!r} now, which it did not at construction, but "
+                f"processes share only what it kept then: set hyper-parameters earlier, or pass another "
+                f"`{outer_name()}`"
             )
         for n, (place, array) in enumerate(zip(self.keys, values, strict=True)):
             present[n] = place in here
@@ -230,7 +231,7 @@ class CenterOptimizer:
             elif isinstance(value, _NUMBERS):
                 array[...] = value
 
-    def _holder(self, place: Place) -> dict[Any, Any]:
+    def _holder(self, place: EntryKey) -> dict[Any, Any]:
         """Return the dict in which the optimizer keeps the value at a location."""
         group, index, _ = place
         if group == _OF_ALL:
@@ -261,7 +262,7 @@ class CenterOptimizer:
                 group.update(self._settings_of(index, self._own))
 
 
-def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _deep_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a deep copy, parameters included; torch's own deep copy omits the attributes of subclasses."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(optimizer, memo)
@@ -274,13 +275,13 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 _NUMBERS = (bool, int, float)
 
 
-def _entries(optimizer: torch.optim.Optimizer, own: OwnState) -> dict[Place, Any]:
+def _entries(optimizer: torch.optim.Optimizer, own: OwnState) -> dict[EntryKey, Any]:
     """Return all state entries, by location.
 
     Raises:
         ValueError: an entry is neither a tensor nor a number.
     """
-    found: dict[Place, Any] = {}
+    found: dict[EntryKey, Any] = {}
     for g, group in enumerate(optimizer.param_groups):
         found |= {(g, _OF_GROUP, key): group[key] for key in sorted(own.keys & group.keys())}
         for i, center in enumerate(group["params"]):
@@ -341,12 +342,12 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"{type(optimizer).__name__} steps with a closure only, and there is no loss of the center to "
-            f"evaluate. Pass another `{outer_name()}`"
+            f"{type(optimizer).__name__} requires a closure, but the center has no loss to evaluate. "
+            f"Pass another `{outer_name()}`"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError(
-            "SparseAdam takes sparse gradients only, and those of the center are dense. Pass another "
+            "SparseAdam takes only sparse gradients, but those of the center are dense. Pass another "
             f"`{outer_name()}`, such as lambda groups: torch.optim.Adam(groups)"
         )
 
@@ -364,7 +365,7 @@ def _in_host_memory(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value.cpu() for key, value in group.items() if isinstance(value, torch.Tensor) and not value.is_cpu}
 
 
-def _beside(value: Any, former: Any) -> Any:
+def _on_device_of(value: Any, former: Any) -> Any:
     """Return a setting that came from another rank, on the device of the one that it replaces."""
     both = isinstance(value, torch.Tensor) and isinstance(former, torch.Tensor)
     return value.to(former.device) if both else value

@@ -15,12 +15,12 @@ from hvd_periodic.checkpoints import Saving
 from hvd_periodic.checkpoints.resuming import MORE, STATES, resume
 from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.sync.other_ranks import start_from_saved_center
-from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.model import original_name
 from hvd_periodic.torch.neutral import neutrally
 from hvd_periodic.torch.optimizer import INSIDE_KEY, STATE_KEY, PeriodicOptimizer
 from hvd_periodic.torch.resharding import resharded
 from hvd_periodic.torch.saved import translated
+from hvd_periodic.torch.sharded_parameters import require_whole
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 Trained = PeriodicOptimizer | Synchronizer
@@ -126,10 +126,10 @@ def load(
     levels = _levels(optimizer)
     stateful = {name: value for name, value in more.items() if _has_state(value)}
 
-    def put_back(saved: dict[str, Any], among_others: bool) -> None:
+    def restore(saved: dict[str, Any], among_others: bool) -> None:
         state = saved["optimizer"]
         if among_others:
-            _cut_anew(levels, state)
+            _reshard_saved(levels, state)
         optimizer.load_state_dict(state)
         model.load_state_dict(_named_as_in(model, saved["model"], saved["versions"]))
         for name, value in stateful.items():
@@ -141,7 +141,7 @@ def load(
     def failed(why: str) -> None:
         levels[0].checkpoint.failure = why
 
-    found = resume(Path(path), _everyone(optimizer), at_step, Tensors(), stateful.keys(), put_back, failed)
+    found = resume(Path(path), _everyone(optimizer), at_step, Tensors(), stateful.keys(), restore, failed)
     return {name: value for name, value in more.items() if name not in stateful} | found
 
 
@@ -212,7 +212,7 @@ def _check(model: Any, optimizer: Any) -> None:
             f"`optimizer` must be an optimizer or synchronizer of hvd_periodic.torch. Received: "
             f"{type(optimizer).__name__}"
         )
-    require_whole(_levels(optimizer)[0].replica.divided)
+    require_whole(_levels(optimizer)[0].replica.sharded)
 
 
 def _has_state(value: Any) -> bool:
@@ -229,7 +229,7 @@ def _named_as_in(model: torch.nn.Module, saved: dict[str, Any], versions: dict[s
     return tensors
 
 
-def _cut_anew(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
+def _reshard_saved(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> None:
     """Reshard the saved state of the center optimizer of every level to the current number of ranks."""
     own = saved.get(STATE_KEY, saved)
     for level in levels:

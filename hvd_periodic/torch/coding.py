@@ -53,9 +53,9 @@ class TensorCoding(Coding[torch.Tensor]):
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             if real.numel() and real.dtype in REALS:
                 by_kind.setdefault((real.device, real.dtype), []).append(real.detach())
-        for alike in by_kind.values():
-            if not bool(torch.stack(torch._foreach_norm(alike)).isfinite().all()):
-                extremes = torch.stack([extreme for tensor in alike for extreme in torch.aminmax(tensor)])
+        for same_kind in by_kind.values():
+            if not bool(torch.stack(torch._foreach_norm(same_kind)).isfinite().all()):
+                extremes = torch.stack([extreme for tensor in same_kind for extreme in torch.aminmax(tensor)])
                 if not bool(extremes.isfinite().all()):
                     return False
         return True

@@ -104,7 +104,7 @@ def _made(process_set: Any, chosen: str) -> JobCommunicator:
         )
     if find_spec("horovod") is None:
         raise RuntimeError(
-            "Horovod is not installed, and asked for by what the environment or `process_set` says: pass a "
+            "Horovod is not installed, but the environment or `process_set` asks for it: pass a "
             "torch.distributed.ProcessGroup, a DeviceMesh of one dimension or a communicator. "
             f"Received: {VARIABLE}={os.environ.get(VARIABLE, '')!r}, process_set={process_set!r}"
         )
@@ -119,7 +119,7 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of this rank in a mesh."""
     if mesh.ndim != 1:
         raise ValueError(
-            "`process_set` must be a DeviceMesh of one dimension: pass that over which ranks exchange, as in "
+            "`process_set` must be a DeviceMesh of one dimension: pass the one over which ranks exchange, as in "
             f"mesh[{(mesh.mesh_dim_names or ('replicate',))[0]!r}]. Received: {mesh}"
         )
     return mesh.get_group()
@@ -142,7 +142,7 @@ def _disagreement() -> ValueError | None:
     if of_horovod == of_torch:
         return None
     return ValueError(
-        "Horovod and torch.distributed must agree about ranks, where both are initialized: this is rank "
+        "Horovod and torch.distributed are both initialized and must number ranks alike: this is rank "
         f"{of_horovod[0]} of {of_horovod[1]} of Horovod, and rank {of_torch[0]} of {of_torch[1]} of torch.distributed. "
         "Initialize one of them; or the second with rank and size of the first"
     )

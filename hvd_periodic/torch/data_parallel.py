@@ -34,15 +34,15 @@ def island_of(
     for averaged in found:
         if averaged.size > 1 and asynchronous:
             raise ValueError(
-                "asynchronous=True with a DistributedDataParallel: ranks that average their gradients would exchange "
-                "at different moments, and differ from then on"
+                "asynchronous=True does not work with a DistributedDataParallel: ranks that average their gradients "
+                "would exchange at different times, and differ from then on"
             )
         exchanging = set(communicator.global_ranks)
         if communicator.size > 1 and exchanging <= set(averaged.ranks):
             raise ValueError(
                 f"The DistributedDataParallel averages the gradients of {named(averaged.ranks)} at every step, and "
                 f"these exchange among themselves ({sorted(exchanging)}), so that nothing would be left to "
-                "exchange. Train the module inside of it, and pass that, model.module; or average inside of groups and "
+                "exchange. Train the module that it wraps, and pass that, model.module; or average within groups and "
                 "exchange between them, with groups = hvdp.node_groups(), "
                 "DistributedDataParallel(model, process_group=groups.local) and process_set=groups.cross here"
             )
@@ -85,6 +85,6 @@ def refuse_averaging(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> N
     if averaging_among(tensors, ranks):
         raise RuntimeError(
             "DistributedDataParallel averages the gradients of ranks that exchange, which leaves nothing to exchange: "
-            "train the module inside of it. With accelerate: hvd_periodic.torch.huggingface.prepare(accelerator, "
+            "train the module that it wraps. With accelerate: hvd_periodic.torch.huggingface.prepare(accelerator, "
             "model, optimizer, ...)"
         )

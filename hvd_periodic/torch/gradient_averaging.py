@@ -14,7 +14,7 @@ from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.phase import Phase
 
 _NEVER_REACHED = 2**60
-"""Backward passes between averages of a DistributedOptimizer that is to leave the gradients alone."""
+"""Backward passes between averages of a DistributedOptimizer that must leave the gradients alone."""
 
 
 class GradientAveraging:
@@ -80,7 +80,7 @@ class GradientAveraging:
             self._inner.zero_grad()
 
     def _follow_phase(self) -> None:
-        """Make the DistributedOptimizer leave the gradients alone while the replicas are to differ."""
+        """Make the DistributedOptimizer leave the gradients alone while the replicas may differ."""
         passes = _NEVER_REACHED if self._phase.over else self._passes
         if self._inner.backward_passes_per_step != passes:
             self._inner.set_backward_passes_per_step(passes)

@@ -132,8 +132,8 @@ class PeriodicTrainerCallback(TrainerCallback):
             optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         elif state.global_step:
             logger.warning(
-                "%s has nothing of the exchanges of this training: they begin anew, from the model. Where the "
-                "checkpoint is elsewhere, say so: TrainingArguments(resume_from_checkpoint=...)",
+                "%s has no exchange state; starting exchanges from the model. If the checkpoint is elsewhere, pass "
+                "TrainingArguments(resume_from_checkpoint=...)",
                 _folder(args, state),
             )
         state.stateful_callbacks[_STAMP] = {"folder": str(Path(args.output_dir).absolute()), "run": uuid.uuid4().hex}
@@ -166,8 +166,8 @@ class PeriodicTrainerCallback(TrainerCallback):
         self._centers.leave()
         if any(gather(optimizer.synchronizer.membership.communicator, missed)):
             raise RuntimeError(
-                f"{_folder(args, state)} has the replica of a rank, and not the center: a callback that comes after "
-                "PeriodicTrainerCallback has asked for it, and not by model.state_dict(). Put PeriodicTrainerCallback "
+                f"{_folder(args, state)} holds the replica of a rank instead of the center: a callback after "
+                "PeriodicTrainerCallback has requested it without model.state_dict(). Put PeriodicTrainerCallback "
                 "last: trainer.add_callback(...)"
             )
         if self._every_rank:
@@ -194,8 +194,9 @@ class PeriodicTrainerCallback(TrainerCallback):
     def _show_if_asked(self, args: TrainingArguments, control: TrainerControl, optimizer: PeriodicOptimizer) -> None:
         if self._centers.left and not control.should_training_stop:
             failure = RuntimeError(
-                "A rank has stopped training before the others, for which a Trainer waits wherever it logs, evaluates "
-                "or ends: callbacks that stop have to decide alike on all ranks, and loaders to have as many batches"
+                "A rank has stopped training before the others, but a Trainer waits for all ranks when it logs, "
+                "evaluates or ends: callbacks that stop training must decide the same on all ranks, and loaders must "
+                "have equally many batches"
             )
             gather(optimizer.synchronizer.membership.communicator, None, failure)
             raise failure
@@ -250,7 +251,7 @@ def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None
         course = level.synchronizer.course
         if course.reads_together:
             raise ValueError(
-                "A Trainer saves the state of an optimizer on the root alone, for which its center has to be on every "
+                "A Trainer saves the state of an optimizer on the root alone, so that its center must be on every "
                 'rank: pass center="replicated" to the optimizer; or TrainingArguments(save_only_model=True), which '
                 f'saves the center as the model, or save_strategy="no". Received: center={course.placement.name!r}'
             )
@@ -264,8 +265,8 @@ def _check_asked_late(args: TrainingArguments, optimizer: PeriodicOptimizer) -> 
     while isinstance(level, PeriodicOptimizer):
         if level.synchronizer.course.reads_together:
             raise ValueError(
-                "A callback that comes after PeriodicTrainerCallback has asked for a checkpoint, and all ranks read a "
-                "center together that is not on every rank: put PeriodicTrainerCallback last, trainer.add_callback(...)"
+                "A callback after PeriodicTrainerCallback has requested a checkpoint, but only all ranks together can "
+                "read a center that is not on every rank: put PeriodicTrainerCallback last, trainer.add_callback(...)"
             )
         level = level.inner
 
@@ -274,8 +275,8 @@ def _check_ranks(synchronizer: Synchronizer, who: str, rank: int, size: int) -> 
     ranks = synchronizer.membership.communicator
     if (rank, size) != (ranks.rank, ranks.size):
         raise ValueError(
-            f"{who} knows this process as rank {rank} of {size}, and the optimizer as rank {ranks.rank} of "
-            f"{ranks.size}: start them by torchrun; or call hvd.init() and hvdp.init_process_group() before "
+            f"{who} knows this process as rank {rank} of {size}, but the optimizer as rank {ranks.rank} of "
+            f"{ranks.size}: start the ranks with torchrun, or call hvd.init() and hvdp.init_process_group() before "
             "Accelerator() or TrainingArguments() is constructed. On CPUs: Accelerator(cpu=True), "
             "TrainingArguments(use_cpu=True)"
         )

@@ -31,7 +31,7 @@ class PeriodicHandler:
         handler = PeriodicHandler(model, optimizer)
         handler.attach(trainer, evaluator)
 
-    For ``ignite.handlers.Checkpoint`` the handler holds the center under the names of the model: the root has to save
+    For ``ignite.handlers.Checkpoint`` the handler holds the center under the names of the model: the root must save
     ``{"model": handler, "optimizer": optimizer}``. To resume exactly, use :func:`hvd_periodic.torch.save`.
 
     Args:
@@ -100,10 +100,10 @@ class PeriodicHandler:
     def _gather(self, place: str, value: Any = None) -> list[Any]:
         """Return the values of all ranks, if all have reached the same place in training."""
         failure = RuntimeError(
-            f"Not all ranks have come to {place}: one has no more batches, has terminated, or evaluates at other "
-            "events. All ranks run attached evaluators, and where they have different numbers of batches, at "
-            "Events.EPOCH_COMPLETED, where they wait for each other. Where one rank evaluates alone, leave its "
-            "evaluator out of attach(), and run it inside of `with optimizer.center():`"
+            f"Not all ranks have reached {place}: one has no more batches, has terminated, or evaluates at other "
+            "events. All ranks must run attached evaluators; with different numbers of batches, at "
+            "Events.EPOCH_COMPLETED, where they wait for each other. To evaluate on one rank alone, do not attach its "
+            "evaluator, but run it inside `with optimizer.center():`"
         )
         found = gather(self._communicator, (place, value), failure)
         if any(other != place for other, _ in found):

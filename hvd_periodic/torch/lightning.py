@@ -108,8 +108,8 @@ class PeriodicStrategy(ParallelStrategy):
         """Put the model on its device and make its optimizers, as on a single device."""
         if self._layer_sync is not None:
             raise ValueError(
-                "`Trainer(sync_batchnorm=True)` averages statistics at every step, for which ranks that exchange now "
-                "and then would wait: leave it out, statistics are averaged at exchanges"
+                "`Trainer(sync_batchnorm=True)` averages statistics at every step, for which all ranks would wait: "
+                "omit it; statistics are averaged at exchanges"
             )
         if trainer.state.fn == TrainerFn.FITTING and not any(
             isinstance(c, PeriodicCallback) for c in trainer.callbacks
@@ -199,7 +199,8 @@ class PeriodicStrategy(ParallelStrategy):
             return dict(own)
         if stamp is not None and self.is_global_zero:
             logger.warning(
-                "%s was saved by %d ranks, of which not all are here with their files: all go on from its center",
+                "%s was saved by %d ranks, but not all of them have found their files: all ranks resume from its "
+                "center",
                 checkpoint_path,
                 stamp["ranks"],
             )
@@ -246,8 +247,8 @@ class PeriodicCallback(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, PeriodicStrategy):
             raise ValueError(
-                "PeriodicCallback needs Trainer(strategy=PeriodicStrategy()): others average gradients at every step, "
-                f"or know of one rank only. Received: {type(strategy).__name__}"
+                "PeriodicCallback needs Trainer(strategy=PeriodicStrategy()): other strategies average gradients at "
+                f"every step, or know only one rank. Received: {type(strategy).__name__}"
             )
         if stage == TrainerFn.FITTING:
             _refuse_callbacks(trainer, pl_module)
@@ -326,13 +327,13 @@ def _refuse_callbacks(trainer: Trainer, module: LightningModule) -> None:
         name = type(callback).__name__
         if isinstance(callback, callbacks.BaseFinetuning | callbacks.ModelPruning):
             raise ValueError(
-                f"{name} changes during training which parameters are trained, and ranks exchange those of the "
-                "beginning: leave it out, and freeze or prune the module before Trainer.fit(). "
+                f"{name} changes during training which parameters are trained, but ranks exchange those that "
+                "were trained at the start: omit it, and freeze or prune the module before Trainer.fit(). "
                 f"Received: callbacks=[{name}(), ...]"
             )
         if isinstance(callback, _SWA) and trainer.max_epochs != -1 and _SWA.pl_module_contains_batch_norm(module):
             raise ValueError(
-                f"{name} replaces the statistics of BatchNorm after training, on each rank by those of its own data: "
+                f"{name} recomputes the statistics of BatchNorm after training, on each rank from its own data: "
                 "use EMAWeightAveraging, which averages statistics, too. "
                 f"Received: callbacks=[{name}(), ...]"
             )

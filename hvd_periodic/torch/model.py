@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from hvd_periodic.buffers import LOCAL, policy_asked_for
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.torch.buffers import Buffers, policies, policy_of
-from hvd_periodic.torch.divided import is_divided, reshard
+from hvd_periodic.torch.sharded_parameters import is_sharded, reshard
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 """A module or its ``named_parameters()``, whose buffers can be exchanged, too; or other (name, parameter) pairs."""
@@ -78,10 +78,10 @@ class NamedTensors:
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"Parameter {name!r} must be a torch.Tensor. Received: {type(parameter).__name__}")
             _refuse_unsupported(parameter)
-            if is_divided(parameter):
+            if is_sharded(parameter):
                 raise TypeError(
-                    f"`model`: {name!r} is a DTensor, which belongs to a module that may have put it "
-                    "together for a forward pass: pass the model"
+                    f"`model`: {name!r} is a DTensor, which its module may have gathered for a forward "
+                    "pass: pass the module"
                 )
         return cls(pairs, [], {})
 
@@ -150,8 +150,7 @@ def _module_behind(model: Model) -> torch.nn.Module | None:
 
 
 _UNSUPPORTED = {
-    "FullyShardedDataParallel": "FullyShardedDataParallel makes one flat parameter of many: divide the model by "
-    "fully_shard() in its place",
+    "FullyShardedDataParallel": "FullyShardedDataParallel flattens many parameters into one: use fully_shard() instead",
 }
 """Error messages by class name; the torch class is recognized without being imported."""
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hvd_periodic.torch.copies import TRIAL_STEPS, fresh_copy, settings_in
-from hvd_periodic.torch.divided import shard_of
 from hvd_periodic.torch.gradient_averaging import innermost
 from hvd_periodic.torch.neutral import random_numbers_kept
+from hvd_periodic.torch.sharded_parameters import shard_of
 
 
 class Modes:
@@ -25,7 +25,7 @@ class Modes:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer: Any = innermost(optimizer)
-        if optimizer is None or not _goes_on_from_evaluation(self._optimizer):
+        if optimizer is None or not _continues_from_evaluation(self._optimizer):
             self._optimizer = None
 
     def evaluate(self) -> bool:
@@ -67,7 +67,7 @@ def _flags(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [{key: value for key, value in place.items() if isinstance(value, (bool, str, int))} for place in places]
 
 
-def _goes_on_from_evaluation(optimizer: Any) -> bool:
+def _continues_from_evaluation(optimizer: Any) -> bool:
     """Return whether a change at the evaluation point carries over to train mode, as tried out on a copy."""
     if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
         return False

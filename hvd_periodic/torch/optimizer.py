@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Unpack
@@ -22,13 +23,12 @@ from hvd_periodic.torch.neutral import eagerly, neutrally
 from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.state_making import make_state, makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
-from hvd_periodic.torch.wrapping import WrappingOptimizer
 
 STATE_KEY, INSIDE_KEY = "hvd_periodic", "inside"
 """Keys of the exchange state in a state dict; and, in that state, of the exchange state of a wrapped optimizer."""
 
 
-class PeriodicOptimizer(WrappingOptimizer):
+class PeriodicOptimizer(torch.optim.Optimizer):
     """Wraps any torch optimizer and exchanges periodically, with any algorithm and schedule.
 
     It is itself an optimizer, and shares parameter groups, state and hyper-parameters with the wrapped one, so that
@@ -55,6 +55,7 @@ class PeriodicOptimizer(WrappingOptimizer):
         TypeError, ValueError, RuntimeError: as :class:`Synchronizer`.
     """
 
+    inner: torch.optim.Optimizer
     synchronizer: Synchronizer
     after_exchange: Callable[[], object] | None = None
 
@@ -113,6 +114,37 @@ class PeriodicOptimizer(WrappingOptimizer):
         of_whom = "" if inner is None else f", and neither has the {type(inner).__name__} that it wraps"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{of_whom}", name=name, obj=self)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups of the wrapped optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """State of the wrapped optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Default hyper-parameters of the wrapped optimizer."""
+        return self.inner.defaults
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register the hook with the wrapped optimizer."""
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one local step, and exchange if one is due.
 
@@ -169,10 +201,10 @@ class PeriodicOptimizer(WrappingOptimizer):
         stale = self.synchronizer.begin() and closure is None
         averaging = self._averaging
         if closure is not None and averaging.present:
-            raise RuntimeError("step(closure): an hvd.DistributedOptimizer, which is inside, takes no closures")
+            raise RuntimeError("step(closure): the wrapped hvd.DistributedOptimizer takes no closures")
         if averaging.in_flight and vars(self).get("found_inf") is not None:
             raise RuntimeError(
-                "A GradScaler must not look at gradients while an hvd.DistributedOptimizer averages them: call "
+                "A GradScaler must not read gradients while an hvd.DistributedOptimizer averages them: call "
                 "optimizer.synchronize(), scaler.unscale_(optimizer), and then, within optimizer.skip_synchronize(), "
                 "scaler.step(optimizer)"
             )

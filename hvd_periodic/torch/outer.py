@@ -11,8 +11,8 @@ import torch
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.outer.elementwise import require_elementwise
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
-from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike, Place
-from hvd_periodic.torch.divided import is_divided
+from hvd_periodic.torch.center_optimizer import CenterOptimizer, CenterOptimizerLike, EntryKey
+from hvd_periodic.torch.sharded_parameters import is_sharded
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout
 from hvd_periodic.vectors.store import FlatStore, Store
@@ -34,7 +34,7 @@ class TorchOuterOptimizer:
         self._local = local
         self._parameters = parameters
         self._optimizer: CenterOptimizer | None = None
-        self._keys: dict[Place, type] = {}
+        self._keys: dict[EntryKey, type] = {}
 
     def clone(self) -> TorchOuterOptimizer:
         """Return an optimizer like this one, without a center yet."""
@@ -81,11 +81,11 @@ class TorchOuterOptimizer:
     def _require_all(self, made: CenterOptimizer, share: Layout, whole: Layout) -> None:
         """Raise a ValueError if an optimizer that learns from all parameters would have only some of them."""
         elements = [sum(layout.arenas.values()) for layout in (share, whole)]
-        divided = any(map(is_divided, self._parameters))
+        divided = any(map(is_sharded, self._parameters))
         if made.learned and (divided or 0 < elements[0] < elements[1]):
             raise ValueError(
                 f"{type(made.optimizer).__name__} learns {', '.join(map(repr, made.learned))} of its parameter groups "
-                "from the gradients of all parameters, and would learn something else on each part of the center, "
+                "from the gradients of all parameters, and would learn other values on each part of the center, "
                 f"which is divided here (by {'islands' if divided else share.cut or 'fragments'}). Pass another "
                 f"`{outer_name()}`, such as lambda groups: torch.optim.SGD(groups, lr=1.0)"
             )

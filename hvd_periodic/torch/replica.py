@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -13,13 +13,13 @@ import torch
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.buffers import AVERAGE, BROADCAST, LOCAL, MAXIMUM
-from hvd_periodic.torch.divided import check_divided, facts_of, is_divided, shard_of
+from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.model import NamedTensors
 from hvd_periodic.torch.modes import Modes
+from hvd_periodic.torch.sharded_parameters import check_sharded, facts_of, is_sharded, shard_of
 from hvd_periodic.torch.space import TensorListSpace, TensorSpace
-from hvd_periodic.torch.stores import RestingStore, TensorStore, as_center_device
-from hvd_periodic.torch.watched import WatchedTensors
+from hvd_periodic.torch.stores import OffloadedStore, TensorStore, as_center_device
 from hvd_periodic.vectors.blocks import cut_into_blocks
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout, TensorSpec
 from hvd_periodic.vectors.lending import lends
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 512 * 2**10
 """Replica, message and center of a block fit into the cache of one core."""
 
 
-class TorchReplica(WatchedTensors):
+class TorchReplica(Replica[torch.Tensor]):
     """Parameters and buffers of one rank; the tensors stay where they are.
 
     Args:
@@ -45,6 +45,14 @@ class TorchReplica(WatchedTensors):
     """
 
     framework = f"PyTorch {torch.__version__}"
+    how_to_exclude = (
+        "Set requires_grad = False on them before the optimizer is made; or register them as buffers and choose a "
+        "policy for them: buffers={'PATTERN': 'average'}"
+    )
+    how_to_exchange = (
+        "Change them identically on all ranks; or, if they are buffers, choose a policy for them: "
+        "buffers={'PATTERN': 'average'}, or 'local' if each rank is to keep its own"
+    )
 
     def __init__(
         self,
@@ -79,9 +87,9 @@ class TorchReplica(WatchedTensors):
         averaged, counted, followed = map(named.of_policy, (AVERAGE, MAXIMUM, BROADCAST))
         exchanged = {id(parameter) for _, parameter in taking_part}
         constants = [*(pair for pair in named.parameters if id(pair[1]) not in exchanged), *named.of_policy(LOCAL)]
-        self.divided = {name: tensor for name, tensor in ours if is_divided(tensor)}
-        self.may_be_left_out = not self.divided
-        check_divided(self.divided, [tensor for _, tensor in taking_part])
+        self.sharded = {name: tensor for name, tensor in ours if is_sharded(tensor)}
+        self.may_be_left_out = not self.sharded
+        check_sharded(self.sharded, [tensor for _, tensor in taking_part])
         self.space: VectorSpace[torch.Tensor] = TensorSpace()
         self.names = [name for name, _ in taking_part]
         self.tensors = [parameter for _, parameter in taking_part]
@@ -126,7 +134,7 @@ class TorchReplica(WatchedTensors):
             "buffer from the root": self.from_root,
             "constant": self.constants,
         }
-        facts = facts_of(self.divided) | {
+        facts = facts_of(self.sharded) | {
             "optimizer": type(self.optimizer).__name__,
             "bucket_bytes": self.bucket_bytes,
             "center_device": self.center_device,
@@ -183,7 +191,7 @@ class TorchReplica(WatchedTensors):
         """Return zeros in the memory where centers are kept."""
         if self.center_device is None or self.in_host_memory:
             return self.new_store(layout, name)
-        return RestingStore(layout, self._kinds)
+        return OffloadedStore(layout, self._kinds)
 
     def offload(self, value: torch.Tensor) -> torch.Tensor:
         """Return a vector in the memory where centers are kept."""
@@ -220,7 +228,7 @@ class TorchReplica(WatchedTensors):
             if len(there) < len(gradients):
                 parameters = _where_there(gradients, parameters)
                 vectors = {key: _where_there(gradients, tensors) for key, tensors in vectors.items()}
-            if self.divided:
+            if self.sharded:
                 parameters, there = list(map(shard_of, parameters)), list(map(shard_of, there))
             if there:
                 algorithm.local(self._lists, parameters, there, vectors)
@@ -238,7 +246,7 @@ class TorchReplica(WatchedTensors):
         groups = self.optimizer.param_groups
         if any(group.get("lr") is None for group in groups):
             raise TypeError(
-                f"The algorithm needs the learning rate of local steps, and {type(self.optimizer).__name__} has no `lr`"
+                f"The algorithm needs the learning rate of local steps, but {type(self.optimizer).__name__} has no `lr`"
             )
         of_parameter = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
         return [of_parameter[id(parameter)] for parameter in self.tensors]
@@ -259,6 +267,24 @@ class TorchReplica(WatchedTensors):
     def follow_weights(self) -> None:
         """Reshard, so that the next forward pass gathers the current shards."""
         self.named.reshard()
+
+    def with_gradient(self, among: Set[int]) -> Set[int]:
+        """Return the parameters that have a gradient now, by index."""
+        return {i for i in among if self.tensors[i].grad is not None}
+
+    def unexchanged(self) -> dict[str, torch.Tensor]:
+        """Return frozen parameters, and buffers that are local by default."""
+        frozen = {name: parameter for name, parameter in self.named.parameters if not parameter.requires_grad}
+        return frozen | self.named.local_by_default()
+
+    def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
+        """Return some elements of a tensor on any device; none if it is on the meta device."""
+        flat = shard_of(tensor).detach()
+        flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+        flat = flat[:: max(1, flat.numel() // SOME)]
+        if flat.is_meta:
+            return np.zeros(0)
+        return (flat if like is None else flat.to(like.dtype)).to("cpu", torch.float64).numpy()
 
     def to_host(self, value: torch.Tensor, bucket: Bucket) -> np.ndarray:
         """Return a view, or a copy in pinned memory that a separate stream makes from the device."""

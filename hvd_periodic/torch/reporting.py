@@ -14,8 +14,8 @@ import torch
 from hvd_periodic.checkpoints.files import write_whole
 from hvd_periodic.journal import Listener, Report
 from hvd_periodic.torch.center import center_state_dict
-from hvd_periodic.torch.divided import require_whole
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
+from hvd_periodic.torch.sharded_parameters import require_whole
 from hvd_periodic.torch.synchronizer import Synchronizer
 
 Values = dict[str, float]
@@ -124,7 +124,7 @@ class SaveBestCenter:
         if mode not in ("max", "min"):
             raise ValueError(f"`SaveBestCenter(mode=...)` must be 'max' or 'min'. Received: mode={mode!r}")
         self._synchronizer = _synchronizer_of(optimizer)
-        require_whole(self._synchronizer.replica.divided)
+        require_whole(self._synchronizer.replica.sharded)
         self._path, self._model, self._sign = Path(path), model, 1.0 if mode == "max" else -1.0
         self.best: float | None = None
 
@@ -179,7 +179,7 @@ def _sink_of(place: Any) -> Sink:
         sink: Sink = place
         return sink
     raise TypeError(
-        "A Reporter shows exchanges by a SummaryWriter, a run of Weights & Biases, a progress bar, the path of a table "
+        "A Reporter takes a SummaryWriter, a run of Weights & Biases, a progress bar, the path of a table "
         f"or a function of step and values. Received: {type(place).__name__}"
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.torch.divided import as_divided, shard_of
 from hvd_periodic.torch.model import NamedTensors, original_name
 from hvd_periodic.torch.outer import TorchOuterOptimizer
+from hvd_periodic.torch.sharded_parameters import as_sharded, shard_of
 
 
 def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> Any:
@@ -50,13 +50,15 @@ def check_moving(state: Mapping[str, Any], outer: Any) -> None:
         return
     if not moving.get("state", True) and outer.optimizer.keeps_state():
         raise ValueError(
-            f"The state was saved after {rounds} exchanges, and has nothing of the state of {outer.name}, which moves "
-            "the center: torch.distributed.checkpoint loads what the state_dict() that it is given has. Call "
-            "synchronizer.sync() on all ranks before that"
+            f"The state was saved after {rounds} exchanges, but lacks the state of {outer.name}, which moves the "
+            "center: torch.distributed.checkpoint loads only the keys of the state_dict() that it is given. Call "
+            "synchronizer.sync() on all ranks before state_dict()"
         )
 
 
-def divided(state: dict[str, Any], parameters: Mapping[str, Any], names: Sequence[str], outer: Any) -> dict[str, Any]:
+def with_sharded_tensors(
+    state: dict[str, Any], parameters: Mapping[str, Any], names: Sequence[str], outer: Any
+) -> dict[str, Any]:
     """Return a synchronizer's state in which the tensors of a sharded parameter are sharded like the parameter.
 
     This tells ``torch.distributed.checkpoint`` which ranks hold which parts. A tensor in another shape than the shard,
@@ -74,7 +76,7 @@ def divided(state: dict[str, Any], parameters: Mapping[str, Any], names: Sequenc
     def like(name: str, value: Any) -> Any:
         owner = parameters.get(name)
         fits = owner is not None and isinstance(value, torch.Tensor) and value.shape == shard_of(owner).shape
-        return as_divided(value, owner) if fits else value
+        return as_sharded(value, owner) if fits else value
 
     def of_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {name: like(name, tensor) for name, tensor in tensors.items()}

@@ -64,7 +64,7 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
     """Many tensors in few kernels: parameters and gradients of a local step."""
 
     def __init__(self) -> None:
-        self._rooms: dict[torch.dtype, torch.Tensor] = {}
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def sub(
         self, x: list[torch.Tensor], y: list[torch.Tensor], out: list[torch.Tensor] | None = None
@@ -104,13 +104,13 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
         if not all(t.is_cpu and t.is_contiguous() for t in tensors):
             return False
         dtype = torch.promote_types(x.dtype, y.dtype)
-        if dtype not in self._rooms:
+        if dtype not in self._buffers:
             with torch.inference_mode(False):
-                self._rooms[dtype] = torch.empty(BLOCK, dtype=dtype, device="cpu")
-        room = self._rooms[dtype]
+                self._buffers[dtype] = torch.empty(BLOCK, dtype=dtype, device="cpu")
+        buffer = self._buffers[dtype]
         blocks = zip(*(torch.split(tensor.detach().view(-1), BLOCK) for tensor in tensors), strict=True)
         for of_x, of_y, of_g in blocks:
-            of_g.add_(torch.sub(of_x, of_y, out=room[: of_g.shape[0]]), alpha=a)
+            of_g.add_(torch.sub(of_x, of_y, out=buffer[: of_g.shape[0]]), alpha=a)
         return True
 
     def scale(self, a: float, x: list[torch.Tensor]) -> list[torch.Tensor]:

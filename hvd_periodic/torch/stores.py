@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hvd_periodic.torch.divided import shard_of
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
+from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, PackedStore
 
@@ -65,7 +65,7 @@ class TensorStore(PackedStore[torch.Tensor]):
         return shard_of(self._tensors[index])
 
 
-class RestingStore(FlatStore[torch.Tensor]):
+class OffloadedStore(FlatStore[torch.Tensor]):
     """Vectors in host memory, initially zero and pinned for CUDA, that the device of their kind computes with.
 
     Args:
@@ -104,7 +104,7 @@ def as_center_device(device: torch.device | str | None) -> torch.device | None:
         return None
     if str(device) != "cpu":
         raise ValueError(
-            "`center_device` must be None, for a center beside the parameters, or 'cpu', for one in host memory. "
+            "`center_device` must be None, for the device of the parameters, or 'cpu', for host memory. "
             f"Received: {device!r}"
         )
     return torch.device("cpu")

@@ -31,7 +31,6 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.data_parallel import island_of, refuse_averaging
-from hvd_periodic.torch.divided import check_possible, shards_in
 from hvd_periodic.torch.gradient_averaging import gradient_group_of
 from hvd_periodic.torch.model import Model, NamedTensors
 from hvd_periodic.torch.neutral import eagerly, neutral, neutrally
@@ -40,7 +39,8 @@ from hvd_periodic.torch.options import TorchOptions
 from hvd_periodic.torch.outer import TorchOuterOptimizer
 from hvd_periodic.torch.replica import TorchReplica
 from hvd_periodic.torch.resharding import resharded
-from hvd_periodic.torch.saved import check_moving, divided, translated
+from hvd_periodic.torch.saved import check_moving, translated, with_sharded_tensors
+from hvd_periodic.torch.sharded_parameters import check_possible, shards_in
 from hvd_periodic.torch.state_making import makes_state_only
 
 P = ParamSpec("P")
@@ -226,7 +226,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
         """Return the state as in the base class; the vectors of sharded parameters are sharded as well."""
         with self.replica.evaluating():
             saved = super().state_dict()
-        return divided(saved, self.replica.divided, self.replica.names, self.exchanged.outer)
+        return with_sharded_tensors(saved, self.replica.sharded, self.replica.names, self.exchanged.outer)
 
     @neutrally
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the errors that ``load_state_dict()`` would raise; change nothing."""
         self.checkpoint.check(translated(shards_in(state), self.tensor_groups, self.replica.named))
-        if self.replica.divided:
+        if self.replica.sharded:
             check_moving(state, self.exchanged.outer)
 
     @contextmanager
@@ -323,7 +323,7 @@ def _check_replica(
     """Refuse options that do not go with the device of the center or with sharded parameters."""
     if asynchronous and replica.center_device is not None:
         raise ValueError(
-            "`center_device` is of synchronous exchange: an asynchronous center lies in host memory as it is. "
+            "`center_device` is for synchronous exchange: an asynchronous center is always in host memory. "
             f"Received: center_device={str(replica.center_device)!r}, asynchronous=True"
         )
     refused = {
@@ -333,7 +333,7 @@ def _check_replica(
         "gradients that something else averages": averaging is not None,
         "elastic Horovod": communicator.elastic,
     }
-    check_possible(replica.divided, refused)
+    check_possible(replica.sharded, refused)
 
 
 def _check_levels(inner: Any, overlap: int | str) -> None:
@@ -342,8 +342,9 @@ def _check_levels(inner: Any, overlap: int | str) -> None:
         level = vars(inner).get("synchronizer")
         if isinstance(level, Synchronizer) and not overlap == level.course.setting.overlap == 0:
             raise ValueError(
-                "`overlap` needs a single level: an exchange of one would travel while the other moves the replica. "
-                f"Received: overlap={overlap!r} around an optimizer with overlap={level.course.setting.overlap!r}"
+                "`overlap` needs a single level: an exchange of one would be in flight while the other moves the "
+                f"replica. Received: overlap={overlap!r} around an optimizer with "
+                f"overlap={level.course.setting.overlap!r}"
             )
         inner = vars(inner).get("inner")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.comm.handshake import Purpose, Record, handshake
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.torch.neutral import neutral
 from hvd_periodic.torch.optimizer import PeriodicOptimizer
 from hvd_periodic.torch.reporting import Reporter, Values
@@ -123,7 +123,7 @@ def gather(communicator: Communicator, value: Any, failure: Exception | None = N
         RuntimeError: ranks call different collectives; on all of them.
     """
     with neutral():
-        handshake(communicator, Record(Purpose.TRAINER, place), failure)
+        communicator.handshake(Record(Purpose.TRAINER, place), failure)
         at_hand = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         found = communicator.allgather_object(at_hand, f"{communicator.handshake_name}.trainer")
         return [other.to(value.device) for other in found] if isinstance(value, torch.Tensor) else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from hvd_periodic.centers.placement import PLACEMENTS
 from hvd_periodic.numpy import SGD
 from tests.conformance.discovery import algorithms
 from tests.helpers import Array, NumpyTrainer, errors, random_arrays, run_ranks
+from tests.parallel.tiers import thorough
 
 ELSEWHERE = [name for name in PLACEMENTS if name != "replicated"]
+SIZES_AND_DTYPES = [(1, "float64"), (2, "float16"), (3, "float32")]
 SUMS = [cls for cls in algorithms() if cls.reduction == "sum"]
 
 Trajectory = list[list[bytes]]
@@ -43,8 +46,13 @@ def run(trainer: NumpyTrainer, rank: int, steps: range) -> Trajectory:
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        case if case in SIZES_AND_DTYPES else thorough(*case)
+        for case in itertools.product((1, 2, 3), ("float16", "float32", "float64"))
+    ],
+)
 @pytest.mark.parametrize("center", ELSEWHERE)
 @pytest.mark.parametrize("cls", SUMS, ids=lambda cls: cls.__name__)
 def test_the_trajectory_is_that_of_the_replicated_center(cls: Any, center: str, size: int, dtype: str) -> None:
@@ -90,9 +98,17 @@ def test_what_each_rank_holds(center: str) -> None:
     assert center != "root" or found == [total, 0, 0]
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["every rank loads", "the root loads and broadcasts"])
-@pytest.mark.parametrize("center", PLACEMENTS)
-@pytest.mark.parametrize("cls", SUMS, ids=lambda cls: cls.__name__)
+def loads() -> list[Any]:
+    """Return algorithms, places, and whether the root alone loads; every run has half, with each pair of two."""
+    found = []
+    for (i, cls), (j, center), alone in itertools.product(enumerate(SUMS), enumerate(PLACEMENTS), (False, True)):
+        who = "the root loads and broadcasts" if alone else "every rank loads"
+        marks = [] if (i + j + alone) % 2 == 0 else [pytest.mark.thorough]
+        found.append(pytest.param(cls, center, alone, id=f"{cls.__name__}-{center}-{who}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("cls", "center", "alone"), loads())
 def test_a_restored_state_goes_on_to_the_bit(cls: Any, center: str, alone: bool) -> None:
     def work(communicator: Communicator) -> tuple[Trajectory, Trajectory]:
         rank = communicator.rank

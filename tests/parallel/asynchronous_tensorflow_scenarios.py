@@ -39,7 +39,7 @@ from tests.parallel.keras_scenarios import (
     scaled_step,
     train_step,
 )
-from tests.parallel.program import Scenarios, attempt, rotated
+from tests.parallel.program import NotApplicableError, Scenarios, attempt, rotated
 
 MODES: dict[str, tuple[str, str]] = {
     "window": ("window", "replicated"),
@@ -123,7 +123,7 @@ def quadratic(optimizer: Any, w: Any) -> Callable[[], None]:
 def one_worker() -> Any:
     """Alone: x and c after each step, synchronously and not, of several local optimizers."""
     if hvd.size() > 1:
-        return None
+        raise NotApplicableError("needs one rank")
     results = {}
     cases = [*(("agn", local) for local in LOCAL), ("easgd", "momentum"), ("easgd", "adam")]
     cases += [("easgd_rho", "scheduled"), ("easgd_rho", "scaled")]
@@ -162,7 +162,7 @@ class Record(keras.callbacks.Callback):
 def one_worker_in_fit() -> Any:
     """Gradient −1 through ``model.fit``, in one and in several steps per execution, and in the other loops."""
     if hvd.size() > 1:
-        return None
+        raise NotApplicableError("needs one rank")
     data = tf.data.Dataset.from_tensors((tf.fill([1, 1], -1.0), tf.zeros([1, 1]))).repeat(8)
     results: dict[str, Any] = {}
     for name in ("easgd", "agn"):

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import hvd_periodic.torch as hvdp
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import NotApplicableError, Scenarios, attempt
 from tests.parallel.scenarios import bits
 
 scenario = Scenarios()
@@ -346,7 +346,7 @@ def values_that_count() -> Any:
 def asynchronous_in_another_order() -> Any:
     """Two asynchronous optimizers, finalized in different order: the error of every rank."""
     if not hvd.mpi_enabled() or hvd.size() == 1:
-        return None
+        raise NotApplicableError("needs MPI and several ranks")
     pair = [(m, MADE["easgd"](local(m), m, asynchronous=True)) for m in (network(), network())]
     for model, optimizer in pair:
         train(model, optimizer, batches(3))

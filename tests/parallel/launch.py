@@ -30,14 +30,21 @@ BIN = Path(sys.executable).parent
 
 WARM = str(Path(__file__).with_name("warm.py"))
 
+OF_TORCH = ("horovod.torch", "hvd_periodic.torch", "torch._dynamo", "tests.oracle", "tests.helpers")
+
 MODULES = {
-    "torch": ("horovod.torch", "hvd_periodic.torch", "torch._dynamo", "tests.oracle", "tests.helpers"),
+    "torch": OF_TORCH,
+    "torch alone": ("torch", "torch._dynamo", "torch.distributed.run", "tests.oracle"),
+    "trainers": (*OF_TORCH, "lightning.pytorch", "transformers.trainer", "accelerate", "ignite.engine"),
     "tensorflow": (
         *("horovod.tensorflow", "hvd_periodic.tensorflow", "hvd_periodic.tensorflow.contrib_opt"),
         *("keras", "tensorflow.compat.v1", "horovod.runner.launch", "tests.oracle", "tests.helpers"),
     ),
 }
-"""What the ranks of a framework share; nothing of it may start a thread, or MPI."""
+"""What the ranks of a framework share; nothing of it may start a thread, or MPI. For trainers, see ``beside.py``.
+
+``torch alone``: under torchrun, where scenarios have no Horovod.
+"""
 
 OF_EXAMPLES = ("matplotlib.pyplot", "rich", "sklearn.datasets", "sklearn.model_selection", "tqdm")
 """What examples import besides, where it is installed."""
@@ -55,7 +62,7 @@ LAUNCHERS = {
 """``--standalone``: at a port that is free."""
 
 NUMBER = {"torchrun": "--nproc-per-node", "accelerate launch": "--num_processes"}
-"""How launchers that start Python themselves, and anew, are told the number of ranks."""
+"""How launchers that start Python themselves are told the number of ranks."""
 
 
 def environment() -> dict[str, str]:
@@ -136,6 +143,10 @@ def run(
         AssertionError: the job ran out of time; with its output.
     """
     words = _words(launcher)
+    if launcher == "torchrun" and framework == "torch":
+        shared = python("torch alone")
+        words = [*shared, *words[1:], "--no-python", NUMBER[launcher], str(ranks), *shared, *command]
+        return _run(words, timeout_seconds)
     if launcher in NUMBER:
         return _run([*words, NUMBER[launcher], str(ranks), *command], timeout_seconds)
     numbers = ["-np", str(ranks)] if words else []
@@ -147,18 +158,22 @@ def run_elastic(
     discovery: Path,
     command: Sequence[str],
     timeout_seconds: float,
+    framework: str,
     most: int = 2,
     joins: bool = True,
 ) -> tuple[int, str]:
     """Run a Python command under elastic Horovod with one to ``most`` ranks; return exit code and what it printed.
 
+    The ranks share the imports of the framework, those that join as well.
+
     So long as Gloo's timeout takes it until the last of several survivors knows of a loss. Ranks that are started
     while others wait for them need more, where cores are busy; ``joins`` says that there may be some.
     """
-    words = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "60" if joins else "15", "--network-interface", "lo"]
+    words = [*_words("horovodrun --gloo"), "--gloo-timeout-seconds", "60" if joins else "15"]
+    words += ["--network-interface", "lo"]
     words += ["-np", str(ranks), "--min-np", "1"]
     words += ["--max-np", str(most), "--host-discovery-script", str(discovery)]
-    return _run([*words, sys.executable, *command], timeout_seconds)
+    return _run([*words, *python(framework), *command], timeout_seconds)
 
 
 def _run(words: Sequence[str], timeout_seconds: float) -> tuple[int, str]:

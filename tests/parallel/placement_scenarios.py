@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import pickle
 import sys
@@ -128,6 +129,13 @@ class Trainer(ABC):
             "center": int(sum(np.prod(tuple(tensor.shape), dtype=int) for tensor in tensors)),
             "state": self.center_state_elements(),
         }
+
+
+OF_FRAMEWORKS = {
+    "torch": ("tiny", "uneven_averages", "center_state_dict", "copies", "not_elementwise", "empty_shares"),
+    "tensorflow": ("scheduled_rate", "files", "file_of_another_rank", "callbacks", "not_elementwise", "mixed_types"),
+}
+"""The scenarios of one framework alone."""
 
 
 class Program(ABC):
@@ -354,8 +362,7 @@ def torch_program() -> Program:
     class TorchProgram(Program):
         def __init__(self) -> None:
             self.hvd = hvd
-            more = ("tiny", "uneven_averages", "center_state_dict", "copies", "not_elementwise", "empty_shares")
-            self.scenarios = (*Program.scenarios, *more)
+            self.scenarios = (*Program.scenarios, *OF_FRAMEWORKS["torch"])
 
         def trainer(self, case: str, place: str, loop: str = "eager", arrays: list[Array] | None = None) -> Trainer:
             return TorchTrainer(case, place, self.start() if arrays is None else arrays)
@@ -544,8 +551,7 @@ def tensorflow_program() -> Program:
 
         def __init__(self) -> None:
             self.hvd = hvd
-            more = ("scheduled_rate", "files", "file_of_another_rank", "callbacks", "not_elementwise", "mixed_types")
-            self.scenarios = (*Program.scenarios, *more)
+            self.scenarios = (*Program.scenarios, *OF_FRAMEWORKS["tensorflow"])
 
         def trainer(self, case: str, place: str, loop: str = "eager", arrays: list[Array] | None = None) -> Trainer:
             return KerasTrainer(case, place, loop, self.start() if arrays is None else arrays)
@@ -704,8 +710,11 @@ def main(folder: Path, framework: str) -> None:
     if program.hvd.size() > 2:  # Graphs take long: they are compiled on two ranks.
         program.loops = program.loops[:1]
     scenario = Scenarios()
-    for name in program.scenarios:
-        scenario(getattr(program, name))
+    for name in dict.fromkeys((*program.scenarios, *itertools.chain(*OF_FRAMEWORKS.values()))):
+        if name in program.scenarios:
+            scenario(getattr(program, name))
+        else:
+            scenario.without(name, f"not with {framework}")
     scenario.run(folder, program.rank, gloo="TORCHELASTIC_RUN_ID" in os.environ)
 
 

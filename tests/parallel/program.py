@@ -11,7 +11,14 @@ from typing import Any
 CHOSEN = "chosen.txt"
 """File with the names of the scenarios that a job runs, if not all."""
 
+NOT_RUN = "not run"
+"""Key of a report: the scenarios that the job did not run, and why. Their tests are skipped."""
+
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
+
+
+class NotApplicableError(Exception):
+    """Raised by a scenario on all ranks of a job that it does not apply to, with the reason."""
 
 
 class Scenarios:
@@ -25,24 +32,36 @@ class Scenarios:
     def __init__(self, graphs_as_built: bool = True) -> None:
         self._graphs_as_built = graphs_as_built
         self._functions: dict[str, Callable[[], Any]] = {}
+        self._without: dict[str, str] = {}
 
     def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Register a function."""
         self._functions[function.__name__] = function
         return function
 
+    def without(self, name: str, reason: str) -> None:
+        """Let the tests of a scenario be skipped that this job does not have."""
+        self._without[name] = reason
+
     def include(self, other: Scenarios) -> None:
         """Register what another file has registered."""
         self._functions |= other._functions
+        self._without |= other._without
 
     def run(self, folder: Path, rank: int, **results: Any) -> None:
         """Run all, or those that the folder's file names; write what this rank saw."""
         if self._graphs_as_built:
             take_graphs_as_built()
         chosen = (folder / CHOSEN).read_text().split() if (folder / CHOSEN).exists() else list(self._functions)
+        not_run = dict.fromkeys((name for name in self._functions if name not in chosen), "not chosen for this job")
+        not_run |= self._without
         for name in chosen:
             (folder / f"{rank}.now").write_text(name)
-            results[name] = self._functions[name]()
+            try:
+                results[name] = self._functions[name]()
+            except NotApplicableError as error:
+                not_run[name] = str(error)
+        results[NOT_RUN] = not_run
         (folder / f"{rank}.now").write_text("the end")
         (folder / f"{rank}.json").write_text(json.dumps(results))
         end_together()
@@ -84,7 +103,11 @@ def attempt(function: Callable[[], Any], *more: type[Exception]) -> str:
 
 
 def column(ranks: list[dict[str, Any]], *keys: str) -> list[Any]:
-    """Return what all ranks report under a path of keys."""
+    """Return what all ranks report under a path of keys; skip the test if the job did not run the scenario."""
+    if isinstance(ranks[0], dict) and keys[0] in ranks[0].get(NOT_RUN, {}):
+        import pytest
+
+        pytest.skip(f"{keys[0]}: {ranks[0][NOT_RUN][keys[0]]}")
     values: list[Any] = list(ranks)
     for key in keys:
         values = [value[key] for value in values]

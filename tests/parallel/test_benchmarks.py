@@ -131,14 +131,14 @@ def test_gpu_check_fails_where_a_path_differs() -> None:
     program = "import sys; from tests.parallel import gpu_program as check; check.LOSSY = -1; check.HABITS.clear(); "
     program += "sys.exit(check.main())"
     with pytest.raises(AssertionError, match=r"Exit 1: (?s:.*)failed: average, int8"):
-        start("python", 1, ["-c", program, *CHECK_ON_CPU], 120)
+        start("python", 1, ["-c", program, *CHECK_ON_CPU], 120, "torch")
 
 
 def test_gpu_check_needs_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(AssertionError, match=r"Exit 2: (?s:.*)error: torch sees no GPU here"):
-        start("python", 1, ["-m", "tests.parallel.gpu_program"], 120)
+        start("python", 1, ["-m", "tests.parallel.gpu_program"], 120, "torch")
 
 
 @pytest.mark.parametrize("framework", ["torch", thorough("tensorflow")])

@@ -194,12 +194,11 @@ def test_loops_of_ones_own(ranks: Reports) -> None:
 
 
 def test_asynchronously_each_rank_has_its_own_steps(jobs: list[Reports]) -> None:
-    for reports in jobs:
-        for rank, report in enumerate(reports):
-            if report.get("asynchronous") is not None:
-                steps, center, steps_loaded, center_loaded = report["asynchronous"]
-                assert steps == steps_loaded == 4 + rank
-                assert center == center_loaded == reports[0]["asynchronous"][1]
+    found = [reports for reports in jobs if "asynchronous" in reports[0]]
+    for reports in found or jobs[:1]:
+        for rank, (steps, center, steps_loaded, center_loaded) in enumerate(column(reports, "asynchronous")):
+            assert steps == steps_loaded == 4 + rank
+            assert center == center_loaded == reports[0]["asynchronous"][1]
 
 
 def test_nothing_but_sets_is_left(ranks: Reports, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -92,7 +92,7 @@ def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
             f"Training cannot begin from a checkpoint that was not loaded on {named(range(len(ranks)))}: The "
             in other_step
         )
-        damaged = f"000001-step5/rank-{last}.npz is damaged, or of another checkpoint: its SHA-256 is not that"
+        damaged = f"000001-step5/rank-{last}.npz is damaged or belongs to another checkpoint: its SHA-256 differs"
         assert (damaged in loading) == (rank == last)
         assert f"Training cannot begin from a checkpoint that was not loaded on rank {last}: " in step
         assert damaged in step

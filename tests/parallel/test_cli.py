@@ -43,7 +43,8 @@ def test_the_doctor_finds_that_ranks_exchange() -> None:
 def test_a_plan_for_the_network_of_a_job(launcher: str) -> None:
     """One rank prints; a number of bytes takes some time."""
     words = ["-m", "hvd_periodic", "plan", "--parameters", "1M", "--step", "10", "--measure", "--algorithm", "easgd"]
-    output = start(launcher, 2, words, 120)
+    shared = "torch" if find_spec("torch") is not None and find_spec("horovod") is not None else None
+    output = start(launcher, 2, words, 120, shared)
     assert output.count("allreduce of gradients") == output.count("easgd, int8, overlap        10") == 1
     assert "2 ranks" in output
     assert "\x1b" not in output

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import compression_oracle as slow
+from tests import oracle
+from tests.overlap_oracle import PERIOD
 from tests.parallel.launch import run_scenarios
-from tests.parallel.program import column
+from tests.parallel.program import Scenarios, attempt, column, rotated
 from tests.parallel.tiers import thorough
 
-pytest.importorskip("horovod.torch")
+hvd = pytest.importorskip("tests.parallel.torch_job").hvd
+
+import torch  # noqa: E402
+
+import hvd_periodic.torch as hvdp  # noqa: E402
+
+scenario = Scenarios()
+
+WIRES: dict[str, Any] = {
+    "fp16": hvdp.Compression.fp16,
+    "bf16": hvdp.Compression.bf16,
+    "int8": hvdp.Compression.int8,
+    "topk": hvdp.Compression.topk(0.5),
+}
+
+ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "easgd": lambda: hvdp.EASGD(0.25),
+    "average": hvdp.Averaging,
+    "agn": hvdp.AGN,
+    "diloco": hvdp.DiLoCo,
+    "slowmo": hvdp.SlowMo,
+    "bmuf": lambda: hvdp.BMUF(0.5),
+}
 
 pytestmark = pytest.mark.timeout(180)
 
 JOBS = [("mpirun", 2), ("horovodrun --gloo", 3), thorough(("mpirun", 4)), thorough(("torchrun", 2))]
-
-WIRES: dict[str, tuple[slow.Quantizer, int, float]] = {
-    "fp16": (slow.float16, 1, 2e-3),
-    "bf16": (slow.bfloat16, 2, 1e-6),
-    "int8": (slow.int8, 2, 1e-6),
-    "topk": (slow.top(2), 1, 1e-6),
-}
-"""Quantizer, hops, and tolerance: Horovod sums float16 by itself, in an order of its own."""
 
 
 @pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
@@ -32,13 +53,32 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank of one job reports; all tests of a job share it."""
     launcher, size = request.param
     folder = tmp_path_factory.mktemp("job")
-    return run_scenarios(launcher, size, "compression_scenarios", folder, 150, framework="torch")
+    return run_scenarios(launcher, size, "test_compression", folder, 150, framework="torch")
+
+
+@scenario
+def compressed_quadratics() -> Any:
+    """The losses of the oracle, with momentum: x after every step, and the center at the end."""
+    results = {}
+    for name, algorithm in ALGORITHMS.items():
+        for wire, compression in WIRES.items():
+            parameter = torch.nn.Parameter(torch.tensor(oracle.START, dtype=torch.float64))
+            inner = torch.optim.SGD([parameter], lr=oracle.RATE, momentum=oracle.MOMENTUM)
+            optimizer = hvdp.PeriodicOptimizer(inner, [("w", parameter)], algorithm(), PERIOD, compression=compression)
+            seen = []
+            for _ in range(oracle.STEPS):
+                parameter.grad = torch.tensor(oracle.gradient(hvd.rank(), parameter.tolist()), dtype=torch.float64)
+                optimizer.step()
+                seen.append(parameter.tolist())
+            with optimizer.center():
+                results[f"{name} {wire}"] = [seen, parameter.tolist()]
+    return results
 
 
 def test_agreement_with_a_slow_oracle(ranks: list[dict[str, Any]]) -> None:
     for case in ranks[0]["compressed_quadratics"]:
         name, _, wire = case.partition(" ")
-        quantize, hops, tolerance = WIRES[wire]
+        quantize, hops, tolerance = slow.IN_JOBS[wire]
         steps, center = slow.expected(name, len(ranks), quantize, hops)
         reports = column(ranks, "compressed_quadratics", case)
         assert [report[1] for report in reports] == [reports[0][1]] * len(ranks), f"one center of {case}, to the bit"
@@ -46,6 +86,58 @@ def test_agreement_with_a_slow_oracle(ranks: list[dict[str, Any]]) -> None:
         for rank, (seen, _) in enumerate(reports):
             expected = [of_ranks[rank] for of_ranks in steps]
             assert np.array(seen) == pytest.approx(np.array(expected), rel=tolerance, abs=tolerance), (case, rank)
+
+
+@scenario
+def compressed_networks() -> Any:
+    """Batch normalization, other numbers of batches on every rank, with overlap and without.
+
+    Returns the sums of parameters and of statistics of the center at the end: of the original, of a copy, and of what
+    was loaded from a checkpoint.
+    """
+    results = {}
+    cases = rotated(tuple(WIRES), ("average", "easgd", "agn", "diloco"), (0, 1, "period"))
+    cases += [("int8", "average", 1), ("int8", "easgd", "period"), ("topk", "agn", 2)]
+    for wire, name, overlap in cases:
+        torch.manual_seed(hvd.rank())
+        model = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 2))
+
+        def optimizer_of(model: Any, name: str = name, wire: str = wire, overlap: Any = overlap) -> Any:
+            inner, algorithm = torch.optim.SGD(model.parameters(), 0.01, momentum=0.5), ALGORITHMS[name]()
+            return hvdp.PeriodicOptimizer(inner, model, algorithm, PERIOD, overlap=overlap, compression=WIRES[wire])
+
+        def train(model: Any, optimizer: Any, seed: int, batches: int) -> None:
+            torch.manual_seed(seed)
+            for _ in range(batches):
+                data = torch.randn(16, 6) + hvd.rank()
+                optimizer.zero_grad()
+                (model(data) - data[:, :2]).square().mean().backward()
+                optimizer.step()
+
+        optimizer = optimizer_of(model)
+        train(model, optimizer, 1, 2 * PERIOD + 1)
+        copied, copy_of_optimizer = copy.deepcopy((model, optimizer))
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        loaded = copy.deepcopy(model)
+        other = optimizer_of(loaded)
+        file.seek(0)
+        weights, state = torch.load(file, weights_only=True)
+        loaded.load_state_dict(weights)
+        other.load_state_dict(state)
+        ends = []
+        for trained, its_optimizer in ((model, optimizer), (copied, copy_of_optimizer), (loaded, other)):
+            train(trained, its_optimizer, 2, 4 + 3 * hvd.rank())
+            its_optimizer.synchronizer.finalize()
+            with its_optimizer.center():
+                ends.append(
+                    [
+                        [tensor.double().sum().item() for tensor in tensors]
+                        for tensors in (trained.parameters(), trained.buffers())
+                    ]
+                )
+        results[f"{name} {wire} {overlap}"] = ends
+    return results
 
 
 def test_networks(ranks: list[dict[str, Any]]) -> None:
@@ -61,6 +153,31 @@ def test_networks(ranks: list[dict[str, Any]]) -> None:
             assert statistics == pytest.approx(original[1], rel=1e-3, abs=1e-3), case
 
 
+@scenario
+def compressed_in_other_places() -> Any:
+    """float16 with the center on the root, or sharded: the center after four exchanges; others: the error."""
+    results = {}
+    for wire, compression in WIRES.items():
+        for place in ("replicated", "root", "sharded"):
+            parameter = torch.nn.Parameter(torch.linspace(-1, 1, 50))
+
+            def made(parameter: Any = parameter, place: str = place, compression: Any = compression) -> Any:
+                inner = torch.optim.SGD([parameter], lr=0.1)
+                return hvdp.ModelAverageOptimizer(inner, [("w", parameter)], 1, center=place, compression=compression)
+
+            error = attempt(made)
+            if error:
+                results[f"{wire} {place}"] = error
+                continue
+            optimizer = made()
+            for _ in range(4):
+                parameter.grad = (parameter.detach() - hvd.rank()) * torch.linspace(0.5, 1, 50)
+                optimizer.step()
+            with optimizer.center():
+                results[f"{wire} {place}"] = parameter.tolist()
+    return results
+
+
 def test_the_center_elsewhere(ranks: list[dict[str, Any]]) -> None:
     found = column(ranks, "compressed_in_other_places")
     assert found == [found[0]] * len(ranks)
@@ -74,6 +191,28 @@ def test_the_center_elsewhere(ranks: list[dict[str, Any]]) -> None:
                 assert f"needs center='replicated': with center={place!r}" in report
 
 
+@scenario
+def not_finite_on_the_last_rank() -> Any:
+    """The error, and the center after it."""
+    results = {}
+    for wire, compression in WIRES.items():
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvdp.ModelAverageOptimizer(
+            torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], 2, compression=compression
+        )
+
+        def step(value: float, parameter: Any = parameter, optimizer: Any = optimizer) -> None:
+            parameter.grad = torch.full((3,), value)
+            optimizer.step()
+
+        step(1.0)
+        last = hvd.rank() == hvd.size() - 1
+        error = attempt(lambda: step(float("inf") if last else 1.0))  # noqa: B023
+        with optimizer.center():
+            results[wire] = [error, parameter.tolist()]
+    return results
+
+
 def test_what_is_not_finite(ranks: list[dict[str, Any]]) -> None:
     for wire in WIRES:
         for rank, (error, center) in enumerate(column(ranks, "not_finite_on_the_last_rank", wire)):
@@ -81,3 +220,14 @@ def test_what_is_not_finite(ranks: list[dict[str, Any]]) -> None:
             last = rank == len(ranks) - 1
             assert ("parameter 'w' is not finite at step 2" if last else f"Rank {len(ranks) - 1}") in error
             assert "parameter 'w' is not finite at step 2" in error or not last
+
+
+def main(folder: Path) -> None:
+    """Run all scenarios."""
+    torch.set_num_threads(1)
+    hvd.init()
+    scenario.run(folder, hvd.rank())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -136,7 +136,7 @@ def test_the_state_of_the_root_alone(job: tuple[list[list[int]], Reports]) -> No
 def test_gradients_are_averaged_before_a_scaler_looks_at_them(job: tuple[list[list[int]], Reports]) -> None:
     for plain, scaled, error in column(job[1], "scaled"):
         assert scaled == pytest.approx(plain, rel=1e-12)
-        assert "A GradScaler must not look at gradients while" in error
+        assert "A GradScaler must not read gradients while" in error
 
 
 @pytest.mark.parametrize("scenario", ["levels", "levels_in_step"])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.launch import MPIRUN, ROOT, environment
+from tests.parallel.launch import MPIRUN, ROOT, environment, python
 from tests.parallel.tiers import thorough
 
 pytest.importorskip("mpi4py")
@@ -28,7 +27,8 @@ def job(
     folder: Path, algorithm: str, victim: int, where: str, more: int, options: list[str], **variables: str
 ) -> tuple[int, str, dict[int, Any]]:
     """Return exit code, output, and what every rank has reported."""
-    words = [*MPIRUN, *options, "-np", str(SIZE), sys.executable, "-m", "tests.parallel.dying_program"]
+    shared = python("torch" if algorithm == "torch" else None)
+    words = [*MPIRUN, *options, "-np", str(SIZE), *shared, "-m", "tests.parallel.dying_program"]
     done = subprocess.run(
         [*words, str(folder), algorithm, str(victim), where, str(more)],
         env=environment() | variables,

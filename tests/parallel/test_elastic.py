@@ -27,7 +27,7 @@ def test_a_job_whose_ranks_change_ends(framework: str, change: str, tmp_path: Pa
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     ranks = 2 if change == "kill" else 1
     command = ["-m", "tests.parallel.elastic_program", framework, change, str(tmp_path)]
-    code, output = run_elastic(ranks, script, command, timeout_seconds=90)
+    code, output = run_elastic(ranks, script, command, 90, "torch" if framework == "torch" else "tensorflow")
     assert code != 0, output
     ended = "".join(re.findall(r"ENDED .*", output))
     before, after = (2, 1) if change == "kill" else (1, 2)

@@ -103,7 +103,7 @@ def require(name: str) -> None:
         thorough("mpich", [2, 2], False),
         ("mpich", [2, 1], True),
         ("horovodrun --gloo", [1, 1], False),
-        ("horovodrun --mpi", [1, 1], True),
+        thorough("horovodrun --mpi", [1, 1], True),
     ],
 )
 def test_two_hosts(launcher: str, slots: list[int], as_file: bool, hosts: list[str], tmp_path: Path) -> None:

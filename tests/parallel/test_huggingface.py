@@ -19,10 +19,12 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")
 Reports = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["torchrun", thorough("mpirun")])
+@pytest.fixture(scope="module", params=["mpirun", thorough("torchrun")])
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
-    return run_scenarios(request.param, 2, "huggingface_scenarios", tmp_path_factory.mktemp("job"), 180)
+    return run_scenarios(
+        request.param, 2, "huggingface_scenarios", tmp_path_factory.mktemp("job"), 180, framework="trainers"
+    )
 
 
 def test_a_loop_with_accelerate_goes_where_the_oracle_goes(ranks: Reports) -> None:
@@ -71,7 +73,7 @@ def test_training_goes_on_from_a_folder_of_another_run(ranks: Reports) -> None:
         assert report["where it was written"] == report["told"] == [True, []]
         exact, (line,) = report["lost"]
         assert not exact
-        assert "has nothing of the exchanges of this training" in line
+        assert "has no exchange state; starting exchanges from the model" in line
 
 
 def test_a_checkpoint_that_is_asked_for_afterwards_has_the_center_or_is_an_error_on_all(ranks: Reports) -> None:
@@ -79,14 +81,14 @@ def test_a_checkpoint_that_is_asked_for_afterwards_has_the_center_or_is_an_error
         assert report["saved"] < 1e-12
         assert report["optimizer"].startswith("ValueError: A Trainer saves the state of an optimizer on the root alone")
         for case in ("model", "every rank"):
-            assert report[case].startswith("ValueError: A callback that comes after PeriodicTrainerCallback has asked")
+            assert report[case].startswith("ValueError: A callback after PeriodicTrainerCallback has requested")
     for message in column(ranks, "saved_in_another_way"):
-        assert "has the replica of a rank, and not the center" in message
+        assert "holds the replica of a rank instead of the center" in message
 
 
 def test_a_rank_that_stops_alone_is_an_error_on_all(ranks: Reports) -> None:
     for message in column(ranks, "stops_on_one_rank"):
-        assert "RuntimeError: A rank has stopped training before the others, for which a Trainer waits" in message
+        assert "RuntimeError: A rank has stopped training before the others, but a Trainer waits" in message
 
 
 def test_early_stopping_ends_all_and_the_best_center_is_left(ranks: Reports) -> None:

@@ -21,7 +21,9 @@ Reports = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=["mpirun", thorough("torchrun")])
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
-    return run_scenarios(request.param, 2, "ignite_scenarios", tmp_path_factory.mktemp("job"), 180)
+    return run_scenarios(
+        request.param, 2, "ignite_scenarios", tmp_path_factory.mktemp("job"), 180, framework="trainers"
+    )
 
 
 def test_the_center_is_evaluated_and_left_in_the_model(ranks: Reports) -> None:
@@ -56,7 +58,7 @@ def test_an_evaluation_that_not_all_come_to_is_an_error_on_all(ranks: Reports) -
         assert cases.keys() >= {"fewer batches", "sharded", "terminate", "terminate_epoch"}
         for message in cases.values():
             assert message.startswith("RuntimeError: ")
-            assert "Not all ranks have come to the" in message
+            assert "Not all ranks have reached the" in message
             assert "at Events.EPOCH_COMPLETED" in message
 
 

@@ -99,7 +99,7 @@ def test_training_resumes_from_distributed_checkpoints(reports: Reports) -> None
         for name, (trained, resumed, hasty) in report["checkpointed"].items():
             assert resumed == trained, name
             assert bool(hasty) == (name == "agn")
-        assert "has nothing of the state of SGD, which moves the center" in report["checkpointed"]["agn"][2]
+        assert "lacks the state of SGD, which moves the center" in report["checkpointed"]["agn"][2]
 
 
 def test_parameters_of_other_kinds_and_statistics(reports: Reports) -> None:
@@ -118,15 +118,15 @@ def test_parameters_of_other_kinds_and_statistics(reports: Reports) -> None:
 REFUSED = {
     "uneven": r"differ in the shards of 'weight', an uneven sharding across islands: \[2, 4\] of \[4, 4\] by "
     r"Shard\(dim=0\) over a mesh of \[2\] on rank [01]; \[4, 2\] of \[4, 4\] by Shard\(dim=1\) .* on rank [23]",
-    "other size": "uneven sharding across islands|their places in islands",
-    "one island": r"their places in islands, which hold different shards .*: \[0\] on rank [02]; \[1\] on rank [13]",
-    "all ranks": r"their places in islands, .*: \[0\] on ranks 0 and 2; \[1\] on ranks 1 and 3",
-    "one mesh": "their places in islands|This rank has no element of any parameter: divide the model between fewer",
-    "asynchronous": "does not go with asynchronous=True",
-    "skip": "does not go with nonfinite='skip'",
-    "seconds": "does not go with a period in Seconds",
-    "save": r"save\(\), load\(\) and SaveBestCenter are for models that every rank has whole",
-    "load": r"save\(\), load\(\) and SaveBestCenter are for models that every rank has whole",
+    "other size": "uneven sharding across islands|their positions in islands",
+    "one island": r"their positions in islands, which hold different shards .*: \[0\] on rank [02]; \[1\] on rank [13]",
+    "all ranks": r"their positions in islands, .*: \[0\] on ranks 0 and 2; \[1\] on ranks 1 and 3",
+    "one mesh": "their positions in islands|This rank owns no parameter elements: shard the model over fewer",
+    "asynchronous": "rules out asynchronous=True",
+    "skip": "rules out nonfinite='skip'",
+    "seconds": "rules out a period in Seconds",
+    "save": r"save\(\), load\(\) and SaveBestCenter need the whole model on every rank",
+    "load": r"save\(\), load\(\) and SaveBestCenter need the whole model on every rank",
 }
 
 

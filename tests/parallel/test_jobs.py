@@ -224,7 +224,7 @@ def test_a_run_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_comparison(results: Path) -> None:
-    output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60)
+    output = start("python", 1, [EXAMPLE, "--compare", str(results)], 60, "torch")
     for word in ("allreduce", *PERIODIC, "accuracy of the center", "after 66 exchanges", "seconds in exchanges"):
         assert word in output
     assert (results / "comparison.png").read_bytes().startswith(b"\x89PNG")
@@ -232,7 +232,7 @@ def test_comparison(results: Path) -> None:
 
 def test_comparison_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="train first"):
-        start("python", 1, [EXAMPLE, "--compare", str(tmp_path)], 60)
+        start("python", 1, [EXAMPLE, "--compare", str(tmp_path)], 60, "torch")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ Reports = list[dict[str, Any]]
 def ranks(request: pytest.FixtureRequest, with_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> Reports:  # noqa: F811
     """What each rank reports."""
     folder: Path = tmp_path_factory.mktemp("lightning")
-    return run_scenarios(request.param, 2, "lightning_scenarios", folder, 180)
+    return run_scenarios(request.param, 2, "lightning_scenarios", folder, 180, framework="trainers")
 
 
 def test_ranks_are_those_of_the_job(ranks: Reports) -> None:
@@ -134,7 +134,7 @@ REFUSED = {
     "plain": "TypeError: A trainer .* Received: SGD",
     "finetuning": "ValueError: BackboneFinetuning changes during training",
     "pruning": "ValueError: ModelPruning changes during training",
-    "weight averaging": "ValueError: StochasticWeightAveraging replaces the statistics of BatchNorm",
+    "weight averaging": "ValueError: StochasticWeightAveraging recomputes the statistics of BatchNorm",
     "batch norm": "ValueError: `Trainer.sync_batchnorm=True.` averages",
     "gradients": "ValueError: all_gather.sync_grads=True.",
     "reduction": "ValueError: `reduce_op` must be .* Received: 'product'",

@@ -16,26 +16,42 @@ from tests.parallel.tiers import thorough
 
 pytest.importorskip("horovod.torch")
 
+OF_SIZE = (
+    *("constant_gradients", "quadratics", "overlapped_quadratics", "centers_and_buffers", "disagreements"),
+    *("distributed_optimizer_inside", "changes_after_construction", "different_steps", "uneven_data", "small_integers"),
+    *("overflow_on_one_rank", "restore_on_root_only", "process_set", "contract"),
+)
+"""What the launcher and the number of ranks make a difference for."""
+
 JOBS = [
-    ("python", 1),
-    thorough(("mpirun", 1)),
-    thorough(("mpirun", 2)),
-    ("mpirun", 3),
-    ("horovodrun --gloo", 2),
-    thorough(("horovodrun --gloo", 3)),
+    ("mpirun", 2),
+    ("mpirun", 3, *OF_SIZE),
+    ("python", 1, *OF_SIZE),
+    ("horovodrun --gloo", 2, *OF_SIZE),
+    ("torchrun", 2, *OF_SIZE),
+    *(thorough(("mpirun", size)) for size in (1, 3)),
+    thorough(("python", 1)),
+    *(thorough(("horovodrun --gloo", size)) for size in (2, 3)),
     thorough(("horovodrun --mpi", 2)),
-    ("torchrun", 2),
-    thorough(("torchrun", 3)),
+    *(thorough(("torchrun", size)) for size in (2, 3)),
 ]
+"""Launcher, ranks, and the scenarios of the job; default: all."""
+
+
+def name_of(job: Any) -> str:
+    """Return the name of a job, in the names of its tests."""
+    return f"{job[0]} {job[1]}{' of size' if len(job) > 2 else ''}"
+
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module", params=JOBS, ids=lambda job: f"{job[0]} {job[1]}")
+@pytest.fixture(scope="module", params=JOBS, ids=name_of)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank of one job reports; all tests of a job share it."""
-    launcher, size = request.param
-    return run_scenarios(launcher, size, "scenarios", tmp_path_factory.mktemp("job"), 150, framework="torch")
+    launcher, size, *only = request.param
+    folder = tmp_path_factory.mktemp("job")
+    return run_scenarios(launcher, size, "scenarios", folder, 150, framework="torch", only=only)
 
 
 EXPECTED = {
@@ -69,7 +85,7 @@ def test_numbers_worked_out_by_hand(ranks: list[dict[str, Any]]) -> None:
 
 def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
     expected = oracle.parallel_results(len(ranks))
-    assert expected.keys() == ranks[0]["quadratics"].keys()
+    assert expected.keys() == column(ranks, "quadratics")[0].keys()
     for name, (replicas, center) in expected.items():
         for rank, (x, c) in enumerate(column(ranks, "quadratics", name)):
             assert x == pytest.approx(replicas[rank], rel=1e-12, abs=1e-12), f"replica {rank} of {name}"
@@ -77,7 +93,7 @@ def test_agreement_with_the_oracle(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_exchanges_that_travel_lose_no_local_progress(ranks: list[dict[str, Any]]) -> None:
-    found = ranks[0]["overlapped_quadratics"]
+    found = column(ranks, "overlapped_quadratics")[0]
     for case in found:
         name, _, overlap = case.partition(" ")
         reports = column(ranks, "overlapped_quadratics", case)
@@ -98,7 +114,7 @@ def test_exchanges_that_travel_lose_no_local_progress(ranks: list[dict[str, Any]
 
 def test_networks_whose_exchanges_travel(ranks: list[dict[str, Any]]) -> None:
     """One center at the end; a copy and a checkpoint that were made in mid-flight go on alike."""
-    for name in ranks[0]["overlapped_networks"]:
+    for name in column(ranks, "overlapped_networks")[0]:
         reports = column(ranks, "overlapped_networks", name)
         assert reports == [reports[0]] * len(ranks), name
         original, copied, loaded = reports[0]
@@ -108,7 +124,7 @@ def test_networks_whose_exchanges_travel(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_centers_and_buffers_are_identical_to_the_bit(ranks: list[dict[str, Any]]) -> None:
-    for name in ranks[0]["centers_and_buffers"]:
+    for name in column(ranks, "centers_and_buffers")[0]:
         reports = column(ranks, "centers_and_buffers", name)
         assert len(set(reports[0]["centers"])) == len(reports[0]["centers"]) >= 2, "the center moves at every exchange"
         for report in reports:
@@ -216,7 +232,7 @@ def test_restore_on_the_root_only(ranks: list[dict[str, Any]]) -> None:
 
 def test_fragments_go_where_they_go_alone(ranks: list[dict[str, Any]]) -> None:
     """To the bit, but for sums over three ranks, whose order is Horovod's."""
-    found = ranks[0]["fragments_of_quadratics"]
+    found = column(ranks, "fragments_of_quadratics")[0]
     for case in found:
         reports = column(ranks, "fragments_of_quadratics", case)
         alone = column(ranks, "fragments_of_quadratics", f"{case.partition(' ')[0]} alone")
@@ -229,7 +245,7 @@ def test_fragments_go_where_they_go_alone(ranks: list[dict[str, Any]]) -> None:
 
 def test_fragments_of_networks(ranks: list[dict[str, Any]]) -> None:
     """A copy and what was loaded go on as the original; all ranks end with one center."""
-    for name in ranks[0]["fragments_of_networks"]:
+    for name in column(ranks, "fragments_of_networks")[0]:
         reports = column(ranks, "fragments_of_networks", name)
         assert reports == [reports[0]] * len(ranks), name
         original, *others = reports[0]
@@ -253,10 +269,9 @@ def test_fragments_refused(ranks: list[dict[str, Any]]) -> None:
 
 def test_process_set(ranks: list[dict[str, Any]]) -> None:
     """Ranks 0 and 2 of three start from rank 2 and average steps of 1 and 3; rank 1 is not in the set."""
-    if len(ranks) == 3:
-        first, outside, last = column(ranks, "process_set")
-        assert first == last == [2.0, 6.0, 2]
-        assert "must contain this rank (1)" in outside
+    first, outside, last = column(ranks, "process_set")
+    assert first == last == [2.0, 6.0, 2]
+    assert "must contain this rank (1)" in outside
 
 
 def test_modes_of_the_users_code_change_nothing(ranks: list[dict[str, Any]]) -> None:

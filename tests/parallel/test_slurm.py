@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE
-from tests.parallel.launch import ROOT, environment, start
+from tests.parallel.launch import ROOT, environment, python, start
 from tests.parallel.slurm import NoSlurmError, slurm
 from tests.parallel.waiting_digits import EPOCH
 
@@ -121,7 +121,7 @@ def test_the_exit_code_is_that_of_the_ranks(script: str, cluster: dict[str, str]
         ("slurm_mpirun", "loader", "error", "ValueError: a bad batch"),
         ("slurm_srun", "closure", "exit", "sys.exit()"),
         ("slurm_srun", "loader", "interrupt", "KeyboardInterrupt"),
-        ("slurm_srun", "training", "hang", "rank 1 at local step 4 does not come: it is in end_at(), "),
+        ("slurm_srun", "training", "hang", "rank 1 at local step 4 has not arrived: it is in end_at(), "),
     ],
 )
 def test_what_ends_one_rank_ends_all(
@@ -191,10 +191,12 @@ def test_ranks_that_slurm_starts_without_pmi_fail(cluster: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
-def test_one_of_several_processes_that_takes_itself_for_all_is_told(variable: str) -> None:
+def test_one_of_several_processes_that_takes_itself_for_all_is_told(variable: str, tmp_path: Path) -> None:
     """Where MPI does not notice; this needs no Slurm."""
     told = {**environment(), variable: "2"}
-    words = ["python3", "-c", PROGRAM]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    words = [*python("torch"), str(program)]
     finished = subprocess.run(
         words, env=told, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE * 60, check=False
     )

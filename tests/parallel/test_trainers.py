@@ -22,23 +22,23 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("with_trainers")
 
 EXAMPLES = [
     ("lightning", "horovodrun --gloo"),
-    ("ignite", "torchrun"),
+    ("ignite", "mpirun"),
     ("accelerate", "torchrun"),
     ("huggingface", "torchrun"),
     thorough("lightning", "torchrun"),
-    thorough("ignite", "mpirun"),
+    thorough("ignite", "torchrun"),
 ]
 
 
 @pytest.mark.parametrize(("name", "launcher"), EXAMPLES)
 def test_an_example_learns(name: str, launcher: str, tmp_path: Path) -> None:
-    output = start(launcher, 2, [f"examples/{name}_digits.py", str(tmp_path)], 120)
+    output = start(launcher, 2, [f"examples/{name}_digits.py", str(tmp_path)], 120, "trainers")
     found = re.findall(r"accuracy of the center: (\d\.\d+)", output)
     assert len(found) == 1
     assert float(found[0]) > 0.95
 
 
-@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+@pytest.mark.parametrize("name", ["huggingface", thorough("lightning")])
 def test_an_example_explains_itself(name: str, tmp_path: Path) -> None:
     """--help is not the name of a folder, and nothing is trained."""
     words = [sys.executable, str(ROOT / f"examples/{name}_digits.py"), "--help"]
@@ -48,13 +48,13 @@ def test_an_example_explains_itself(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-ALONE = [("accelerate", "python"), ("accelerate", "accelerate launch"), thorough("huggingface", "python")]
+ALONE = [thorough("accelerate", "python"), ("accelerate", "accelerate launch"), thorough("huggingface", "python")]
 
 
 @pytest.mark.parametrize(("name", "launcher"), ALONE)
 def test_an_example_learns_alone(name: str, launcher: str, tmp_path: Path) -> None:
     """Without a launcher, and by one that starts one process."""
-    output = start(launcher, 1, [f"examples/{name}_digits.py", str(tmp_path)], 120)
+    output = start(launcher, 1, [f"examples/{name}_digits.py", str(tmp_path)], 120, "trainers")
     assert re.findall(r"accuracy of the center: 0\.9[5-9]", output)
     assert output.count("this one trains alone, as the only rank") == 1
 
@@ -62,7 +62,7 @@ def test_an_example_learns_alone(name: str, launcher: str, tmp_path: Path) -> No
 RECIPES = [
     ("Lightning", "horovodrun --gloo"),
     ("transformers' Trainer", "horovodrun --gloo"),
-    ("accelerate", "horovodrun --gloo"),
+    thorough("accelerate", "horovodrun --gloo"),
     ("accelerate", "mpirun"),
     *(
         thorough(name, launcher)
@@ -77,7 +77,7 @@ RECIPES = [
 def test_a_recipe_of_the_page_as_it_stands(name: str, launcher: str, tmp_path: Path) -> None:
     """All ranks know each other, and end with the same center."""
     ranks = 1 if launcher == "python" else 2
-    start(launcher, ranks, ["-m", "tests.parallel.trainer_recipe_program", str(tmp_path), name], 120)
+    start(launcher, ranks, ["-m", "tests.parallel.trainer_recipe_program", str(tmp_path), name], 120, "trainers")
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert [report["size"] for report in reports] == [ranks] * ranks
     assert reports == [reports[0]] * ranks
@@ -97,7 +97,8 @@ FAILING = [
 @pytest.mark.parametrize(("name", "launcher"), FAILING)
 def test_a_rank_that_fails_ends_all(name: str, launcher: str, tmp_path: Path) -> None:
     """The others wait in an exchange, and end, too."""
-    code, output = run(launcher, 2, ["-m", "tests.parallel.trainer_failing_program", str(tmp_path), name], 60)
+    command = ["-m", "tests.parallel.trainer_failing_program", str(tmp_path), name]
+    code, output = run(launcher, 2, command, 60, "trainers")
     assert code != 0
     assert "ArithmeticError: on purpose, on rank 1" in output
 

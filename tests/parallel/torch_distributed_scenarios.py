@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_periodic.torch as hvdp
 from hvd_periodic.torch.communicator import VARIABLE, communicator_of
 from tests.conformance.communicator_contract import check_communicator
-from tests.parallel.program import Scenarios, attempt
+from tests.parallel.program import NotApplicableError, Scenarios, attempt
 from tests.parallel.torch_job import hvd
 
 scenario = Scenarios()
@@ -88,7 +88,7 @@ def two_groups_at_once() -> Any:
 def meshes() -> Any:
     """A mesh of one dimension is a group of ranks; of one with two, one has to be chosen."""
     if hvd.size() != 4:
-        return None
+        raise NotApplicableError("needs four ranks")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("islands", "inside"))
     error = attempt(lambda: averaging(Scalar(), process_set=mesh))
     return trained(Scalar(), process_set=mesh["islands"]), error
@@ -99,7 +99,7 @@ def islands() -> Any:
     """Gradients are averaged by DistributedDataParallel inside of groups, replicas between them."""
     groups = hvdp.node_groups(size=2)
     if len({len(ranks) for ranks in groups.ranks}) > 1:
-        return None
+        raise NotApplicableError("needs groups of equal size")
     model = DistributedDataParallel(Scalar(), process_group=groups.local)
     seen = trained(model, process_set=groups.cross)
     again = averaging(model, process_set=groups.cross)

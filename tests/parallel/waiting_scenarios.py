@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.parallel.program import Scenarios
+from tests.parallel.program import NotApplicableError, Scenarios
 
 
 class OverMPI:
@@ -180,7 +180,7 @@ def some_ranks() -> Any:
 def asynchronous() -> Any:
     """One rank is late with its start, where MPI makes the center, and then with its end."""
     if FRAMEWORK == "tensorflow" or not hvd.mpi_enabled():
-        return None
+        raise NotApplicableError("needs MPI, and an optimizer of PyTorch or numpy")
     from hvd_periodic.asynchronous.worker import Worker
 
     told: dict[str, list[str]] = {}

@@ -31,7 +31,8 @@ _LENGTH = 8
 
 def client(prefix: str, arguments: list[str]) -> int:
     """Have the command run, in this process's place; return its exit status as ``waitpid`` gives it."""
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or os.environ.get("HOROVOD_RANK") or "0"
+    known = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "RANK"))
+    rank = next(filter(None, known), "0")
     command = {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd())}
     message = json.dumps(command).encode()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -112,6 +113,10 @@ def become(command: Command) -> None:
         sys.argv = arguments
         sys.path[0] = command["folder"]
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        sys.path[0] = ""
+        exec(arguments[0], {"__name__": "__main__"})
     else:
         sys.argv = [option, *arguments]
         sys.path[0] = str(Path(option).resolve().parent)

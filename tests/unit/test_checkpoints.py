@@ -27,7 +27,7 @@ from hvd_periodic import Communicator, LocalCommunicator
 from hvd_periodic.checkpoints import Arrays, Content, decode, encode, files, find_file, save_set
 from hvd_periodic.checkpoints.files import read_content, write_content
 from hvd_periodic.checkpoints.resuming import resume
-from hvd_periodic.checkpoints.saving import Occasion, require_complete
+from hvd_periodic.checkpoints.saving import SavePoint, require_complete
 from hvd_periodic.checkpoints.sets import sets_in
 from hvd_periodic.comm.threads import ThreadCommunicator
 from hvd_periodic.comm.training_group import TrainingGroup
@@ -192,7 +192,7 @@ def save(path: Path, communicator: Communicator, step: int, **options: Any) -> A
     """Save the step and the rank of every rank."""
     everyone = everyone_of(communicator)
     state = {"step": step, "rank": communicator.rank, "w": np.full(1000, step + communicator.rank)}
-    return save_set(path, everyone, lambda: Occasion(step, "run"), lambda: state, **options)
+    return save_set(path, everyone, lambda: SavePoint(step, "run"), lambda: state, **options)
 
 
 def found(path: Path, communicator: Communicator, step: int | None = None) -> Any:
@@ -270,10 +270,13 @@ def damaged(set_: Path, other: Path) -> Iterator[tuple[str, Callable[[], object]
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     yield "rank-1.npz is damaged: it has 100 bytes", lambda: file.write_bytes(whole[:100])
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: file.write_bytes(flipped)
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: shutil.copy(other / "rank-1.npz", file)
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: shutil.copy(set_ / "rank-0.npz", file)
-    yield "rank-1.npz is damaged, or of another checkpoint", lambda: shutil.copy(other / "manifest.json", manifest)
+    yield "rank-1.npz is damaged or belongs to another checkpoint", lambda: file.write_bytes(flipped)
+    yield "rank-1.npz is damaged or belongs to another checkpoint", lambda: shutil.copy(other / "rank-1.npz", file)
+    yield "rank-1.npz is damaged or belongs to another checkpoint", lambda: shutil.copy(set_ / "rank-0.npz", file)
+    yield (
+        "rank-1.npz is damaged or belongs to another checkpoint",
+        lambda: shutil.copy(other / "manifest.json", manifest),
+    )
     text = manifest.read_text()
     yield (
         "manifest.json is damaged: it was altered",
@@ -282,7 +285,7 @@ def damaged(set_: Path, other: Path) -> Iterator[tuple[str, Callable[[], object]
     yield "manifest.json is damaged", lambda: manifest.write_text(text[:100])
     yield "manifest.json is damaged", lambda: manifest.write_text("[]")
     yield (
-        "is of version 99, and this is a hvd_periodic that knows 1",
+        "has version 99, but this hvd_periodic reads version 1",
         lambda: manifest.write_text(text.replace('"version": 1', '"version": 99')),
     )
 
@@ -297,7 +300,7 @@ def test_damaged_sets_are_refused_by_name(tmp_path: Path, number: int) -> None:
     assert message in str(seen[1])
     assert "or pass at_step=...: there are steps 1" in str(seen[1])
     assert isinstance(seen[1], ValueError)
-    if "rank-1.npz is damaged, or" not in message:  # Every rank that sees it says so.
+    if "rank-1.npz is damaged or belongs" not in message:  # Every rank that sees it says so.
         assert message in str(seen[0])
     assert run_ranks(2, lambda communicator: found(tmp_path, communicator, step=1)) == [
         *((1, rank, True, False) for rank in range(2))
@@ -398,7 +401,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path, monkeypatch
     def work(communicator: Communicator) -> None:
         everyone = everyone_of(communicator)
         state = [len] if communicator.rank == 1 else [1]
-        save_set(tmp_path, everyone, lambda: Occasion(2, ""), lambda: state)
+        save_set(tmp_path, everyone, lambda: SavePoint(2, ""), lambda: state)
 
     first, second = errors(2, work)
     assert first[0] is RuntimeError
@@ -437,14 +440,14 @@ def test_a_set_in_the_background_is_complete_once_all_ranks_have_written(
     def work(communicator: Communicator) -> list[Any]:
         save(tmp_path, communicator, 1)
         saving = save(tmp_path, communicator, 2, background=True)
-        saving.conclude(wait=False)
+        saving.complete(wait=False)
         seen = [saving.over, steps(tmp_path)]
         communicator.allgather_object(None, "seen")
         go.set()
         saving.join()
         communicator.allgather_object(None, "written")
         seen += [steps(tmp_path)]
-        saving.conclude(wait=False)
+        saving.complete(wait=False)
         return [*seen, saving.over, steps(tmp_path), saving.take_error()]
 
     assert run_ranks(2, work) == [[False, [1], [1], True, [1, 2], None]] * 2
@@ -525,7 +528,9 @@ def test_an_error_of_the_thread_is_one_of_all_ranks(tmp_path: Path, monkeypatch:
 
 def test_a_set_that_is_being_written_is_not_loaded(tmp_path: Path) -> None:
     saving = save(tmp_path, LocalCommunicator(), 1, background=True)
-    with pytest.raises(RuntimeError, match=r"000001-step1 is being written in the background: call wait\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"000001-step1 is being written in the background: before load\(\), call wait\(\)"
+    ):
         require_complete(tmp_path)
     require_complete(tmp_path / "another")
     saving.wait()

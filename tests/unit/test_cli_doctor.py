@@ -13,7 +13,7 @@ import pytest
 from hvd_periodic.cli import doctor, job_checks, machine_checks, processes, software_checks
 from hvd_periodic.cli.findings import OK, PROBLEM, WARNING, Finding
 from hvd_periodic.cli.main import main
-from hvd_periodic.cli.processes import MARK, Ended
+from hvd_periodic.cli.processes import MARK, ProgramResult
 from tests.conftest import PATIENCE
 
 BUILT = {"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False}
@@ -64,8 +64,8 @@ def test_frameworks_that_are_not_there() -> None:
     assert worst(list(software_checks.frameworks({"torch": TORCH, "tensorflow": missing}, {}))).status == OK
     found = worst(list(software_checks.frameworks({"torch": missing, "tensorflow": missing}, {})))
     assert (found.status, "only the numpy front end works" in found.text) == (WARNING, True)
-    found = worst(list(software_checks.frameworks({"torch": {"failed": "no end within 9 s"}}, {})))
-    assert (found.status, found.text) == (PROBLEM, "importing it fails: no end within 9 s")
+    found = worst(list(software_checks.frameworks({"torch": {"failed": "it did not finish within 9 s"}}, {})))
+    assert (found.status, found.text) == (PROBLEM, "importing it fails: it did not finish within 9 s")
 
 
 def test_launchers(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ RIGHT = {"ranks": 2, "right": True, "controller": "MPI", "threads": True, "world
 def test_jobs(code: int | None, report: Any, output: str, status: str, text: str, mend: str) -> None:
     printed = "" if report is None else f"[1,0]<stdout>:{MARK}{json.dumps(report)}[1,0]<stdout>:\n"
     job = job_checks.Job("mpirun", ["mpirun"], ["x"], {"A": "1"}, needed=True)
-    found = job_checks.judged(job, Ended(code, printed + output), 1.0, ["mpirun", "-np", "2", "x"])
+    found = job_checks.judge(job, ProgramResult(code, printed + output), 1.0, ["mpirun", "-np", "2", "x"])
     assert found.status == status
     assert text in found.text
     assert mend in found.mend
@@ -225,7 +225,7 @@ def test_too_few_slots(tmp_path: Path) -> None:
         f"[[ $* == *--oversubscribe* ]] && echo '{report}' && exit; echo There are not enough slots available; exit 1"
     )
     job = job_checks.Job("mpirun", [str(program(tmp_path, "mpirun", text))], ["x"])
-    found = job_checks.tried(job, PATIENCE * 10, os.environ)
+    found = job_checks.try_job(job, PATIENCE * 10, os.environ)
     assert (found.status, found.mend) == (WARNING, f"{tmp_path}/mpirun --oversubscribe -np 2 ...")
 
 
@@ -247,22 +247,22 @@ def test_what_crashes_is_told() -> None:
     assert (ended.code, ended.report) == (-6, None)
     assert "now" in ended.output
     noise = "WARNING: All log messages before absl::InitializeLog() ...\nI0000 00:00:1.2 3 port.cc:153] oneDNN\n"
-    assert Ended(1, f"sorry\n{noise}").last() == "sorry"
-    assert Ended(0, f"{MARK}no json\n").report is None
+    assert ProgramResult(1, f"sorry\n{noise}").last() == "sorry"
+    assert ProgramResult(0, f"{MARK}no json\n").report is None
 
 
 def test_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process of its own reports of this Python."""
-    examination = doctor.Examination(os.environ, PATIENCE * 60)
-    assert "host" in examination._probe("name")
-    assert "failed" in examination._probe("nothing")
+    checks = doctor.CheckRunner(os.environ, PATIENCE * 60)
+    assert "host" in checks._probe("name")
+    assert "failed" in checks._probe("nothing")
 
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return a folder that is all of PATH, with launchers; what processes find is made up."""
     facts = {"torch": TORCH, "tensorflow": TENSORFLOW, "mpi": MPI4PY, "name": NAME}
-    monkeypatch.setattr(doctor.Examination, "_probe", lambda self, name: facts[name])
+    monkeypatch.setattr(doctor.CheckRunner, "_probe", lambda self, name: facts[name])
     program(
         tmp_path / "bin",
         "mpirun",

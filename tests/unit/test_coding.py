@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_periodic.comm import LocalCommunicator
 from hvd_periodic.vectors.coding import BLOCK, Coding
-from hvd_periodic.wires import Int8
+from hvd_periodic.wires import Compression, Int8, as_wire
+from hvd_periodic.wires.encoded import Encoded
 from tests.helpers import Array
+from tests.unit.test_compression import LOSSY
 
 
 def codings() -> list[Any]:
@@ -69,3 +72,28 @@ def test_one_element_that_is_not_finite_is_seen(dtype: str, coding: Any, made: A
                 assert coding.are_finite([good, made(np.zeros(0, dtype))])
                 assert not coding.are_finite([good, made(values)]), (size, place, value)
     assert coding.are_finite([])
+
+
+@pytest.mark.parametrize("length", [1, 7, 1023, 1024, 1025, 3000])
+def test_payloads_of_pytorch_are_those_of_numpy(length: int) -> None:
+    torch = pytest.importorskip("torch")
+    from hvd_periodic.torch.coding import TensorCoding
+
+    rows = np.random.default_rng(length).standard_normal((2, length)).astype("f4")
+    rows[0, :: 7 if length > 7 else 2] = 0
+    for wire in LOSSY:
+        assert isinstance(wire, Encoded)
+        for array in (rows[:1], rows) if wire.forms_sums(LocalCommunicator(), overlapped=False) else (rows[1:],):
+            here, there = (
+                np.asarray(wire.encode(coding, values))
+                for coding, values in ((Coding(), array), (TensorCoding(), torch.from_numpy(array)))
+            )
+            assert here.tobytes() == there.tobytes(), wire
+            back = wire.decode(TensorCoding(), torch.from_numpy(there), length)
+            assert np.asarray(back).tobytes() == np.asarray(wire.decode(Coding(), here, length)).tobytes(), wire
+
+
+def test_compression_of_horovod_is_taken() -> None:
+    hvd = pytest.importorskip("horovod.torch")
+    assert as_wire(hvd.Compression.fp16) is Compression.fp16
+    assert as_wire(hvd.Compression.none) is Compression.none

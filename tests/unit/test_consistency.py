@@ -404,7 +404,7 @@ def test_agree() -> None:
     found = errors(2, lambda c: agree(c, "name", {"one": 1} if c.rank else {"one": 1, "more": "x"}))
     assert {text.partition("differ in ")[2] for _, text in found} == {"more: x on rank 0; nothing on rank 1"}
     found = errors(2, lambda c: agree(c, "name", {"a": 1, "b": 2} if c.rank else {"b": 2, "a": 1}))
-    assert all(kind is ValueError and "another order" in text for kind, text in found)
+    assert all(kind is ValueError and "a different order" in text for kind, text in found)
 
 
 def test_audit() -> None:

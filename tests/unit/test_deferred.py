@@ -13,7 +13,7 @@ from hvd_periodic import AGN, EASGD, Algorithm, Communicator, DiLoCo, Every
 from hvd_periodic.centers import Placement, placement_of, saved_states, saved_vectors
 from hvd_periodic.checkpoints import decode, encode, files, save_set
 from hvd_periodic.checkpoints.files import read_content
-from hvd_periodic.checkpoints.saving import Occasion
+from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.training_group import TrainingGroup
 from hvd_periodic.numpy import SGD
 from hvd_periodic.vectors.lending import Deferred
@@ -33,7 +33,7 @@ def trained(communicator: Communicator, algorithm: Algorithm, center: str, **opt
 def save(trainer: NumpyTrainer, communicator: Communicator, path: Path, **options: Any) -> Path:
     """Save what the synchronizer has; return the file of this rank."""
     state, everyone = trainer.synchronizer.state_dict, TrainingGroup(communicator)
-    saving = save_set(path, everyone, lambda: Occasion(3, ""), lambda: {"w": trainer.arrays, **state()}, **options)
+    saving = save_set(path, everyone, lambda: SavePoint(3, ""), lambda: {"w": trainer.arrays, **state()}, **options)
     saving.wait()
     return saving.folder / f"rank-{communicator.rank}.npz"
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_saved_is_an_error_before_anything_travels(tmp_path: Path
         trainer = trained(communicator, EASGD(0.25), "sharded")
         state, everyone = trainer.synchronizer.state_dict, TrainingGroup(communicator)
         bad = {"bad": len} if communicator.rank == 1 else {}
-        save_set(tmp_path, everyone, lambda: Occasion(3, ""), lambda: {**bad, **state()})
+        save_set(tmp_path, everyone, lambda: SavePoint(3, ""), lambda: {**bad, **state()})
 
     first, second = errors(2, work)
     assert "rank 1 (1 of 2 ranks): TypeError: A checkpoint holds" in first[1]

@@ -16,7 +16,7 @@ from tests.helpers import errors, run_ranks
 WHOLE = Layout([TensorSpec("w", (7, 5), "float64", 8)])
 HALF = WHOLE.restrict(lambda bucket: (0, 18))
 
-CUT = "`center='sharded'` cuts tensors, and {} gives other results on parts"
+CUT = "`center='sharded'` cuts tensors, but {} gives other results on parts"
 
 
 def normalized(x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:

@@ -13,6 +13,7 @@ keras = pytest.importorskip("keras")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -53,8 +54,13 @@ def fit(model: Any, *callbacks: Any, epochs: int = 2) -> dict[str, list[float]]:
     return dict(history.history)
 
 
-@pytest.mark.parametrize("name", WRAPPED)
-@pytest.mark.parametrize("swap_on_epoch", [False, True])
+@pytest.mark.parametrize(
+    ("name", "swap_on_epoch"),
+    [
+        *(("scaled", False), ("twice", True), ("scaled, twice", False)),
+        *(thorough("scaled", True), thorough("twice", False), thorough("scaled, twice", True)),
+    ],
+)
 def test_averages_are_swapped_in_through_all_wrappers(name: str, swap_on_epoch: bool, tmp_path: Path) -> None:
     """With one rank, losses of the moving averages as under the bare optimizer; a saved model loads."""
     models = [make_model(lambda local, _: local), make_model(WRAPPED[name])]

@@ -18,7 +18,7 @@ from tests.helpers import Array, NumpyTrainer, random_arrays, run_ranks
 
 ITEMSIZES = {"float32": 4, "float64": 8}
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=150)
+deterministic = settings(derandomize=True, deadline=None)
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 bucket_sizes = st.one_of(st.integers(1, 200), st.just(DEFAULT_BUCKET_BYTES))

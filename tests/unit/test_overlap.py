@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -217,31 +216,6 @@ def test_a_synchronous_beginning() -> None:
     assert found == later
 
 
-def test_statistics_go_where_they_go_without_overlap() -> None:
-    """They are waited for: taken late, they would lose what local steps have added, with a whole period all of it."""
-    torch = pytest.importorskip("torch")
-    hvdp = pytest.importorskip("hvd_periodic.torch")
-
-    def run(communicator: Communicator, overlap: int | str) -> list[list[float]]:
-        torch.set_num_threads(1)
-        model, seen = torch.nn.BatchNorm1d(2).eval(), []
-        optimizer = hvdp.PeriodicOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model, Averaging(), 2, process_set=communicator, overlap=overlap
-        )
-        for _ in range(7):
-            optimizer.zero_grad()
-            model(torch.ones(4, 2)).sum().backward()
-            model.running_mean += 1.0 + communicator.rank
-            optimizer.step()
-            seen.append(model.running_mean.tolist())
-        return seen
-
-    expected = run_ranks(2, lambda communicator: run(communicator, 0))
-    assert expected[0][5] == [9.0, 9.0], "1.5 at every step"
-    for overlap in (1, "period"):
-        assert run_ranks(2, lambda communicator, d=overlap: run(communicator, d)) == expected, overlap  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -372,62 +346,6 @@ def test_an_exchange_that_fails_in_flight_is_an_error_on_all_ranks(caught: bool)
         assert "the wire is cut" in message
 
 
-def test_copies_of_an_optimizer_have_their_exchanges_one_after_the_other() -> None:
-    """They have the same names for their collectives, of which only one may be under way."""
-    torch = pytest.importorskip("torch")
-    hvdp = pytest.importorskip("hvd_periodic.torch")
-    under_way: set[tuple[int, str]] = set()
-
-    class Strict(Late):
-        def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-            assert (self.rank, name) not in under_way
-            under_way.add((self.rank, name))
-            wait = super().allreduce(buffer.numpy(), name, op)
-
-            def finish() -> Any:
-                under_way.discard((self.rank, name))
-                wait()
-                return buffer
-
-            return finish
-
-    def run(communicator: Any) -> None:
-        communicator.__class__ = Strict
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = hvdp.PeriodicOptimizer(
-            torch.optim.SGD([parameter], 0.1), [("w", parameter)], Averaging(), 2, process_set=communicator, overlap=1
-        )
-        pairs = [(parameter, optimizer)]
-        for step in range(7):
-            if step == 1:
-                pairs.append(copy.deepcopy(pairs[0], {id(communicator): communicator}))
-            for trained, its_optimizer in pairs:
-                trained.grad = torch.full((3,), 1.0 + communicator.rank)
-                its_optimizer.step()
-        assert torch.equal(pairs[0][0], pairs[1][0])
-
-    run_ranks(2, run)
-
-
-def test_levels_cannot_overlap() -> None:
-    torch = pytest.importorskip("torch")
-    hvdp = pytest.importorskip("hvd_periodic.torch")
-
-    def make(communicator: Communicator, inner: int, outer: int) -> None:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = torch.optim.SGD([parameter], 0.1)
-        for overlap in (inner, outer):
-            optimizer = hvdp.ModelAverageOptimizer(
-                optimizer, [("w", parameter)], 2, process_set=communicator, overlap=overlap
-            )
-
-    for overlaps in ((1, 0), (0, 1)):
-        for kind, message in errors(2, lambda communicator, pair=overlaps: make(communicator, *pair)):  # type: ignore[misc]
-            assert kind is ValueError
-            assert "`overlap` needs a single level" in message
-    run_ranks(2, lambda communicator: make(communicator, 0, 0))
-
-
 def test_a_restarted_center_forgets_what_was_under_way() -> None:
     def run(communicator: Communicator) -> list[float]:
         x = np.zeros(2)
@@ -455,30 +373,6 @@ def test_weights_are_put_into_the_model_after_landing() -> None:
         return float(x[0])
 
     assert run_ranks(2, run) == [7.0, 7.0]
-
-
-class Halfway(Averaging):
-    """Replicas go half of the way."""
-
-    def pull(self, space: Any, x: Any, worker: Any, center: Any, exchange: Any) -> Any:
-        return space.lerp(x, center, 0.5), {}
-
-
-def test_a_pull_may_overwrite_the_replica_that_it_is_given() -> None:
-    torch = pytest.importorskip("torch")
-    hvdp = pytest.importorskip("hvd_periodic.torch")
-
-    def run(communicator: Any) -> float:
-        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = hvdp.PeriodicOptimizer(
-            torch.optim.SGD([parameter], 1.0), [("w", parameter)], Halfway(), 2, process_set=communicator, overlap=1
-        )
-        for _ in range(3):
-            parameter.grad = torch.tensor([-1.0 - 2.0 * communicator.rank], dtype=torch.float64)
-            optimizer.step()
-        return float(parameter.item())
-
-    assert run_ranks(2, run) == [2 + 1 + 0.5 * (4 - 2), 6 + 3 + 0.5 * (4 - 6)]
 
 
 @pytest.mark.parametrize("yields", [None, "0", "1"])

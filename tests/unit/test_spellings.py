@@ -173,14 +173,14 @@ def test_configurations_of_keras_are_read_and_have_their_keys() -> None:
     module, local, model = one_rank("tensorflow")
     optimizer = module.AGNOptimizer(local(), model, outer_optimizer=local(), process_set=LocalCommunicator())
     config = optimizer.get_config()
-    assert {"center_optimizer", "communication_period", "overlap"} - {*config} == {"overlap"}
+    assert {"center_optimizer", "communication_period", "overlap"} <= {*config}
     again = module.AGNOptimizer.from_config(config | {"overlap": 0})
     assert again.get_config() == config
 
 
 def test_members_of_communicators() -> None:
     """They are read, set and overridden under their old names."""
-    with pytest.warns(DeprecationWarning, match=r"`Own\.(larger|encloses)` .*: write `\.") as caught:
+    with pytest.warns(DeprecationWarning, match=r"`Own\.(larger|encloses)` .*: write `") as caught:
 
         class Own(LocalCommunicator):
             encloses = 7

@@ -35,9 +35,9 @@ def test_ranks_of_a_group_are_named_as_the_job_numbers_them() -> None:
     [
         (Record(Purpose.EXCHANGE, 1), Record(Purpose.LEAVE, 1), None),
         (Record(Purpose.CONSTRUCT, 1), Record(Purpose.CONSTRUCT, 4), None),
-        (Record(Purpose.EXCHANGE, 1), Record(Purpose.EXCHANGE, 2), "skip() where there is no update"),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.EXCHANGE, 2), "skip() if there is no update"),
         (Record(Purpose.EXCHANGE, 1), Record(Purpose.LEAVE, 2), "finalize() of optimizer 2"),
-        (Record(Purpose.EXCHANGE, 1), Record(Purpose.START, 1), "has to be loaded on every rank"),
+        (Record(Purpose.EXCHANGE, 1), Record(Purpose.START, 1), "load a state on every rank or on none"),
         (Record(Purpose.START, 1), Record(Purpose.START, 2), "first step of optimizer 2 on rank 1"),
         (Record(Purpose.EXCHANGE, 1), Record(Purpose.CONSTRUCT, 0), "construct their optimizers together"),
     ],

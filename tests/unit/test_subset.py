@@ -73,7 +73,7 @@ def test_functions_that_divide_nothing() -> None:
     text = r"must divide the ranks into groups. Received: \[0, 1\] on rank 0, and \[1\] on rank 1"
     for _, message in errors(2, partial(ask, [[0, 1], [1]])):
         assert message.endswith(text.replace("\\", ""))
-    with pytest.raises(ValueError, match=r"the ranks of the group of this one \(0\), out of 1. Received: \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"the ranks of the group of this rank \(0\), out of 1. Received: \[0, 1\]"):
         run_ranks(1, partial(ask, [[0, 1]]))
 
 
@@ -84,10 +84,10 @@ def test_what_groups_do_not_do() -> None:
         require_possible(group, **possible)  # type: ignore[arg-type]
         for refused in ({"center": "root"}, {"nonfinite": "skip"}, {"overlap": 2}, {"asynchronous": True}):
             require_possible(communicator, **(possible | refused))  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="groups exchange in step"):
+            with pytest.raises(ValueError, match="groups exchange in lockstep"):
                 require_possible(group, **(possible | refused))  # type: ignore[arg-type]
         assert group.rank_of(None) == 0
-        with pytest.raises(ValueError, match=r"every group starts from its first\. Received: 1"):
+        with pytest.raises(ValueError, match=r"every group starts from its first rank\. Received: 1"):
             group.rank_of(1)
 
     run_ranks(6, ask)

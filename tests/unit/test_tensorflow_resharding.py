@@ -22,6 +22,7 @@ from hvd_periodic import Communicator, LocalCommunicator  # noqa: E402
 from hvd_periodic.tensorflow.replica import VariableReplica  # noqa: E402
 from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.helpers import errors, run_ranks  # noqa: E402
+from tests.parallel.tiers import thorough  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -199,8 +200,10 @@ SYNCHRONIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SYNCHRONIZERS)
-@pytest.mark.parametrize("center", ["root", "sharded"])
+@pytest.mark.parametrize(
+    ("name", "center"),
+    [("slowmo", "root"), ("agn", "sharded"), thorough("slowmo", "sharded"), thorough("agn", "root")],
+)
 def test_synchronizers(name: str, center: str) -> None:
     make, stretches = SYNCHRONIZERS[name], [(None,), (0, None), (1, None, 0)]
     lives = lived(make, stretches, center=center)
@@ -219,8 +222,10 @@ def saved(optimizer: Any) -> dict[str, Any]:
     return store
 
 
-@pytest.mark.parametrize("center", ["root", "sharded"])
-@pytest.mark.parametrize("name", ["agn", "diloco_adam"])
+@pytest.mark.parametrize(
+    ("name", "center"),
+    [("agn", "root"), ("diloco_adam", "sharded"), thorough("agn", "sharded"), thorough("diloco_adam", "root")],
+)
 def test_files_hold_what_a_rank_holds_now(name: str, center: str, tmp_path: Any) -> None:
     """By name and by order, as if there had never been other ranks."""
 

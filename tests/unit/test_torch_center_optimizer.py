@@ -93,7 +93,7 @@ def test_a_constructor_that_cannot_be_called_again_is_refused() -> None:
 @pytest.mark.parametrize("common", [{}, {"center": "sharded"}, {"asynchronous": True}], ids=str)
 def test_sparse_adam_is_refused_at_construction(common: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(TypeError, match=r"SparseAdam takes sparse gradients only.*outer_optimizer"):
+    with pytest.raises(TypeError, match=r"SparseAdam takes only sparse gradients.*outer_optimizer"):
         hvdp.AGNOptimizer(
             torch.optim.SparseAdam([parameter]), [("w", parameter)], process_set=LocalCommunicator(), **common
         )

@@ -149,7 +149,9 @@ def test_objects_with_a_state_and_plain_values(tmp_path: Path) -> None:
     for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
         assert torch.equal(resumed.state[parameter]["momentum_buffer"], optimizer.state[expected]["momentum_buffer"])
-    with pytest.raises(ValueError, match=r"rank-0\.npz has no state of `sampler`\. It has those of: scheduler, scaler"):
+    with pytest.raises(
+        ValueError, match=r"rank-0\.npz has no state of `sampler`\. It has states of: scheduler, scaler"
+    ):
         hvdp.load(tmp_path, other, resumed, sampler=scheduler)
     with pytest.raises(RuntimeError, match=r"Training cannot begin from a checkpoint that was not loaded on rank 0: "):
         train(other, resumed, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -168,8 +169,13 @@ def lost_anywhere(
     return losing.lost_anywhere(prepare, lambda workers, **lost: together(workers, work, **lost), ahead)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+@pytest.mark.parametrize(
+    ("center", "ahead"),
+    [
+        *(("replicated", 1), ("root", 0), ("sharded", 1)),
+        *(thorough("replicated", 0), thorough("root", 1), thorough("sharded", 0)),
+    ],
+)
 def test_a_rank_is_lost_in_sync(center: str, ahead: int) -> None:
     """After another one was lost: those that are left go on from what was committed before."""
     committed = {}
@@ -337,9 +343,20 @@ def test_groups_that_are_loaded_before_the_first_sync(everywhere: bool, inside: 
     assert together([resumed] * 4, again) == [expected[rank if everywhere else 0] for rank in range(4)]
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("center", ["replicated", "root", "sharded"])
+FIRST_SYNC = [
+    *(("replicated", False, 0), ("replicated", True, 1), ("root", False, 1), ("root", True, 2)),
+    *(("sharded", False, 2), ("sharded", True, 0)),
+]
+"""Each center with states loaded on the root alone and on every rank; each rank twice as the one that has heard."""
+
+
+@pytest.mark.parametrize(
+    ("center", "everywhere", "ahead"),
+    [
+        case if case in FIRST_SYNC else thorough(*case)
+        for case in itertools.product(("replicated", "root", "sharded"), (False, True), (0, 1, 2))
+    ],
+)
 def test_a_rank_is_lost_in_the_first_sync(center: str, everywhere: bool, ahead: int) -> None:
     """What was loaded before it is loaded still, on the root alone or on every rank.
 

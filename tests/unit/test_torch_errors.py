@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "center device, asynchronous": (
         lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, center_device="cpu", asynchronous=True, **LOCAL),
         ValueError,
-        r"`center_device` is of synchronous exchange.*Received: center_device='cpu', asynchronous=True",
+        r"`center_device` is for synchronous exchange.*Received: center_device='cpu', asynchronous=True",
     ),
     "rate 0": (
         lambda: hvdp.ElasticAverageOptimizer(sgd(LINEAR), LINEAR, moving_rate=0, **LOCAL),
@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "LBFGS on the center": (
         lambda: hvdp.AGNOptimizer(torch.optim.LBFGS(LINEAR.parameters()), LINEAR, **LOCAL),
         TypeError,
-        "LBFGS steps with a closure only",
+        "LBFGS requires a closure, but the center has no loss",
     ),
     "unknown argument": (lambda: hvdp.AGNOptimizer(sgd(LINEAR), LINEAR, interval=3, **LOCAL), TypeError, "'interval'"),
     "no model to export": (lambda: hvdp.center_state_dict(LINEAR, sgd(LINEAR)), TypeError, "Received: Linear, SGD"),

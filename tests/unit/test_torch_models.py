@@ -119,7 +119,7 @@ def fully_shard(model: Any) -> Any:
 
 
 DIVIDED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "FSDP": (fsdp, r"FullyShardedDataParallel makes one flat parameter of many: .* by fully_shard\(\) in its place"),
+    "FSDP": (fsdp, r"FullyShardedDataParallel flattens many parameters into one: use fully_shard\(\) instead"),
 }
 
 
@@ -140,10 +140,12 @@ def test_divided_models_are_refused(case: str) -> None:
 def test_a_model_that_is_divided_comes_as_itself() -> None:
     """Its modules may hold what they have gathered for a forward pass."""
     model = fully_shard(network())
-    with pytest.raises(TypeError, match=r"'0\.weight' is a DTensor, which belongs to a module.*pass the model"):
+    with pytest.raises(
+        TypeError, match=r"'0\.weight' is a DTensor, which its module may have gathered.*pass the module"
+    ):
         wrap(model, list(model.named_parameters()))
     optimizer = wrap(model, model.named_parameters())
-    assert list(optimizer.synchronizer.replica.divided) == [name for name, _ in model.named_parameters()]
+    assert list(optimizer.synchronizer.replica.sharded) == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.usefixtures("process_group")
@@ -151,7 +153,7 @@ def test_files_of_one_rank_hold_no_part_of_a_model(tmp_path: Path) -> None:
     model = fully_shard(network())
     optimizer = wrap(model)
     for write in (hvdp.save, hvdp.load, hvdp.SaveBestCenter):
-        with pytest.raises(ValueError, match=r"every rank has whole.*use torch\.distributed\.checkpoint"):
+        with pytest.raises(ValueError, match=r"the whole model on every rank.*use torch\.distributed\.checkpoint"):
             write(tmp_path / "file", model, optimizer)
 
 

@@ -135,7 +135,7 @@ def test_lbfgs_with_its_many_evaluations(wrap: Wrap) -> None:
     try:
         optimizer = wrap(inner, model)
     except TypeError as error:  # AGN: the center has gradients, but no closure for LBFGS to call
-        assert "LBFGS steps with a closure only" in str(error)  # noqa: PT017
+        assert "LBFGS requires a closure, but the center has no loss" in str(error)  # noqa: PT017
         optimizer = wrap(inner, model, outer_optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
     batch = next(batches())
 

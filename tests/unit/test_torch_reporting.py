@@ -138,7 +138,7 @@ def test_a_copy_has_no_listeners() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     _, optimizer = trained(0)
-    with pytest.raises(TypeError, match=r"A Reporter shows exchanges by a SummaryWriter.*Received: int"):
+    with pytest.raises(TypeError, match=r"A Reporter takes a SummaryWriter.*Received: int"):
         hvdp.Reporter(optimizer, 3)
     with pytest.raises(TypeError, match=r"`optimizer` must be an optimizer or synchronizer.*Received: SGD"):
         hvdp.Reporter(optimizer.inner, print)

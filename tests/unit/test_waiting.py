@@ -119,7 +119,7 @@ def test_who_does_not_come_is_named_and_nobody_else(heard: Heard) -> None:
     assert counts.local_steps == 5
     assert heard.texts[0].startswith("Rank 0 has waited 0.")
     assert (
-        " s in exchange of optimizer 1 at local step 6: rank 2 at local step 5 does not come: it is in "
+        " s in exchange of optimizer 1 at local step 6: rank 2 at local step 5 has not arrived: it is in "
         in (heard.texts[0])
     )
     assert "rank 1" not in heard.texts[0]
@@ -136,7 +136,7 @@ def test_a_rank_that_waits_elsewhere_says_for_what(heard: Heard) -> None:
         assert heard.told.wait(PATIENCE)
         done.set()
         thread.join(PATIENCE)
-    assert "rank 1 at local step 6 does not come: it waits for" in heard.texts[0]
+    assert "rank 1 at local step 6 has not arrived: it waits for" in heard.texts[0]
     assert heard.texts[0].endswith("in center()")
 
 
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_answer_is_named_with_the_step_of_the_last_meeting(
         assert heard.told.wait(PATIENCE)
         done.set()
         thread.join(PATIENCE)
-    assert heard.texts[0].endswith("rank 1 does not answer; it was met last at local step 3")
+    assert heard.texts[0].endswith("rank 1 does not answer; its last handshake was at local step 3")
 
 
 def test_nobody_is_accused_where_all_have_come(heard: Heard) -> None:
@@ -161,7 +161,7 @@ def test_nobody_is_accused_where_all_have_come(heard: Heard) -> None:
         assert heard.told.wait(PATIENCE)
         done.set()
         thread.join(PATIENCE)
-    assert heard.texts[0].endswith("All ranks have come: data are on their way, or the network has stopped")
+    assert heard.texts[0].endswith("All ranks have arrived: data is in transit, or the network has stopped")
 
 
 def test_nobody_is_accused_before_ranks_have_met(heard: Heard) -> None:
@@ -172,7 +172,7 @@ def test_nobody_is_accused_before_ranks_have_met(heard: Heard) -> None:
         assert heard.told.wait(PATIENCE)
         done.set()
         thread.join(PATIENCE)
-    assert "Who has not come is not known" in heard.texts[0]
+    assert "The missing ranks are not known" in heard.texts[0]
     assert "rank 1" not in heard.texts[0]
 
 
@@ -192,7 +192,7 @@ def test_waiting_too_long_is_an_error(heard: Heard) -> None:
         thread, errors = wait_in_thread(first, lambda: False)
         thread.join(PATIENCE)
     assert [type(error) for error in errors] == [TimeoutError]
-    assert "rank 1 at local step 6 does not come" in str(errors[0])
+    assert "rank 1 at local step 6 has not arrived" in str(errors[0])
     assert "longer than timeout_seconds=0.1" in str(errors[0])
     assert not heard.texts, "0 warns never"
 
@@ -256,7 +256,7 @@ def test_who_holds_the_others_up_is_given_up_under_elastic_horovod(
         for thread in threads:
             thread.join(PATIENCE)
     assert errors == ([], [])
-    assert "This rank tells rank 1 to end; the others go on" in heard.texts[0]
+    assert "This rank tells rank 1 to end; the others continue" in heard.texts[0]
 
 
 def test_who_comes_late_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 
-def is_divided(value: object) -> bool:
+def is_sharded(value: object) -> bool:
     """Return whether this is a DTensor, without importing ``torch.distributed.tensor``."""
     return isinstance(value, torch.Tensor) and hasattr(type(value), "device_mesh")
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor, in the same memory; the tensor itself unless it is sharded."""
-    if not is_divided(tensor):
+    if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         shard: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return shard
 
 
-def as_divided(shard: torch.Tensor, like: Any) -> torch.Tensor:
+def as_sharded(shard: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a shard as part of a tensor that is sharded like another one, on whichever device the shard is."""
     from torch.distributed.tensor import DTensor
 
@@ -34,20 +34,20 @@ def as_divided(shard: torch.Tensor, like: Any) -> torch.Tensor:
     )
 
 
-def facts_of(divided: Mapping[str, Any]) -> dict[str, object]:
+def facts_of(sharded: Mapping[str, Any]) -> dict[str, object]:
     """Return the facts on which exchanging ranks must agree: their positions in their islands, and their shards.
 
     Args:
-        divided: tensors by name.
+        sharded: tensors by name.
     """
-    places = sorted({str(list(tensor.device_mesh.get_coordinate())) for tensor in divided.values()})
+    places = sorted({str(list(tensor.device_mesh.get_coordinate())) for tensor in sharded.values()})
     if not places:
         return {}
     facts: dict[str, object] = {
-        "their places in islands, which hold different shards (let `process_set` be the ranks of the same place in "
-        "all islands)": " and ".join(places)
+        "their positions in islands, which hold different shards (`process_set` must be the ranks with the same "
+        "position in all islands)": " and ".join(places)
     }
-    for name, tensor in divided.items():
+    for name, tensor in sharded.items():
         placements, mesh = ", ".join(map(repr, tensor.placements)), list(tensor.device_mesh.shape)
         facts[f"the shards of {name!r}, an uneven sharding across islands"] = (
             f"{list(shard_of(tensor).shape)} of {list(tensor.shape)} by {placements} over a mesh of {mesh}"
@@ -55,14 +55,14 @@ def facts_of(divided: Mapping[str, Any]) -> dict[str, object]:
     return facts
 
 
-def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
+def check_sharded(sharded: Mapping[str, Any], exchanged: Sequence[torch.Tensor]) -> None:
     """Raise a ValueError for parameters whose shards cannot be exchanged.
 
     Args:
-        divided: tensors by name.
+        sharded: tensors by name.
         exchanged: all exchanged tensors, sharded or not.
     """
-    for name, tensor in divided.items():
+    for name, tensor in sharded.items():
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name!r} is a sum that ranks have not formed yet: {tensor.placements}. Redistribute it")
         if not shard_of(tensor).is_contiguous():
@@ -70,33 +70,33 @@ def check_divided(divided: Mapping[str, Any], exchanged: Sequence[torch.Tensor])
 
     if not any(shard_of(tensor).numel() for tensor in exchanged):
         raise ValueError(
-            "This rank has no element of any parameter: divide the model between fewer ranks. Received: "
+            "This rank owns no parameter elements: shard the model over fewer ranks. Received: "
             f"{len(exchanged)} parameters, the largest of {max(tensor.numel() for tensor in exchanged)} elements"
         )
 
 
-def require_whole(divided: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a sharded model, of which the file of one rank would hold only a part."""
-    if divided:
+def require_whole(sharded: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a sharded model: the file of one rank would hold only a part of it."""
+    if sharded:
         raise ValueError(
-            "save(), load() and SaveBestCenter are for models that every rank has whole, and this one is divided "
-            "between ranks: use torch.distributed.checkpoint, in every island for itself, for model, "
-            "optimizer.inner and optimizer.synchronizer.state_dict(); or for center_state_dict()"
+            "save(), load() and SaveBestCenter need the whole model on every rank, but this one is sharded: use "
+            "torch.distributed.checkpoint within each island, for model, optimizer.inner and "
+            "optimizer.synchronizer.state_dict(); or for center_state_dict()"
         )
 
 
-def check_possible(divided: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
+def check_possible(sharded: Mapping[str, Any], refused: Mapping[str, bool]) -> None:
     """Raise a ValueError for options that are impossible with sharded parameters.
 
     Args:
-        divided: tensors by name.
+        sharded: tensors by name.
         refused: whether the user has asked for each such option, by readable name.
     """
     asked = [what for what, here in refused.items() if here]
-    if divided and asked:
+    if sharded and asked:
         raise ValueError(
-            f"The parameters are divided between ranks (DTensors, such as {next(iter(divided))!r}), which have to "
-            f"exchange at the same steps and alike. That does not go with {asked[0]}"
+            f"The parameters are sharded (DTensors, such as {next(iter(sharded))!r}), so that all ranks must exchange "
+            f"at the same steps and in the same way. This rules out {asked[0]}"
         )
 
 
@@ -113,4 +113,4 @@ def shards_in(state: Any) -> Any:
         return {key: shards_in(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
         return type(state)(shards_in(value) for value in state)
-    return shard_of(state) if is_divided(state) else state
+    return shard_of(state) if is_sharded(state) else state
