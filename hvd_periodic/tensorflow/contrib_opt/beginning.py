@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch, control_flow_v1, value_of
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter, can_be_sent
 from hvd_periodic.tensorflow.contrib_opt.session_start import begin_in_graph, digest_of
+from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import on_host
 from hvd_periodic.tensorflow.store import layout_of
@@ -62,15 +63,21 @@ class Start:
 
     Args:
         synchronizer: knows the other ranks.
+        turn: waits until all ranks begin with this optimizer.
         getter: knows the replicas, and what belongs to optimizers.
         own: the variables of this optimizer.
         first: whether it is the first step.
     """
 
     def __init__(
-        self, synchronizer: VariableSynchronizer, getter: CustomGetter, own: Sequence[Any], first: FirstStep
+        self,
+        synchronizer: VariableSynchronizer,
+        turn: SessionTurn,
+        getter: CustomGetter,
+        own: Sequence[Any],
+        first: FirstStep,
     ) -> None:
-        self._synchronizer = synchronizer
+        self._synchronizer, self._turn = synchronizer, turn
         self._getter = getter
         self._first = first
         found = [variable for variable in getter.found() if not getter.is_anothers(variable)]
@@ -101,7 +108,7 @@ class Start:
                 [value_of(variable) for variable in compared],
                 lambda: [True] * len(self._parameters) + [not getter.is_anothers(v) for v in self._frozen],
             )
-            found = begin_in_graph(synchronizer, center, replica)
+            found = begin_in_graph(synchronizer, self._turn, center, replica)
             given = tf.cond(found.given, branch(self._give), _nothing)
             with tf.control_dependencies([given]):
                 centered = tf.cond(found.anew, branch(start_centers), _nothing)

@@ -34,6 +34,7 @@ from hvd_periodic.tensorflow.contrib_opt.saver import saver_of_centers
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
+from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.store import ArrayStore
@@ -133,6 +134,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._synchronizers.append(synchronizer)
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
+        turn = SessionTurns.of(synchronizer.membership)
         self._initialization.begin_within(synchronizer.membership.together, prefix, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
@@ -141,10 +143,11 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             if self._adopts:
                 initialize_with(found, [*made, *self._counters.made])
             with tf.control_dependencies(self._counters.check):
-                waited, updated = self._update(synchronizer, pairs)
+                waited, updated = self._update(synchronizer, turn, pairs)
             with tf.compat.v1.name_scope(name or self._name):
                 end = StepEnd(
                     synchronizer,
+                    turn,
                     global_step,
                     not self._adopts,
                     self._before_exchange,
@@ -165,7 +168,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             self._center_optimizer.create([self._getter.centers[variable.ref()] for variable in trained])
             belongs_to_optimizer(*self._center_optimizer.variables())
 
-    def _update(self, synchronizer: VariableSynchronizer, pairs: Pairs) -> tuple[list[Any], Any]:
+    def _update(self, synchronizer: VariableSynchronizer, turn: SessionTurn, pairs: Pairs) -> tuple[list[Any], Any]:
         """Return what has to have happened before a local step is counted, and whether that is one with an update.
 
         Without a hook that starts all ranks alike, the first step does: one whose gradients are of other values than it
@@ -179,7 +182,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             return update(), True
         own = [*self.variables(), *self._getter.made(), *self._counters.made]
         with tf.control_dependencies([gradient for gradient, _ in with_gradient(pairs)]), control_flow_v1():
-            start = Start(synchronizer, self._getter, own, self._counters.first)
+            start = Start(synchronizer, turn, self._getter, own, self._counters.first)
             replaced = start.replaced(lambda: self._initialization.start_centers(trained_by(pairs)))
             with tf.control_dependencies([replaced]):
                 done = tf.cond(replaced, lambda: tf.constant(False), branch(update))

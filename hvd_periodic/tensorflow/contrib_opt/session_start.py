@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.startup import Standing, Start, decide, replaces
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
+from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 
 logger = logging.getLogger("hvd_periodic")
@@ -34,16 +35,23 @@ class Beginning:
     replaced: tf.Tensor
 
 
-def begin_in_graph(synchronizer: VariableSynchronizer, center: tf.Tensor, replica: tf.Tensor) -> Beginning:
+def begin_in_graph(
+    synchronizer: VariableSynchronizer, turn: SessionTurn, center: tf.Tensor, replica: tf.Tensor
+) -> Beginning:
     """Find out on all ranks who has what, as :meth:`ReplicaSynchronizer.begin`, when the graph of a session runs.
 
     State that was loaded shows by its local steps.
 
     Args:
         synchronizer: of the exchanges.
+        turn: waits until all ranks begin with this one.
         center: a number that is the same where the centers are, which may have been loaded.
         replica: a number that is the same where the values are that gradients are of.
     """
+
+    def begin_in_turn(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
+        with turn.turn():
+            return begin(center, replica)
 
     def begin(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
         synchronizer.meeting.meet(Purpose.START)
@@ -60,7 +68,7 @@ def begin_in_graph(synchronizer: VariableSynchronizer, center: tf.Tensor, replic
         return [np.array(_decide(synchronizer, standings))]
 
     stores = [synchronizer.ledger.store()]
-    (decided,), _ = python_call(begin, synchronizer.replica.values, stores, [center, replica], [tf.bool])
+    (decided,), _ = python_call(begin_in_turn, synchronizer.replica.values, stores, [center, replica], [tf.bool])
     anew, given, replaced = tf.unstack(tf.ensure_shape(decided, [3]))
     return Beginning(anew, given, replaced)
 

@@ -14,7 +14,7 @@ from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, contr
 from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
-from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurns
+from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
@@ -26,6 +26,7 @@ class StepEnd:
 
     Args:
         synchronizer: counts and exchanges.
+        turn: waits until all ranks exchange with this optimizer.
         global_step: incremented by one, if there is one.
         counts_rounds: whether at every exchange, as in ``tf.contrib.opt``; otherwise at every local step: a Horovod
             script knows steps, not rounds.
@@ -36,13 +37,14 @@ class StepEnd:
     def __init__(
         self,
         synchronizer: VariableSynchronizer,
+        turn: SessionTurn,
         global_step: Any,
         counts_rounds: bool,
         before_exchange: Callable[[Sequence[Any]], Assigned],
         start_centers: Callable[[], Assigned],
     ) -> None:
         self._synchronizer = synchronizer
-        self._turns = SessionTurns.of(synchronizer.membership)
+        self._turn = turn
         outer = synchronizer.exchanged.outer
         self._outer = outer if isinstance(outer, GraphOuterOptimizer) and outer.is_in_session else None
         self._global_step = global_step
@@ -114,7 +116,7 @@ class StepEnd:
         def in_turn(*values: np.ndarray) -> None:
             if self._outer is not None:
                 self._outer.given = values
-            with self._turns.turn():
+            with self._turn.turn():
                 run()
 
         _, assigned = python_call(in_turn, self._synchronizer.replica.values, self._stores(), list(given.values()))

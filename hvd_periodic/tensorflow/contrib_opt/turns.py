@@ -25,6 +25,9 @@ class SessionTurns:
 
     Args:
         communicator: the ranks.
+
+    Attributes:
+        constructed: how many optimizers of these ranks there have been; a single one asks nobody.
     """
 
     _of_ranks: ClassVar[dict[tuple[int, ...], SessionTurns]] = {}
@@ -34,14 +37,14 @@ class SessionTurns:
         self._condition = Condition()
         self._busy = False
         self._done: dict[int, int] = {}
-        self._constructed = 0
+        self.constructed = 0
 
     @classmethod
     def of(cls, membership: Membership) -> SessionTurn:
         """Return the turns of an optimizer among those of the same ranks."""
         ranks = membership.communicator.global_ranks
         turns = cls._of_ranks.setdefault(tuple(ranks), cls(membership.communicator))
-        turns._constructed += 1
+        turns.constructed += 1
         return SessionTurn(turns, membership.number)
 
     def begin(self, number: int) -> None:
@@ -50,7 +53,7 @@ class SessionTurns:
             with self._condition:
                 self._condition.wait_for(lambda: not self._busy)
                 self._busy = True
-            if self._constructed == 1 or self._communicator.size == 1:
+            if self.constructed == 1 or self._communicator.size == 1:
                 return
             numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
             first = int(min(numbers))
