@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,13 +82,17 @@ def write_content(path: Path, content: Content) -> tuple[int, str]:
     return write_whole(path, write)
 
 
+_PARSING = threading.Lock()
+"""numpy parses the headers of arrays as literals, at which CPython 3.11 may fail in two threads at once (gh-106905)."""
+
+
 def read_content(path: Path) -> Content:
     """Return the content that was passed to :func:`write_content`.
 
     Raises:
         ValueError: another kind of file, or a file that contains a pickle, which is not loaded; names it.
     """
-    with open_regular(path) as file, naming(path), zipfile.ZipFile(file) as archive:
+    with _PARSING, open_regular(path) as file, naming(path), zipfile.ZipFile(file) as archive:
         size = os.fstat(file.fileno()).st_size
         arrays = {
             entry.filename.removesuffix(".npy"): _read_array(archive, entry, size) for entry in archive.infolist()

@@ -128,7 +128,7 @@ def _check_levels(inside: Any, overlap: int | str) -> None:
     inner = 0 if level is None else level.plan.options["overlap"]
     if level is not None and not overlap == inner == 0:
         raise ValueError(
-            "`overlap` needs a single level: an exchange of one would travel while the other moves the replica. "
+            "`overlap` needs a single level: an exchange of one would be in flight while the other moves the replica. "
             f"Received: overlap={overlap!r} around an optimizer with overlap={inner!r}"
         )
 
