@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -111,15 +112,16 @@ class StepEnd:
 
     def _call(self, run: Callable[[], object]) -> Assigned:
         """Return what assigns what Python makes of all variables of an exchange."""
+        synchronizer = self._synchronizer
         given = {} if self._outer is None else self._outer.in_session()
 
         def in_turn(*values: np.ndarray) -> None:
             if self._outer is not None:
                 self._outer.given = values
-            with self._turn.turn():
+            with self._turn.turn() if synchronizer.course.steps_agree else nullcontext():
                 run()
 
-        _, assigned = python_call(in_turn, self._synchronizer.replica.values, self._stores(), list(given.values()))
+        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(given.values()))
         return assigned
 
     def _stores(self) -> list[Store[Any]]:
