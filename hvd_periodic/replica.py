@@ -147,3 +147,6 @@ class Replica(Protocol, Generic[V]):
 
     def load(self, store: Store[V], tensors: dict[str, Any]) -> None:
         """Copy tensors by name into a store."""
+
+
+rename_members(Replica, new_resting_store="new_offloaded_store", resting="offload")

@@ -109,18 +109,44 @@ class RenamedAttribute:
         warn_old(f"`{type(instance).__name__}.{self._old}`", f"`.{self.new}`", 3)
 
 
-def rename_members(owner: type, **names: str) -> None:
-    """Give a subclass the new names of the members that it defines under their old names, with a warning.
+class RenamedMember(RenamedAttribute):
+    """A member of a class, as that class or its bases have it, under its old name, which warns.
 
     Args:
-        owner: the subclass, in ``__init_subclass__`` of its base.
-        names: the new names, by the old ones; those of each :class:`RenamedAttribute` of the base are known.
+        owner: the class, so that ``super()`` finds the member of a base.
+        new: its name.
+    """
+
+    def __init__(self, owner: type, new: str) -> None:
+        super().__init__(new)
+        self._owner = owner
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        self._warn(instance)
+        if self.new in vars(instance):
+            return vars(instance)[self.new]
+        found = next(vars(base)[self.new] for base in self._owner.__mro__ if self.new in vars(base))
+        return found.__get__(instance, owner) if hasattr(found, "__get__") else found
+
+
+def rename_members(owner: type, **names: str) -> None:
+    """Give a class the new names of members that it, or a mixin, defines under their old names, with a warning.
+
+    The old names can be read, called, set and found by ``super()``, with a warning, too.
+
+    Args:
+        owner: a subclass, in ``__init_subclass__`` of its base; or the base, once it is made.
+        names: the new names, by the old ones.
 
     Example:
         >>> class Base:
+        ...     size = 2
         ...     def __init_subclass__(cls, **kwargs):
         ...         super().__init_subclass__(**kwargs)
         ...         rename_members(cls, length="size")
+        >>> rename_members(Base, length="size")
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     class Setup(Base):
@@ -128,10 +154,16 @@ def rename_members(owner: type, **names: str) -> None:
         ...     print(Setup.size, caught[0].message)
         3 `Setup.length` is a spelling of version 0.1 and ends with the next version: write `size`
     """
-    inherited = [attribute for base in owner.__mro__[1:] for attribute in vars(base).items()]
-    names |= {old: attribute.new for old, attribute in inherited if isinstance(attribute, RenamedAttribute)}
     for old, new in names.items():
-        if old in vars(owner):
-            warn_old(f"`{owner.__name__}.{old}`", f"`{new}`", 4)  # Its metaclass is a frame, too.
-            setattr(owner, new, vars(owner)[old])
-            delattr(owner, old)
+        for base in owner.__mro__:
+            if old in vars(base) and not isinstance(vars(base)[old], RenamedMember):
+                warn_old(f"`{base.__name__}.{old}`", f"`{new}`", 4)  # Its metaclass is a frame, too.
+                setattr(owner, new, vars(base)[old])
+                if old in vars(base).get("__annotations__", {}):  # of a dataclass
+                    kinds = base.__annotations__
+                    base.__annotations__ = {new if name == old else name: kind for name, kind in kinds.items()}
+            if new in vars(base) or old in vars(base):
+                break
+        alias = RenamedMember(owner, new)
+        alias.__set_name__(owner, old)
+        setattr(owner, old, alias)

@@ -80,14 +80,7 @@ class Algorithm(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        rename_members(
-            cls,
-            spent="consumed_state",
-            keeps_error="uses_error_feedback",
-            closes="contraction",
-            one_by_one="asynchronous_variant",
-            hand_out="publish",
-        )
+        rename_members(cls, **_FORMER)
 
     @property
     def uses_gradients(self) -> bool:
@@ -223,3 +216,15 @@ class Algorithm(ABC):
             out: a vector of this size for intermediate results, if there is one; it may hold ``pulled``.
         """
         return space.axpy(1.0, space.sub(pulled, snapshot, out=out), x)
+
+
+_FORMER = {
+    "spent": "consumed_state",
+    "keeps_error": "uses_error_feedback",
+    "closes": "contraction",
+    "one_by_one": "asynchronous_variant",
+    "hand_out": "publish",
+}
+"""Names of version 0.1."""
+
+rename_members(Algorithm, **_FORMER)

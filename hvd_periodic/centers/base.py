@@ -91,6 +91,9 @@ class Placement(ABC):
         return saved
 
 
+rename_members(Placement, bytes_to_hand_out="bytes_to_publish")
+
+
 def reduced(communicator: Communicator, buffer: Any, name: str, op: str, root: int) -> Callable[[], Any]:
     """Start to reduce a buffer over all ranks, or broadcast that of the root."""
     if op != "root":

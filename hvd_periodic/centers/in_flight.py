@@ -44,6 +44,7 @@ class InFlightExchange(Generic[V]):
         """Send all messages; return this exchange."""
         for bucket in self.fragment.buckets:
             pending, sent = self.group.begin(bucket, self.communicator, self.exchange, self.prefix)
+            pending.forget_replica()
             self.pending.append(pending)
             self.sent += sent
         return self

@@ -44,7 +44,7 @@ class ExchangeMethod:
     costs: Method
 
     def of(self, job: Job, period: int) -> Job:
-        """Return a job that exchanges this method."""
+        """Return a job that exchanges by this method."""
         return with_period(replace(job, period=2, overlap=int(self.overlaps), wire=self.wire), period)
 
 

@@ -155,7 +155,7 @@ def _stated(arguments: argparse.Namespace) -> tuple[int, Network]:
 def _measured(
     algorithms: list[choice_parser.Choice], wires: list[choice_parser.Choice]
 ) -> tuple[int, Network, list[ExchangeMethod], bool]:
-    """Return workers, network and methods to exchange of this job, and whether this process prints. Collective."""
+    """Return workers, network and exchange methods of this job, and whether this process prints. Collective."""
     job = ranks.job()
     workers, root = job.communicator.size, job.communicator.rank == 0
     if workers == 1:

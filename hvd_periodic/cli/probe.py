@@ -120,7 +120,7 @@ def asynchronous() -> dict[str, Any] | None:
 
 
 def _world() -> int | None:
-    """Return the number of ranks that mpi4py sees; None: it is not software_checks."""
+    """Return the number of ranks that mpi4py sees; None: it is not installed."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):

@@ -16,7 +16,7 @@ from hvd_periodic.comm.collective_tracker import CollectiveTracker, NullTracker
 from hvd_periodic.comm.collectives import Collectives
 from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, unpack_records
 from hvd_periodic.comm.transports import LONG, Messages, SharedMemory
-from hvd_periodic.spellings import RenamedAttribute, rename_members
+from hvd_periodic.spellings import rename_members
 
 T = TypeVar("T")
 
@@ -46,24 +46,9 @@ class Communicator(Collectives):
     """Tracker of this rank's collectives, which the stall monitor reads; it records nothing if ranks are not
     processes."""
 
-    encloses = RenamedAttribute("piggyback_limit_bytes")
-    waits_busily = RenamedAttribute("busy_waits")
-    meeting_name = RenamedAttribute("handshake_name")
-    attendance = RenamedAttribute("tracker")
-    introduction = RenamedAttribute("address")
-    meets_with = RenamedAttribute("handshake_group")
-    among = RenamedAttribute("select")
-    anew = RenamedAttribute("rebuild")
-    repeated = RenamedAttribute("tile")
-    larger = RenamedAttribute("maximum")
-    pass_object = RenamedAttribute("send_object")
-    assembly = RenamedAttribute("begin_idle_barrier")
-    assemble = RenamedAttribute("idle_barrier")
-    lost = RenamedAttribute("dead_ranks")
-
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        rename_members(cls)
+        rename_members(cls, **_FORMER)
 
     # The handshake, and names
 
@@ -251,6 +236,27 @@ class Communicator(Collectives):
     def channel(self) -> object:
         """Carrier of idle barriers: the same object for all communicators of the same ranks."""
         return self
+
+
+_FORMER = {
+    "encloses": "piggyback_limit_bytes",
+    "waits_busily": "busy_waits",
+    "meeting_name": "handshake_name",
+    "attendance": "tracker",
+    "introduction": "address",
+    "meets_with": "handshake_group",
+    "among": "select",
+    "anew": "rebuild",
+    "repeated": "tile",
+    "larger": "maximum",
+    "pass_object": "send_object",
+    "assembly": "begin_idle_barrier",
+    "assemble": "idle_barrier",
+    "lost": "dead_ranks",
+}
+"""Names of version 0.1."""
+
+rename_members(Communicator, **_FORMER)
 
 
 def common_barrier(ids: Sequence[int]) -> int:

@@ -138,27 +138,6 @@ def unpack_records(gathered: Sequence[int] | np.ndarray) -> tuple[list[Record], 
     return records, piggybacks
 
 
-def records_of(gathered: Sequence[int] | np.ndarray) -> list[Record]:
-    """Return the records of all ranks, given all their integers, concatenated."""
-    return unpack_records(gathered)[0]
-
-
-def float_bits(value: float | None) -> int:
-    """Return a float as the integer with the same 64 bits; None as NaN.
-
-    Example:
-        >>> float_bits(1.0), float_from_bits(float_bits(0.1)), float_from_bits(float_bits(None))
-        (4607182418800017408, 0.1, None)
-    """
-    return int(struct.unpack("<q", struct.pack("<d", math.nan if value is None else value))[0])
-
-
-def float_from_bits(integer: int) -> float | None:
-    """Return the float with these 64 bits; None for NaN."""
-    value = float(struct.unpack("<d", struct.pack("<q", integer))[0])
-    return None if math.isnan(value) else value
-
-
 def leading(records: Sequence[Record]) -> Record:
     """Return the record of the rank whose learning rates count: the one with the most updates, the first of several.
 

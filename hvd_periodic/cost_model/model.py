@@ -122,9 +122,9 @@ class Network:
     def __post_init__(self) -> None:
         require_costs(message=self.message, byte=self.byte)
 
-    def seconds(self, workers: int, nbytes: float, wire: Wire = Compression.none, overlapped: bool = False) -> float:
+    def seconds(self, workers: int, nbytes: float, wire: Wire = Compression.none, lasting: bool = False) -> float:
         """Return W: the seconds until all workers have the sums of ``nbytes`` bytes of float32."""
-        messages, sent = wire.traffic(workers, nbytes, overlapped)
+        messages, sent = wire.traffic(workers, nbytes, lasting)
         return messages * self.message + sent * self.byte
 
 
@@ -182,9 +182,9 @@ def seconds_per_step(job: Job, method: Method, network: Network) -> float:
         >>> round(seconds_per_step(replace(job, overlap=9), method, network), 4)
         0.049
     """
-    nbytes, tensors, overlapped = job.nbytes / job.fragments, job.tensors / job.fragments, job.overlap > 0
-    wire = network.seconds(job.workers, nbytes, job.wire, overlapped)
-    decoded = job.wire.decoded(job.workers, nbytes, overlapped)
+    nbytes, tensors, lasting = job.nbytes / job.fragments, job.tensors / job.fragments, job.overlap > 0
+    wire = network.seconds(job.workers, nbytes, job.wire, lasting)
+    decoded = job.wire.decoded(job.workers, nbytes, lasting)
     waiting = job.spread * sqrt(job.period / job.fragments) * expected_largest(job.workers)
     if job.overlap:
         hidden = max(0.0, wire + waiting - job.overlap * job.step)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hvd_periodic.spellings import RenamedAttribute
+
 logger = logging.getLogger("hvd_periodic")
 
 Facts = Mapping[str, object]
@@ -172,6 +174,8 @@ class Journal:
     def wants_distance(self) -> bool:
         """Whether any listener wants distances."""
         return any(listener.wants_distance for listener in self.listeners)
+
+    measured = RenamedAttribute("measure_distance")
 
     def measure_distance(self, distance: Callable[[], float]) -> float | None:
         """Return a distance, or None if no listener wants it or measuring has taken too much of the time so far."""

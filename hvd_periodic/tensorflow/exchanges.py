@@ -94,7 +94,7 @@ class Exchanges:
         plan, options, connection = self.plan, self.plan.options, self.connection
         replica = VariableReplica(named, self._new_variable, forget_variable=self._forget_variable)
         ranks, root = connection.communicator, 0
-        sums = as_wire(options["compression"]).forms_sums(ranks, overlapped=False)
+        sums = as_wire(options["compression"]).forms_sums(ranks, False)
         if plan.asynchronous or options["center"] != "replicated" or sums:
             ranks = connection.ranks_of_file()  # What this rank holds of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])

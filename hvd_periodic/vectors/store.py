@@ -41,6 +41,9 @@ class Store(Protocol[V]):
         """Return the tensors, in the order and with the shapes of the layout; views if the store is flat."""
 
 
+rename_members(Store, away="offloaded")
+
+
 class FlatStore(Store[V]):
     """A store that owns its memory: one flat array per arena; buckets and tensors are views of it.
 

@@ -93,11 +93,11 @@ class Wire(ABC):
     def check(self, communicator: Communicator, place: str) -> None:
         """Raise a ValueError if messages to a center with this placement cannot travel in this encoding."""
 
-    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return whether every rank sums a part of all messages and sends the sum to the others."""
         return False
 
-    def traffic(self, workers: int, nbytes: float, overlapped: bool = False) -> tuple[float, float]:
+    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
         """Return the number of consecutive messages, and the bytes that each worker sends, until all have the sum.
 
         For b bytes and n workers: 2 (n − 1) messages and 2 (n − 1) / n · b bytes, the minimum for an all-reduce.
@@ -106,7 +106,7 @@ class Wire(ABC):
         Args:
             workers: n.
             nbytes: bytes of the message in float32, before encoding.
-            overlapped: local steps continue while messages are in flight.
+            lasting: local steps continue while messages are in flight.
 
         Example:
             >>> from hvd_periodic.wires import Plain, TopK
@@ -116,7 +116,7 @@ class Wire(ABC):
         others = workers - 1
         return 2 * others, 2 * others / workers * nbytes
 
-    def decoded(self, workers: int, nbytes: float, overlapped: bool = False) -> float:
+    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
         """Return the bytes of float32 that each worker decodes, if they grow with the number of workers; otherwise 0.
 
         Example:

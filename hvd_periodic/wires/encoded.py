@@ -54,20 +54,20 @@ class Encoded(Wire):
                 f"compression={self!r}, center={place!r}"
             )
 
-    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return True if there are two hops."""
-        return not (overlapped or self.sparse)
+        return not (lasting or self.sparse)
 
-    def traffic(self, workers: int, nbytes: float, overlapped: bool = False) -> tuple[float, float]:
+    def traffic(self, workers: int, nbytes: float, lasting: bool = False) -> tuple[float, float]:
         """Return the traffic of one hop, with every message to all others; or of two, each with one n-th of that."""
         others, encoded = workers - 1, nbytes * _encoded_fraction(self)
-        if overlapped or self.sparse:
+        if lasting or self.sparse:
             return others, others * encoded
         return 2 * others, 2 * others / workers * encoded
 
-    def decoded(self, workers: int, nbytes: float, overlapped: bool = False) -> float:
+    def decoded(self, workers: int, nbytes: float, lasting: bool = False) -> float:
         """Return the bytes for one hop, in which every rank decodes every message; 0 for two hops."""
-        return workers * nbytes if overlapped or self.sparse else 0.0
+        return workers * nbytes if lasting or self.sparse else 0.0
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Start the first hop; waiting for the sum runs the second one."""

@@ -55,29 +55,29 @@ class Half(Encoded):
         if self.kind not in communicator.sums:
             super().check(communicator, place)
 
-    def forms_sums(self, communicator: Communicator, overlapped: bool) -> bool:
+    def forms_sums(self, communicator: Communicator, lasting: bool) -> bool:
         """Return False if the collective itself sums."""
-        return self.kind not in communicator.sums and super().forms_sums(communicator, overlapped)
+        return self.kind not in communicator.sums and super().forms_sums(communicator, lasting)
 
     def traffic(
-        self, workers: int, nbytes: float, overlapped: bool = False, sums: Collection[str] = _SUMS
+        self, workers: int, nbytes: float, lasting: bool = False, sums: Collection[str] = _SUMS
     ) -> tuple[float, float]:
         """Return the traffic of a sum of half the bytes if the collective itself sums; otherwise of encoded messages.
 
         Args:
             workers: as in :meth:`Wire.traffic`.
             nbytes: likewise.
-            overlapped: likewise.
+            lasting: likewise.
             sums: 16-bit types that collectives sum, as in :class:`~hvd_periodic.comm.Communicator`. Default: those of
                 Horovod.
         """
         if self.kind in sums:
-            return Wire.traffic(self, workers, nbytes / 2, overlapped)
-        return super().traffic(workers, nbytes, overlapped)
+            return Wire.traffic(self, workers, nbytes / 2, lasting)
+        return super().traffic(workers, nbytes, lasting)
 
-    def decoded(self, workers: int, nbytes: float, overlapped: bool = False, sums: Collection[str] = _SUMS) -> float:
+    def decoded(self, workers: int, nbytes: float, lasting: bool = False, sums: Collection[str] = _SUMS) -> float:
         """Return 0 if the collective itself sums, otherwise as :class:`Encoded`; arguments as in :meth:`traffic`."""
-        return 0.0 if self.kind in sums else super().decoded(workers, nbytes, overlapped)
+        return 0.0 if self.kind in sums else super().decoded(workers, nbytes, lasting)
 
     def start(self, link: Link[V], message: V) -> Sent[V]:
         """Reduce in 16 bits, or as bytes."""

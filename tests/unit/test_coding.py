@@ -83,7 +83,7 @@ def test_payloads_of_pytorch_are_those_of_numpy(length: int) -> None:
     rows[0, :: 7 if length > 7 else 2] = 0
     for wire in LOSSY:
         assert isinstance(wire, Encoded)
-        for array in (rows[:1], rows) if wire.forms_sums(LocalCommunicator(), overlapped=False) else (rows[1:],):
+        for array in (rows[:1], rows) if wire.forms_sums(LocalCommunicator(), lasting=False) else (rows[1:],):
             here, there = (
                 np.asarray(wire.encode(coding, values))
                 for coding, values in ((Coding(), array), (TensorCoding(), torch.from_numpy(array)))

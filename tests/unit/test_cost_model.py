@@ -55,7 +55,7 @@ def ring(workers: int, nbytes: int) -> tuple[int, int]:
 def test_a_sum_travels_as_in_a_ring(workers: int) -> None:
     assert Plain().traffic(workers, 2400) == ring(workers, 2400)
     assert Half("f2").traffic(workers, 2400) == ring(workers, 1200)
-    assert Half("f2").traffic(workers, 2400, overlapped=True) == ring(workers, 1200)
+    assert Half("f2").traffic(workers, 2400, lasting=True) == ring(workers, 1200)
 
 
 def test_sixteen_bits_that_no_collective_sums_travel_encoded() -> None:
@@ -110,8 +110,8 @@ def test_decoded_bytes_are_those_that_grow_with_the_number_of_workers(wire: Enco
     fixed = elements if wire.sparse else (3 + 1 / workers) * elements
     for found in counted:
         assert 4 * (found - fixed) == pytest.approx(wire.decoded(workers, 4 * elements), abs=1e-3 * elements)
-    assert Plain().decoded(workers, 1.0) == Half("f2").decoded(workers, 1.0, overlapped=True) == 0.0
-    assert Half("bf2").decoded(workers, 1.0, overlapped=True) == workers
+    assert Plain().decoded(workers, 1.0) == Half("f2").decoded(workers, 1.0, lasting=True) == 0.0
+    assert Half("bf2").decoded(workers, 1.0, lasting=True) == workers
 
 
 def test_the_slowest_of_many() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator
-from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, records_of
+from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, unpack_records
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
 from hvd_periodic.sync.startup import Moment, Standing, Start, decide
 from tests.helpers import errors, run_ranks
@@ -19,7 +19,7 @@ OLD = Standing(True, 40, (40, 50), "run", "center", "replica")
 
 def test_records_travel_as_integers() -> None:
     records = [Record(Purpose.EXCHANGE, 3, 0, 7, 2**55, 40, 39, 10, 10), Record(Purpose.LEAVE, 3)]
-    assert records_of([value for record in records for value in integers(record)]) == records
+    assert unpack_records([value for record in records for value in integers(record)])[0] == records
 
 
 def test_ranks_of_a_group_are_named_as_the_job_numbers_them() -> None:

@@ -55,7 +55,11 @@ class SessionTurns:
                 self._busy = True
             if self.constructed == 1 or self._communicator.size == 1:
                 return
-            numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
+            try:
+                numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
+            except Exception:
+                self.end(number)
+                raise
             first = int(min(numbers))
             if int(max(numbers)) == first:
                 return
