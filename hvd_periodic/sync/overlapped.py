@@ -105,6 +105,7 @@ class Overlapped(Synchronous[V]):
             with failing(setting.meeting, self._begun), range_of(self, "arrive"):
                 for part in self._under_way:
                     part.wait_and_update_center()
+                self._constrain()
         except Exception:
             self._uncount()
             raise
@@ -137,6 +138,7 @@ class Overlapped(Synchronous[V]):
                 raise RuntimeError(misfit)
             for part in self._under_way:
                 part.apply_to_replica(setting.ledger.local_steps > self._begun)
+            self._constrain()
         self._forget()
         setting.meeting.have_exchanged()
         setting.ledger.add(exchange_seconds=time.perf_counter() - started)
@@ -197,6 +199,11 @@ class Overlapped(Synchronous[V]):
                 )
                 for i, exchange in saved["fragments"]
             ]
+
+    def _constrain(self) -> None:
+        """Do so once nothing is in flight: messages are of the center as it is."""
+        if not any(part.pending for part in self._under_way):
+            super()._constrain()
 
     def _followed(self, settings: Any) -> Any:
         """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""

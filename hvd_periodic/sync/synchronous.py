@@ -146,7 +146,7 @@ class Synchronous(Course[V]):
                 start_again(self.tensor_groups, setting, not_finite if left_out else None)
             if takes_place:
                 sent += self._run(agreed, due)
-                setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
+                self._constrain()
                 if setting.audit_every and (ledger.rounds + 1) % setting.audit_every == 0:
                     self.tensor_groups.audit()
         counters = ledger.counters
@@ -202,6 +202,10 @@ class Synchronous(Course[V]):
                 sent += self._exchange_state(last, due.periods)
             sent += self.tensor_groups.exchange_statistics(last)
         return sent + sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
+
+    def _constrain(self) -> None:
+        """Let parameters and center obey constraints, after the center has moved."""
+        self.setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
 
     def _followed(self, settings: Any) -> Any:
         """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""

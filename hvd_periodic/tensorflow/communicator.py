@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from inspect import isfunction
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,7 +18,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
-from hvd_periodic.tensorflow.host import eager
+from hvd_periodic.tensorflow.host import eager, several_threads
 from hvd_periodic.tensorflow.host_values import as_array, as_tensor
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
@@ -110,9 +110,11 @@ class TensorFlowCommunicator(HorovodCommunicator):
         def run(value: Any) -> Any:
             return operation(value, name=label, process_set=self.process_set, ignore_name_scope=True, **options)
 
+        key = (operation, name, *options.values())
         if isinstance(buffer, np.ndarray):
             number, tensor = self.tracker.start_collective(), as_tensor(buffer)
-            future = _THREAD.submit(lambda: as_array(run(tensor)))
+            called = self._called_apart(run, tensor, key) if several_threads() else run
+            future = _THREAD.submit(lambda: as_array(called(tensor)))
 
             def finish() -> np.ndarray:
                 self.tracker.wait_for(number, future.done)
@@ -122,7 +124,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         if tf.executing_eagerly():
             result = self.tracker.run_blocking(lambda: run(buffer))
         else:
-            result = self._apart(run, buffer, (operation, name, *options.values()))
+            result = self._apart(run, buffer, key)
         return lambda: result
 
     def _apart(self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]) -> tf.Tensor:
@@ -134,6 +136,15 @@ class TensorFlowCommunicator(HorovodCommunicator):
         """
         # Constants would be moved into the function, and the collective be computed when the graph is optimized.
         buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
+        return self._called_apart(run, buffer, key)(buffer)
+
+    def _called_apart(
+        self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]
+    ) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Return one collective as a function, which keeps its name; outside of functions Horovod gives it none.
+
+        A script could not run any of its own while one without a name is in flight.
+        """
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         if (*key, spec) not in self._compiled:
 
@@ -145,7 +156,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
             with tf.init_scope():
                 called = tf.function(called_apart, autograph=False, experimental_attributes={"_noinline": True})
                 self._compiled[*key, spec] = called.get_concrete_function(spec)
-        return self._compiled[*key, spec](buffer)
+        return self._compiled[*key, spec]
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Gather an array, eagerly or in a session of its own."""
@@ -169,13 +180,14 @@ class _Thread:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._started = False
+        self._starting, self._started = Lock(), False
 
     def submit(self, run: Callable[[], Any]) -> Future[Any]:
         """Run a function after those before; return where its result or error will be."""
-        if not self._started:
-            Thread(target=_run_all, args=(self._queue,), name="hvd_periodic collectives", daemon=True).start()
-            self._started = True
+        with self._starting:
+            if not self._started:
+                Thread(target=_run_all, args=(self._queue,), name="hvd_periodic collectives", daemon=True).start()
+                self._started = True
         future: Future[Any] = Future()
         self._queue.put((future, run))
         return future

@@ -215,13 +215,11 @@ class Exchanges:
         marked = self.saved.variables.variables.get(SUMS_OF)
         if marked is not None and self.opened:
             marked.assign(self._place)  # A broadcast after the first step has brought that of another rank.
-        self.saved.write(store, self._synchronizer if self.started else None)
+        self.saved.write(store, self._synchronizer, self.started)
 
     def read(self, store: Any, reader: str) -> None:
         """Take over what :meth:`write` wrote, now or when the variables are there, see :meth:`SavedExchanges.read`."""
-        self.saved.read(store, reader)
-        if self._synchronizer is not None:
-            self.saved.load_in_flight(self._synchronizer)
+        self.saved.read(store, reader, self._synchronizer)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
         """Make a variable of the optimizer that is saved under its name."""

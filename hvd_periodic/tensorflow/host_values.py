@@ -99,6 +99,8 @@ class HostValues:
 
     def read(self, variable: Any) -> np.ndarray:
         """Return the elements of a variable."""
+        if variable.shape.num_elements() == 0:
+            return np.empty(0, variable.dtype.as_numpy_dtype)
         if not self.holds(variable):
             return _memory_of(variable)
         places = self._blocks.of_variable[id(variable)]

@@ -178,7 +178,8 @@ class VariableReplica(Replica[Any]):
 
     def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
         """Return some elements; eagerly."""
-        flat = tf.reshape(tensor, [-1])
+        held = isinstance(tensor, tf.Variable) and self.values.holds(tensor)
+        flat = tf.reshape(self.values.read(tensor) if held else tensor, [-1])
         flat = flat[:: max(1, math.prod(tensor.shape) // SOME)]
         return tf.cast(flat if like is None else tf.cast(flat, like.dtype), tf.float64).numpy()
 

@@ -130,12 +130,13 @@ class SavedExchanges:
         self._center: dict[str, np.ndarray] = {}
         self._in_flight: dict[str, np.ndarray] = {}
 
-    def write(self, store: Any, synchronizer: VariableSynchronizer | None) -> None:
+    def write(self, store: Any, synchronizer: VariableSynchronizer | None, started: bool) -> None:
         """Save everything by name.
 
         Args:
             store: of Keras, for one optimizer.
-            synchronizer: which knows where the center is; None before training, where it is what was loaded.
+            synchronizer: which knows where the center is, and what is in flight; None before there is one.
+            started: whether it has started; before, the center is what was loaded.
 
         Raises:
             ValueError: the state of the optimizer of a center that is sharded over ranks.
@@ -144,10 +145,11 @@ class SavedExchanges:
         for name, value in (self.variables.values() | in_flight).items():
             store[name] = value
         if self._asynchronous:
-            for name, value in (self._center if synchronizer is None else _center_of(synchronizer)).items():
+            of_ranks = _center_of(synchronizer) if started and synchronizer is not None else self._center
+            for name, value in of_ranks.items():
                 store[name] = value
 
-    def read(self, store: Any, reader: str) -> None:
+    def read(self, store: Any, reader: str, synchronizer: VariableSynchronizer | None) -> None:
         """Take over what :meth:`write` wrote, now or when the variables are there.
 
         As in Keras, there is a warning, and nothing else, where another optimizer wrote it.
@@ -155,6 +157,7 @@ class SavedExchanges:
         Args:
             store: of Keras, for one optimizer.
             reader: the class of that optimizer, for the warning.
+            synchronizer: which forgets what is in flight, and goes on with what was; None before there is one.
         """
         names = list(store.keys())
         if names and "local_steps" not in names:
@@ -163,7 +166,11 @@ class SavedExchanges:
         values = {name: np.asarray(store[name]) for name in names}
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
         self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
+        if synchronizer is not None:
+            synchronizer.course.discard()  # It would move the center that is loaded.
         self.variables.load(values)
+        if synchronizer is not None:
+            self.load_in_flight(synchronizer)
 
     def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
         """Return what was read of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
@@ -194,14 +201,13 @@ class SavedExchanges:
             under_way = json.loads(saved[_IN_FLIGHT].tobytes())
             under_way["snapshot"] = {spec.name: saved[f"{_IN_FLIGHT}.{i}"] for i, spec in enumerate(specs)}
         synchronizer.course.check_under_way(under_way)
-        synchronizer.course.discard()
         synchronizer.course.load_under_way(under_way)
 
 
 def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
-    """Return the exchange that is in flight, by the names under which it is saved."""
+    """Return the exchange in flight, by the names under which it is saved; nothing where the model holds the center."""
     under_way = synchronizer.course.under_way()
-    if under_way is None:
+    if under_way is None or synchronizer.view.inside:
         return {}
     snapshot = under_way.pop("snapshot")
     values = {_IN_FLIGHT: np.frombuffer(json.dumps(under_way).encode(), np.uint8)}

@@ -209,7 +209,7 @@ class HostCenterOptimizer:
     ) -> None:
         self._given = given
         for name, value in vars(local).items():
-            if isinstance(value, (tf.Tensor, tf.Variable)) and name not in given:
+            if isinstance(value, (tf.Tensor, tf.Variable)) and _is_given(name, value) and name not in given:
                 raise ValueError(
                     f"The optimizer of an asynchronous center is outside of the graph, where {name.lstrip('_')!r} of "
                     f"{type(local).__name__}, a tensor, has no value: pass a number"

@@ -13,6 +13,12 @@ import numpy as np
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.membership import Membership
 
+_PATIENCE_SECONDS = 600.0
+"""For which a rank waits for the exchange of another of its optimizers, which other ranks are about to take part in."""
+
+_GIVES_UP = -1
+"""Says, in place of the number of an optimizer, that a rank has waited so long."""
+
 
 class SessionTurns:
     """Lets ranks run the exchanges of several optimizers in one order.
@@ -37,6 +43,7 @@ class SessionTurns:
         self._condition = Condition()
         self._busy = False
         self._done: dict[int, int] = {}
+        self._agreed = False
         self.constructed = 0
 
     @classmethod
@@ -55,19 +62,36 @@ class SessionTurns:
                 self._busy = True
             if self.constructed == 1 or self._communicator.size == 1:
                 return
-            try:
-                numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
-            except Exception:
-                self.end(number)
-                raise
-            first = int(min(numbers))
-            if int(max(numbers)) == first:
+            first = self._smallest(number)
+            if first == number and self._agreed:
                 return
             with self._condition:
                 done = self._done.get(first, 0)
                 self._end()
-                if number != first:
-                    self._condition.wait_for(partial(self._has_exchanged, first, done))
+                waits = number != first
+                if waits and not self._condition.wait_for(partial(self._has_exchanged, first, done), _PATIENCE_SECONDS):
+                    number = _GIVES_UP
+
+    def _smallest(self, number: int) -> int:
+        """Return the smallest number of those that ranks are about to exchange.
+
+        Raises:
+            RuntimeError: on all ranks, if one has waited too long for the exchange of another.
+        """
+        try:
+            numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
+            if _GIVES_UP in numbers:
+                raise RuntimeError(
+                    "Ranks waited for exchanges of different optimizers. Run the train ops of the same optimizers on "
+                    "all ranks; give the session a thread for each (inter_op_parallelism_threads), or one train op a "
+                    "control dependency on the other"
+                )
+        except Exception:
+            with self._condition:
+                self._end()
+            raise
+        self._agreed = bool((numbers == numbers[0]).all())
+        return int(min(numbers))
 
     def _has_exchanged(self, number: int, before: int) -> bool:
         return self._done.get(number, 0) > before
