@@ -14,7 +14,7 @@ from hvd_periodic.journal import Listener, Report, Total
 from hvd_periodic.journal.files import read_run_log
 from hvd_periodic.schedules import QSR, AdaComm, Clock, Doubling, Every, Piecewise, PostLocal, Schedule, Seconds
 from hvd_periodic.spellings import warn_old
-from hvd_periodic.sync.counters import Counters
+from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.version import __version__
 from hvd_periodic.wires import Compression, Wire

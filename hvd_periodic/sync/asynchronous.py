@@ -15,13 +15,12 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.counters import Notes
-from hvd_periodic.sync.course import Course, Legacy, Setting, failing
+from hvd_periodic.sync.exchanger import Course, Legacy, Setting, failing, start_again
 from hvd_periodic.sync.finite import Finite
-from hvd_periodic.sync.left_out import start_again
-from hvd_periodic.sync.planning import Plan
-from hvd_periodic.sync.ranges import ranged
-from hvd_periodic.sync.telling import measured, tell
+from hvd_periodic.sync.planner import Plan
+from hvd_periodic.sync.profiling import ranged
+from hvd_periodic.sync.reporting import measured, tell
+from hvd_periodic.sync.status import Notes
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
 

@@ -13,8 +13,8 @@ from hvd_periodic.checkpoints import Leaves, Saving, save_set
 from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.training_group import TrainingGroup
-from hvd_periodic.sync.counters import Counters, Notes
-from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.status import Counters, Notes
 
 V = TypeVar("V")
 

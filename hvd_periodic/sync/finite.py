@@ -1,4 +1,4 @@
-"""Looks for NaN and infinity in what an exchange would spread over all ranks."""
+"""Non-finite replicas: an error on all ranks, exclusion from the exchange, or no check."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.sync.center_reader import View
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.exchanger import Course
 from hvd_periodic.sync.gradients import Gradients
-from hvd_periodic.sync.ledger import Ledger
+from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
+from hvd_periodic.sync.progress import Ledger
 from hvd_periodic.sync.synchronous import Synchronous
-from hvd_periodic.sync.view import View
-from hvd_periodic.sync.weights import Weight
 from hvd_periodic.vectors.fragments import Fragment, cut_into_fragments
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.wires import Wire, as_wire

@@ -1,13 +1,120 @@
-"""Shows the gradients of local steps to algorithms that use them."""
+"""Shows gradients to algorithms, and warns about weights that only other code changes."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
-from hvd_periodic.sync.assigned import Assigned
-from hvd_periodic.sync.course import Course
+import numpy as np
+
+from hvd_periodic.journal.lines import Log
+from hvd_periodic.replica import Replica
+from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.tensor_groups import TensorGroups
 
 V = TypeVar("V")
+
+_NAMED = 3
+"""Names that a line of the log has; of more, their number."""
+
+
+class Assigned(Generic[V]):
+    """Watches parameters that have never had a gradient, and weights that no exchange touches.
+
+    Only some elements of each are looked at. Each kind is named once.
+
+    Args:
+        replica: of this rank.
+        groups: what is exchanged, with the centers.
+        algorithm: the name of what exchanges parameters.
+        log: returns the log of this rank.
+    """
+
+    def __init__(self, replica: Replica[V], groups: TensorGroups[V], algorithm: str, log: Callable[[], Log]) -> None:
+        self._replica, self._groups, self._algorithm, self._log = replica, groups, algorithm, log
+        self._count = len(replica.parameters.layout.specs)
+        self._never = set(range(self._count))
+        """Parameters that have had no gradient."""
+        self._before: dict[str, np.ndarray] | None = None
+        self._named_parameters = self._named_others = False
+
+    def remember(self) -> None:
+        """Note what all have now: training begins. Not known before, nor in sessions of TensorFlow 1."""
+        self._before = {name: self._replica.some_of(tensor) for name, tensor in self._watched()}
+
+    def see_gradients(self) -> None:
+        """Note which parameters have a gradient in this iteration."""
+        if self._never:
+            self._never -= set(self._replica.with_gradient(self._never))
+
+    def follow(self) -> None:
+        """Note the parameters without gradients as they are now, which an exchange has changed."""
+        if self._before is None or self._named_parameters:
+            return
+        if len(self._never) < self._count:
+            self._before |= self._without_gradient()
+        else:  # Where nobody shows gradients, looking at all would be in vain; what they are now is not known then.
+            for spec in self._groups.parameters.values.layout.specs:
+                self._before.pop(spec.name, None)
+
+    def name_parameters(self) -> str | None:
+        """Name parameters that take part, have never had a gradient while others have, and were changed all the same.
+
+        A check of every meeting, which it does not keep from going on.
+        """
+        self.see_gradients()
+        if self._named_parameters or self._before is None or not 0 < len(self._never) < self._count:
+            return None
+        now, before = self._without_gradient(), self._before
+        found = [name for name in now if name in before and not np.array_equal(now[name], before[name], equal_nan=True)]
+        if found:
+            self._named_parameters = True
+            self._log().warning(
+                "These weights take part in exchanges, have never had a gradient, and were changed by other code than "
+                "local steps: %s. %s exchanges them as if they were trained. %s",
+                _listed(found),
+                self._algorithm,
+                self._replica.how_to_exclude,
+            )
+        return None
+
+    def name_others(self) -> None:
+        """Name weights that no exchange touches, and that have changed: a model that holds the center has this rank's.
+
+        Called where the center is read.
+        """
+        if self._named_others or not self._before:
+            return
+        found = [
+            name
+            for name, tensor in self._replica.unexchanged().items()
+            if name in self._before
+            and not np.array_equal(self._replica.some_of(tensor), self._before[name], equal_nan=True)
+        ]
+        if found:
+            self._named_others = True
+            self._log().warning(
+                "These weights are this rank's own inside center(), too: %s. No exchange touches them, and they have "
+                "changed since the start, so that ranks may read different values. %s",
+                _listed(found),
+                self._replica.how_to_exchange,
+            )
+
+    def _without_gradient(self) -> dict[str, np.ndarray]:
+        """Return some elements of the parameters that have had no gradient, by name."""
+        values = self._groups.parameters.values
+        tensors = values.tensors() if self._never else []
+        return {values.layout.specs[i].name: self._replica.some_of(tensors[i]) for i in sorted(self._never)}
+
+    def _watched(self) -> Iterable[tuple[str, Any]]:
+        yield from self._replica.unexchanged().items()
+        values = self._groups.parameters.values
+        yield from ((spec.name, tensor) for spec, tensor in zip(values.layout.specs, values.tensors(), strict=True))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(map(repr, names[:_NAMED]))}{more}"
 
 
 class Gradients(Generic[V]):

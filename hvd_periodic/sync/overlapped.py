@@ -14,11 +14,11 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.saved_vectors import check_names
-from hvd_periodic.sync.counters import Counters
-from hvd_periodic.sync.course import Setting, failing
-from hvd_periodic.sync.ranges import range_of, ranged
+from hvd_periodic.sync.exchanger import Setting, failing
+from hvd_periodic.sync.fragment_plan import Turn
+from hvd_periodic.sync.profiling import range_of, ranged
+from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronous import Synchronous
-from hvd_periodic.sync.turns import Turn
 
 V = TypeVar("V")
 

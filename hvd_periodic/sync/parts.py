@@ -18,20 +18,19 @@ from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.conversion import as_schedule
-from hvd_periodic.sync.beginning import Beginning
-from hvd_periodic.sync.counters import Counters
-from hvd_periodic.sync.course import Setting
-from hvd_periodic.sync.exchanged import Exchanged
+from hvd_periodic.sync.exchanger import Setting
 from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.forms import Forms
-from hvd_periodic.sync.meeting import Meeting
+from hvd_periodic.sync.fragment_plan import streamed
+from hvd_periodic.sync.handshake import Meeting
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
-from hvd_periodic.sync.phase import Phase
 from hvd_periodic.sync.planner import Planner
-from hvd_periodic.sync.streamed import streamed
-from hvd_periodic.sync.telling import count_of, new_journal
-from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.reporting import count_of, new_journal
+from hvd_periodic.sync.startup import Beginning
+from hvd_periodic.sync.status import Counters
+from hvd_periodic.sync.tensor_groups import Exchanged, TensorGroups
+from hvd_periodic.sync.warmup import Phase
 from hvd_periodic.wires.compression import Compression
 
 V = TypeVar("V")

@@ -1,12 +1,23 @@
-"""The first step after construction or a load: who has what, and what all start from."""
+"""The first step after construction or a load: which rank has loaded what, and what all start from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, Generic, TypeVar
 
+from hvd_periodic.comm.base import Communicator
+from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.ranks import by_value, named, titled
+from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.exchanger import Course, Legacy
+from hvd_periodic.sync.gradients import Assigned
+from hvd_periodic.sync.membership import sender
+from hvd_periodic.sync.reporting import tell_beginning
 
 
 class Moment(Enum):
@@ -136,3 +147,233 @@ def _require_one(standings: Mapping[int, Standing], text: Callable[[Standing], s
 
 def _by_rank(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> str:
     return by_value({rank: text(standing) or "unknown" for rank, standing in sorted(standings.items())})
+
+
+_started: list[weakref.ref[Any]] = []
+"""The synchronizers of this process that have started, as long as they exist."""
+
+_lock = threading.Lock()
+"""Ranks may be threads."""
+
+
+def warn_of_former(synchronizer: Any) -> None:
+    """Warn, on the root, where a living synchronizer of some of the same parameters has steps since its last exchange.
+
+    A new one starts all ranks from the root's parameters: the other ranks lose these steps.
+
+    Args:
+        synchronizer: the one that is about to start.
+    """
+    with _lock:
+        living = [former for former in (reference() for reference in _started) if former is not None]
+        _started[:] = [weakref.ref(each) for each in {id(each): each for each in (*living, synchronizer)}.values()]
+    ours = {id(tensor): tensor for tensor in synchronizer.replica.parameters.tensors()}
+    for former in living if synchronizer.membership.is_root else []:
+        shared = any(tensor is ours.get(id(tensor)) for tensor in former.replica.parameters.tensors())
+        if former is synchronizer or not shared:
+            continue
+        counters = former.counters
+        if counters.local_steps > counters.last_exchange and not former.phase.equal:
+            synchronizer.membership.log.warning(
+                "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
+                "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "
+                "is lost. Call finalize() of the former optimizer first",
+                counters.local_steps - counters.last_exchange,
+                counters.last_exchange,
+            )
+
+
+V = TypeVar("V")
+
+
+class Beginning(Generic[V]):
+    """Lets all ranks begin together, from what one of them has or from what each has.
+
+    Args:
+        course: how they will exchange.
+        checkpoint: what was loaded.
+        assigned: watches weights that only other code changes, from the beginning on.
+    """
+
+    def __init__(self, course: Course[V], checkpoint: Checkpoint[V], assigned: Assigned[V]) -> None:
+        self._course, self._checkpoint, self._setting = course, checkpoint, course.setting
+        self.assigned = assigned
+        self.begun = False
+        """Whether training has begun, since construction and since a state was loaded."""
+
+    def start(self, begin: Callable[[], object]) -> None:
+        """Give all ranks the root's values; where a state was loaded already, ``begin`` from it."""
+        together = self._setting.membership.together
+        found = together.gather((self._checkpoint.has_loaded(), uuid.uuid4().hex[:16]), "run").values()
+        if any(loaded for loaded, _ in found):
+            begin()
+            return
+        _, self._checkpoint.run = next(iter(found))
+        self._course.tensor_groups.give_values()
+        self._course.restart()
+
+    def begin(self, moment: Moment) -> bool:
+        """Find out on all ranks who has what, and begin; return whether this rank takes over other parameters."""
+        course, setting, checkpoint = self._course, self._setting, self._checkpoint
+        membership = setting.membership
+        records = setting.meeting.meet(Purpose.START)
+        standings = membership.together.gather(self._standing(moment), "start")
+        averaging = self._averaging([standing.local_steps for standing in standings.values()])
+        everyone = membership.communicator.handshake_group
+        root = everyone.global_ranks[membership.first]
+        start = decide(standings, root, averaging, asynchronous=not course.steps_agree)
+        if start is Start.ANEW:
+            self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
+        elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
+            course.tensor_groups.give_statistics()
+        elif start is Start.FROM_ROOT:
+            self._take_over(everyone, membership.first, membership.name)
+        elif start is Start.AS_LOADED:
+            course.resume(checkpoint.state)
+        checkpoint.forget()
+        self._plan_first_round(records)
+        setting.ledger.begin()
+        self.begun = True
+        self._tell()
+        giver = root if start is Start.FROM_ROOT else membership.global_root
+        return replaces(start, standings, membership.global_rank, giver, averaging)
+
+    def broadcast(self) -> None:
+        """Give all ranks what the root has."""
+        self.take_from(self._setting.membership.first)
+
+    def take_from(self, giver: int) -> None:
+        """Give all ranks what one of them has."""
+        setting, membership = self._setting, self._setting.membership
+        setting.meeting.come_for(Purpose.BROADCAST, setting.exchanged.replica.changes())
+        together = membership.together
+        steps = set(together.gather(setting.ledger.local_steps, "steps").values())
+        if self._averaging(list(steps)) and len(steps) > 1:
+            raise RuntimeError(
+                "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
+                f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
+            )
+        self._take_over(membership.communicator.handshake_group, giver, membership.name)
+        if together.group is not None:
+            self._take_over(together.group, together.group_root, together.group_name)
+        self._checkpoint.forget()
+        if setting.ledger.local_steps == 0:
+            self._plan_first_round(setting.meeting.meet(Purpose.START))
+        setting.ledger.time(setting.ledger.local_steps)
+        self.begun = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the journal, and what watches weights, that training begins, or goes on from other counters."""
+        self.assigned.remember()
+        tell_beginning(self._course, self._setting.ledger.counters)
+
+    def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
+        """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
+
+        Args:
+            state: in which the center is, where no rank has the whole of it.
+        """
+        replica = self._setting.exchanged.replica
+        self._course.discard()
+        for group in self._course.tensor_groups:
+            center = group.center
+            if state is not None:
+                center = replica.new_temporary_store(group.values.layout)
+                replica.load(center, state["vectors"][group.name]["center"])
+            for bucket in group.values.layout.buckets:
+                group.start_from(bucket, center.read(bucket))
+            group.error_feedback.reset()
+        self._forget_work()
+
+    def start_anew(self) -> None:
+        """Let this rank, which has the counters of others, go on with its replica as the center."""
+        self._course.discard()
+        self._course.restart()
+        self._forget_work()
+
+    def take_center_from(self, giver: int) -> None:
+        """Give the ranks that exchange the center of one of them, which is on every rank; replicas stay."""
+        course, membership = self._course, self._setting.membership
+        communicator, name = membership.communicator, f"{membership.name}.center"
+        optimizer_state = communicator.broadcast_object(
+            course.optimizer_state_to_give(None), f"{name}.optimizer", giver
+        )
+        send = sender(communicator, name, giver)
+        for group in course.tensor_groups:
+            for store in group.center_state.values():
+                course.tensor_groups.send_store(store, send)
+        if communicator.rank != giver:
+            self._setting.exchanged.center_optimizer.load(optimizer_state)
+
+    def _forget_work(self) -> None:
+        """Forget what the counters of another rank say of its own work."""
+        ledger = self._setting.ledger
+        ledger.counters = replace(ledger.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
+        ledger.notes = replace(ledger.notes, loss_sum=0.0, losses=0)
+
+    def _averaging(self, steps: Sequence[int]) -> bool:
+        """Return whether gradients are averaged over ranks that are at such steps, in groups of them at least."""
+        return self._setting.membership.together.any(self._setting.membership.in_groups) or max(steps) < (
+            self._setting.phase.until or 0
+        )
+
+    def _plan_first_round(self, records: Sequence[Record]) -> None:
+        """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
+        ledger = self._setting.ledger
+        if ledger.local_steps > 0:
+            return
+        plan = self._course.first_plan(records)
+        ledger.counters = replace(ledger.counters, next_exchange=plan.next_exchange)
+        ledger.notes = replace(ledger.notes, memory=plan.memory)
+
+    def _begin_anew(self, different: bool) -> None:
+        """Start from the root's parameters, which may have been loaded since construction."""
+        if different:
+            if self._setting.membership.is_root:
+                log = self._setting.membership.log
+                log.warning("The parameters of the ranks differ at the first step: all take over the root's")
+            self._course.tensor_groups.give_values()
+        self._course.restart()
+        self._course.tensor_groups.give_statistics()
+
+    def _standing(self, moment: Moment) -> Standing:
+        """Return where this rank stands, for the others."""
+        counters, checkpoint, groups = self._setting.ledger.counters, self._checkpoint, self._course.tensor_groups
+        membership = self._setting.membership
+        loaded = checkpoint.has_loaded()
+        return Standing(
+            loaded,
+            counters.local_steps,
+            (counters.last_exchange, counters.next_exchange),
+            checkpoint.run if loaded else "",
+            groups.digest(self._course.loaded_centers(checkpoint.state)) if loaded else "",
+            groups.replica_digest(),
+            moment,
+            checkpoint.failure,
+            min(membership.communicator.global_ranks) if membership.in_step else 0,
+        )
+
+    def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
+        """Give the ranks of a communicator all that one of them has."""
+        course, checkpoint, ledger = self._course, self._checkpoint, self._setting.ledger
+        placement, is_root = course.placement, communicator.rank == root
+        course.begin_taking_over()
+        send = sender(communicator, f"{name}.broadcast", root)
+        known, state = checkpoint.has_loaded() or ledger.local_steps > 0, checkpoint.state
+        optimizer_state = course.optimizer_state_to_give(state)
+        mine = (ledger.counters, ledger.notes, checkpoint.run, known, state is not None, optimizer_state)
+        gathered = communicator.broadcast_object(mine, f"{name}.progress", root)
+        counters, notes, checkpoint.run, known, whole, optimizer_state = gathered
+        if known and communicator is self._setting.membership.together.group and not placement.everywhere:
+            raise RuntimeError(
+                f"With center={placement.name!r}, ranks that average their gradients hold other parts of the "
+                "center: load the state on every rank"
+            )
+        course.tensor_groups.send_values(send)
+        if not is_root:
+            ledger.counters, ledger.notes = counters, notes
+        if known:
+            course.take_over(Legacy(send, is_root, state, whole, optimizer_state))
+        else:  # The parameters may have been loaded since construction.
+            course.restart()

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.facts import check_agreement
-from hvd_periodic.sync.former import warn_of_former
+from hvd_periodic.sync.exchanger import check_agreement
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.startup import Moment
+from hvd_periodic.sync.startup import Moment, warn_of_former
 
 V = TypeVar("V")
 

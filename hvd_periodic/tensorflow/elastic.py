@@ -15,8 +15,8 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
-from hvd_periodic.sync.shares import Whole
+from hvd_periodic.elastic.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.elastic.shards import Whole
 from hvd_periodic.tensorflow.center_optimizer import is_scheduled
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer

@@ -12,7 +12,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.exchanger import Course
 from hvd_periodic.sync.forms import Forms
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer

@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.schedules import Clock, Schedule
-from hvd_periodic.sync.counters import Counters, Notes
-from hvd_periodic.sync.ledger import Ledger
-from hvd_periodic.sync.planning import ask
-from hvd_periodic.sync.streamed import Streamed
-from hvd_periodic.sync.turns import Since
+from hvd_periodic.sync.fragment_plan import Since, Streamed
+from hvd_periodic.sync.planner import ask
+from hvd_periodic.sync.progress import Ledger
+from hvd_periodic.sync.status import Counters, Notes
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of

@@ -15,7 +15,7 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.local_state import LocalState
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.sync.phase import schedule_around
+from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import encode

@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.sync.beginning import Beginning
+from hvd_periodic.sync.center_reader import View
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.exchanger import Course
 from hvd_periodic.sync.gradients import Gradients
+from hvd_periodic.sync.startup import Beginning
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.sync.view import View
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.ledger import VariableLedger
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica

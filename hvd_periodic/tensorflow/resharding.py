@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hvd_periodic.centers.sharded import Sharded
-from hvd_periodic.sync import resharding
-from hvd_periodic.sync.resharding import Entries, Form, Stretch
+from hvd_periodic.elastic import resharding
+from hvd_periodic.elastic.resharding import Entries, Form, Stretch
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.tensorflow.outer import DividedVariables, VariableOuterOptimizer
 

@@ -11,8 +11,8 @@ import torch
 from horovod.common.elastic import ObjectState
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
-from hvd_periodic.sync.shares import Share, Whole
+from hvd_periodic.elastic.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
+from hvd_periodic.elastic.shards import Share, Whole
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.copies import settings_of
 from hvd_periodic.torch.gradient_averaging import innermost

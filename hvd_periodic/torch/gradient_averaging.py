@@ -10,8 +10,8 @@ import torch
 
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.sync.ledger import Ledger
-from hvd_periodic.sync.phase import Phase
+from hvd_periodic.sync.progress import Ledger
+from hvd_periodic.sync.warmup import Phase
 
 _NEVER_REACHED = 2**60
 """Backward passes between averages of a DistributedOptimizer that must leave the gradients alone."""

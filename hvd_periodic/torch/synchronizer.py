@@ -25,9 +25,9 @@ from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.phase import schedule_around
 from hvd_periodic.sync.startup import Moment
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
+from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.data_parallel import island_of, refuse_averaging

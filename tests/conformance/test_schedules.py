@@ -14,7 +14,7 @@ import pytest
 from hvd_periodic import Clock, Communicator, Schedule
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
-from hvd_periodic.sync.planning import ask, forecast
+from hvd_periodic.sync.planner import ask, forecast
 from tests.conformance.discovery import schedules
 from tests.helpers import run_ranks
 

@@ -14,7 +14,7 @@ import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic.comm.handshake import Purpose, Record, integers, unpack_records  # noqa: E402
 from hvd_periodic.comm.threads import ThreadCommunicator  # noqa: E402
 from hvd_periodic.numpy import SGD, PeriodicOptimizer  # noqa: E402
-from hvd_periodic.sync.enclosed import as_integers  # noqa: E402
+from hvd_periodic.sync.piggyback import as_integers  # noqa: E402
 from tests.helpers import errors, run_ranks  # noqa: E402
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {

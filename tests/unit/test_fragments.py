@@ -16,8 +16,8 @@ from hvd_periodic import AGN, EASGD, Averaging, Clock, Compression, Doubling, Ev
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.schedules.conversion import as_schedule
-from hvd_periodic.sync.planning import forecast
-from hvd_periodic.sync.streamed import Streamed
+from hvd_periodic.sync.fragment_plan import Streamed
+from hvd_periodic.sync.planner import forecast
 from hvd_periodic.vectors.fragments import cut_into_fragments
 from hvd_periodic.vectors.layout import Layout, TensorSpec
 from tests import oracle

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator, DiLoCo
+from hvd_periodic.elastic.backups import Mirror, keepers, mirrored, recovered
+from hvd_periodic.elastic.shards import Whole, own_share, whole_of
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
-from hvd_periodic.sync.mirrors import Mirror, keepers, mirrored, recovered
-from hvd_periodic.sync.shares import Whole, own_share, whole_of
 from tests.helpers import errors, read_center, run_ranks
 
 SHAPES = ((3, 2), (7,), ())

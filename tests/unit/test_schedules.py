@@ -24,7 +24,7 @@ from hvd_periodic import (
 )
 from hvd_periodic.numpy import SGD, ModelAverageOptimizer
 from hvd_periodic.schedules import as_schedule, next_exchange
-from hvd_periodic.sync.planning import ask, forecast
+from hvd_periodic.sync.planner import ask, forecast
 from tests.helpers import readable
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("horovod.torch")
 
 import hvd_periodic.torch as hvdp  # noqa: E402
 from hvd_periodic import Communicator  # noqa: E402
-from hvd_periodic.sync.mirrors import mirrored, recovered  # noqa: E402
-from hvd_periodic.sync.shares import own_share  # noqa: E402
+from hvd_periodic.elastic.backups import mirrored, recovered  # noqa: E402
+from hvd_periodic.elastic.shards import own_share  # noqa: E402
 from hvd_periodic.torch.replica import TorchReplica  # noqa: E402
 from hvd_periodic.torch.resharding import resharded  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402

@@ -7,9 +7,9 @@ from typing import Any
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.knowledge import Agreement
+from hvd_periodic.sync.fragment_plan import Due
+from hvd_periodic.sync.status import Agreement
 from hvd_periodic.sync.synchronous import Synchronous
-from hvd_periodic.sync.turns import Due
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 

@@ -14,7 +14,7 @@ from hvd_periodic.arguments import require_int, spelled
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.sync.phase import schedule_around
+from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of

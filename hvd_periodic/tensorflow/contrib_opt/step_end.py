@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.sync.telling import count_of, tell_beginning
+from hvd_periodic.sync.reporting import count_of, tell_beginning
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call

@@ -1,4 +1,4 @@
-"""Ranges that profilers show: what a rank does within an exchange."""
+"""Ranges that profilers show: the parts of an exchange."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from hvd_periodic.sync.course import Course
+    from hvd_periodic.sync.exchanger import Course
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,4 +1,4 @@
-"""How ranks exchange: what differs between exchanging all at once and each on its own clock."""
+"""Strategies of exchange: what synchronous and asynchronous exchange have in common."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.arguments import described
 from hvd_periodic.asynchronous.worker import Worker
 from hvd_periodic.centers.base import Placement
+from hvd_periodic.comm.agreement import agree, build_on_all
 from hvd_periodic.comm.handshake import Record
 from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.exchanged import Exchanged
 from hvd_periodic.sync.finite import RAISE, Finite
-from hvd_periodic.sync.ledger import Ledger
-from hvd_periodic.sync.meeting import Meeting
+from hvd_periodic.sync.handshake import Meeting
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
-from hvd_periodic.sync.phase import Phase
-from hvd_periodic.sync.planner import Planner
-from hvd_periodic.sync.planning import Plan
-from hvd_periodic.sync.tensor_groups import TensorGroups
+from hvd_periodic.sync.planner import Plan, Planner, forecast
+from hvd_periodic.sync.progress import Ledger
+from hvd_periodic.sync.tensor_groups import Exchanged, TensorGroups
+from hvd_periodic.sync.warmup import Phase
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.store import Store
+from hvd_periodic.version import __version__
 from hvd_periodic.wires.base import Wire
 from hvd_periodic.wires.plain import Plain
 
@@ -260,3 +261,66 @@ def failing(meeting: Meeting, local_steps: int) -> Iterator[None]:
     except Exception as error:
         meeting.failure = f"The exchange at step {local_steps} failed: {error}"
         raise
+
+
+def start_again(groups: TensorGroups[V], setting: Setting[V], problem: str | None) -> None:
+    """Let this rank start from the centers, with a new state of its local optimizer, where its replica is not finite.
+
+    All ranks together, unless every rank can read the centers by itself.
+
+    Args:
+        groups: what is exchanged.
+        setting: of the exchange.
+        problem: what is not finite here; None on ranks that only help to read the centers.
+    """
+    membership = setting.membership
+    for group in groups:
+        for bucket in group.values.layout.buckets:
+            center = group.fetch(membership.communicator, bucket, membership.name)
+            if problem is not None:
+                group.start_from(bucket, center)
+    if problem is None:
+        return
+    if setting.local_optimizer is not None:
+        setting.local_optimizer.reset()
+    tell(membership, problem)
+
+
+def tell(membership: Membership, problem: str) -> None:
+    """Say in the log that this rank is left out."""
+    rank = membership.communicator.global_rank
+    membership.log.warning("Rank %d is left out of an exchange, and starts again from the center: %s", rank, problem)
+
+
+def check_agreement(course: Course[Any], policy: LocalState) -> None:
+    """Check that all ranks are about to do the same.
+
+    Raises:
+        ValueError: ranks differ; raised on all of them.
+    """
+    membership = course.setting.membership
+    membership.communicator.check()
+    facts = build_on_all(membership.communicator, membership.name, lambda: facts_of(course, policy))
+    agree(membership.communicator, membership.name, facts)
+    if membership.together.group is not None:
+        agree(membership.together.group, membership.together.group_name, facts)
+
+
+def facts_of(course: Course[Any], policy: LocalState) -> dict[str, object]:
+    """Return what all ranks must agree on, by readable name."""
+    setting, exchanged = course.setting, course.setting.exchanged
+    schedule = setting.planner.schedule
+    return {
+        "version": __version__,
+        "algorithm": exchanged.algorithm,
+        "schedule": described(schedule),
+        "first exchanges": forecast(schedule, 8),
+        "root rank": setting.membership.root,
+        "place of the center": course.placement.name,
+        **course.facts(),
+        "center optimizer": exchanged.center_optimizer.name,
+        "optimizer_state": policy,
+        "timeout_seconds": setting.membership.communicator.tracker.timeout,
+        **exchanged.replica.facts(),
+        **exchanged.hyperparameters.settings(),
+    }

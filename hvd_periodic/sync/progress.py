@@ -1,4 +1,4 @@
-"""What a rank has counted, noted and timed."""
+"""Tracks the progress of a rank: counts local steps and exchanges, and times steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.sync.counters import Counters, Notes
-from hvd_periodic.sync.knowledge import Standpoint
-from hvd_periodic.sync.planning import foresee
+from hvd_periodic.sync.planner import foresee
+from hvd_periodic.sync.status import Counters, Notes, Standpoint
 
 
 class Ledger:

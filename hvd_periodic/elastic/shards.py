@@ -1,4 +1,4 @@
-"""Shares of a center that no rank has whole: what each is, and what they are together."""
+"""Shards of the center across a change of ranks: the full center, and shards for the ranks that remain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says when it meets the others, and what it learns of them: before any data travels."""
+"""The handshake before an exchange: each rank's status, the status of all, and errors that surface on all ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,80 @@ from typing import Any
 
 import numpy as np
 
+from hvd_periodic.arguments import require_real
 from hvd_periodic.checkpoints.saving import Saving
 from hvd_periodic.comm.agreement import agree
 from hvd_periodic.comm.handshake import Purpose, Record, leading
+from hvd_periodic.options import WeightLike
 from hvd_periodic.outer.framework import Hyperparameters
 from hvd_periodic.ranks import named
-from hvd_periodic.sync.knowledge import Agreement, Standpoint
-from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
-from hvd_periodic.sync.planner import Planner
-from hvd_periodic.sync.planning import agreed_clock
-from hvd_periodic.sync.weights import Weight, relative_weights
+from hvd_periodic.sync.planner import Planner, agreed_clock
+from hvd_periodic.sync.progress import Ledger
+from hvd_periodic.sync.status import Agreement, Standpoint
+
+
+class Weight:
+    """How much this rank counts.
+
+    Args:
+        given: a number of at least 0, such as that of its examples; a function that is called once at every exchange;
+            or None: all ranks count alike.
+
+    Attributes:
+        value: at this exchange.
+        problem: why there is none.
+
+    Raises:
+        TypeError, ValueError: no number of at least 0.
+
+    Example:
+        >>> weight = Weight(lambda: 32.0)
+        >>> weight.measure(idle=False)
+        >>> weight.value
+        32.0
+    """
+
+    def __init__(self, given: WeightLike) -> None:
+        self.given = given
+        self.value: float | None = None
+        self.problem: str | None = None
+        if given is not None and not callable(given):
+            _checked(given)
+
+    def measure(self, idle: bool) -> None:
+        """Ask how much this rank counts; one that leaves, and has taken no step since the last exchange, not at all."""
+        self.value = self.problem = None
+        if self.given is None:
+            return
+        try:
+            self.value = 0.0 if idle else _checked(self.given() if callable(self.given) else self.given)
+        except Exception as error:
+            self.problem = f"The weight of this rank cannot be used: {type(error).__name__}: {error}"
+
+
+def relative_weights(records: Sequence[Record]) -> list[float] | None:
+    """Return how much every rank counts, 1 on average: w_i n / Σ_j w_j; None where all count alike.
+
+    A rank that is left out does not count. Where none does, all weights are 0.
+
+    Example:
+        >>> told = [Record(2, 1, weight=3.0), Record(2, 1, weight=1.0), Record(2, 1, weight=8.0, left_out=1)]
+        >>> relative_weights(told)
+        [2.25, 0.75, 0.0]
+        >>> relative_weights(told[:1])
+    """
+    weights = [0.0 if record.left_out else 1.0 if record.weight is None else record.weight for record in records]
+    total = math.fsum(weights)
+    if total == 0:
+        return weights
+    return None if len(set(weights)) == 1 else [weight * (len(weights) / total) for weight in weights]
+
+
+def _checked(weight: object) -> float:
+    return require_real(weight, "`weight`", positive=False)
+
 
 _EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
 

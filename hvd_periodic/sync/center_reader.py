@@ -1,4 +1,4 @@
-"""Reading the center: in the model, or its distance to it."""
+"""Reads the center: into the model, or its distance to the replica."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.handshake import Purpose
-from hvd_periodic.sync.beginning import Beginning
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.course import Course
+from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.startup import Beginning
 
 V = TypeVar("V")
 

@@ -1,4 +1,4 @@
-"""Going on from what other ranks, or another number of them, have saved."""
+"""Resume from a checkpoint that was written by other ranks, or another number of them."""
 
 from __future__ import annotations
 

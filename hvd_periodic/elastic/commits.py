@@ -1,4 +1,4 @@
-"""What a job whose ranks change can go on from: copies in memory, of which all that are left hold one."""
+"""In-memory commits for elastic jobs; every surviving rank holds a copy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import forget_trackers
+from hvd_periodic.elastic.backups import Mirror, mirrored, recovered
+from hvd_periodic.elastic.shards import Share, Whole, own_share, start_from_center, unite, whole_of
 from hvd_periodic.ranks import titled
-from hvd_periodic.sync.mirrors import Mirror, mirrored, recovered
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.shares import Share, Whole, own_share, start_from_center, unite, whole_of
 
 _KEPT = 2
 """Commits: a rank may be lost between those of two others, which are never further apart."""

@@ -1,4 +1,4 @@
-"""Copies of shares of a center on other ranks, from which it comes back when ranks are lost."""
+"""Backups of center shards on other ranks, from which a lost shard is restored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose
+from hvd_periodic.elastic.shards import Share, Whole, put_together
 from hvd_periodic.ranks import named
-from hvd_periodic.sync.shares import Share, Whole, put_together
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 

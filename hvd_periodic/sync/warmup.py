@@ -1,4 +1,4 @@
-"""A synchronous beginning, in which an ``hvd.DistributedOptimizer`` averages gradients; and where none can be."""
+"""A synchronous warmup, in which an ``hvd.DistributedOptimizer`` averages gradients at every step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.ranks import named
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.sync.ledger import Ledger
 from hvd_periodic.sync.planner import Planner
+from hvd_periodic.sync.progress import Ledger
 
 
 class Phase:

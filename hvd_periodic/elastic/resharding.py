@@ -1,4 +1,4 @@
-"""The state of the center's optimizer, cut for another number of ranks."""
+"""State of a sharded outer optimizer for another number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells its journal of training and of every exchange."""
+"""Reports of training and of every exchange to a rank's journal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from hvd_periodic.journal.base import Counts, Facts
 from hvd_periodic.journal.files import RunLog
 from hvd_periodic.journal.lines import LogListener
 from hvd_periodic.logs import logger, set_up
-from hvd_periodic.sync.counters import Counters
-from hvd_periodic.sync.knowledge import Standpoint
 from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.status import Counters, Standpoint
 from hvd_periodic.version import __version__
 
 if TYPE_CHECKING:
-    from hvd_periodic.sync.course import Course
+    from hvd_periodic.sync.exchanger import Course
 
 
 def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:

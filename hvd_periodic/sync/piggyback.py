@@ -1,4 +1,4 @@
-"""Small messages travel with what ranks tell each other, so that an exchange takes one collective instead of two."""
+"""Small messages travel with the handshake, so that an exchange takes one collective instead of two."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.replica import Replica
+from hvd_periodic.sync.fragment_plan import Due
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
-from hvd_periodic.sync.turns import Due
 from hvd_periodic.vectors.layout import Bucket
 
 V = TypeVar("V")

@@ -1,0 +1,1 @@
+"""Elastic jobs: commits, backups and shards of the center when ranks come and go."""
