@@ -54,7 +54,7 @@ def expected(
     center, handed_out = list(oracle.START), list(oracle.START)
     sums = [[0.0] * size for _ in range(n)]
     states: list[dict[str, Any]] = [{} for _ in range(size)]
-    under_way: tuple[float, list[list[float]], list[float]] | None = None
+    in_flight: tuple[float, list[list[float]], list[float]] | None = None
     seen: list[list[list[float]]] = []
     for step in range(1, oracle.STEPS + 1):
         for worker in range(n):
@@ -62,12 +62,12 @@ def expected(
             sums[worker] = [a + g for a, g in zip(sums[worker], gradient, strict=True)]
             workers.descend(worker, gradient)
         exchange = step in own
-        if under_way is not None and (step in landing or step >= under_way[0]):
-            _, snapshots, new = under_way
+        if in_flight is not None and (step in landing or step >= in_flight[0]):
+            _, snapshots, new = in_flight
             for worker, snapshot in enumerate(snapshots):
                 pairs = zip(workers.x[worker], new, snapshot, strict=True)
                 workers.x[worker] = [x + (h - s) for x, h, s in pairs]
-            under_way = None
+            in_flight = None
         if exchange:
             for k in range(size):
                 if name.startswith("agn"):
@@ -77,6 +77,6 @@ def expected(
                 center[k], handed_out[k] = move(name, states[k], center[k], total, n)
             sums, last = [[0.0] * size for _ in range(n)], step
             due = math.inf if overlap == "period" else step + float(overlap)
-            under_way = due, [list(x) for x in workers.x], list(handed_out)
+            in_flight = due, [list(x) for x in workers.x], list(handed_out)
         seen.append([list(x) for x in workers.x])
     return seen

@@ -96,7 +96,7 @@ def buckets(small: bool) -> Record:
         torch.optim.SGD([parameter], lr=0.1), [("w", parameter)], interval_steps=1, process_set=communicator
     )
     optimizer.synchronizer.check_agreement()
-    group = optimizer.synchronizer.course.tensor_groups.parameters
+    group = optimizer.synchronizer.exchanger.tensor_groups.parameters
     begun, finished = _timed(group, "begin"), _timed(group, "finish")
     exchanges = []
     for _ in range(3 if small else 41):

@@ -10,13 +10,13 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose
-from hvd_periodic.elastic.shards import Share, Whole, put_together
+from hvd_periodic.elastic.shards import FullCenter, Share, assemble
 from hvd_periodic.ranks import named
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
 @dataclass(frozen=True)
-class Mirror:
+class ShardBackup:
     """What a rank keeps of a center that no rank has whole.
 
     Attributes:
@@ -28,11 +28,11 @@ class Mirror:
 
     rank: int
     holders: list[int]
-    keepers: list[int]
+    backup_ranks: list[int]
     shares: Mapping[int, Share]
 
 
-def keepers(hosts: Sequence[int]) -> list[int]:
+def backup_ranks(hosts: Sequence[int]) -> list[int]:
     """Return the rank that keeps the copy of each rank's share: on the host half of the hosts further.
 
     So a host and its neighbour may both be lost, if there are more than three. On a single host, each rank counts as a
@@ -55,19 +55,22 @@ def keepers(hosts: Sequence[int]) -> list[int]:
     return [chosen[rank] for rank in range(len(hosts))]
 
 
-def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> Mirror:
+def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> ShardBackup:
     """Give a copy of this rank's share to another rank; all ranks together."""
-    synchronizer.meeting.meet(Purpose.COMMIT)
+    synchronizer.handshake.meet(Purpose.COMMIT)
     membership = synchronizer.membership
     communicator, name = membership.communicator, f"{membership.name}.share"
-    chosen = keepers(communicator.gather_integers(np.array([communicator.host]), f"{name}.hosts").tolist())
+    chosen = backup_ranks(communicator.gather_integers(np.array([communicator.host]), f"{name}.hosts").tolist())
     shares = communicator.send_object(share, chosen[communicator.rank], name) | {communicator.rank: share}
-    return Mirror(communicator.rank, synchronizer.course.placement.holders, chosen, shares)
+    return ShardBackup(communicator.rank, synchronizer.exchanger.placement.holders, chosen, shares)
 
 
 def recovered(
-    communicator: Communicator, synchronizer: ReplicaSynchronizer[Any], mirror: Mirror | None, whole: Whole | None
-) -> Whole:
+    communicator: Communicator,
+    synchronizer: ReplicaSynchronizer[Any],
+    mirror: ShardBackup | None,
+    whole: FullCenter | None,
+) -> FullCenter:
     """Return the center of what the ranks that are left have kept; all ranks together, those that join included.
 
     Args:
@@ -79,11 +82,11 @@ def recovered(
     Raises:
         RuntimeError: a share was lost with its copy; on all ranks.
     """
-    kept = mirror and (mirror.rank, mirror.holders, mirror.keepers)
+    kept = mirror and (mirror.rank, mirror.holders, mirror.backup_ranks)
     told = communicator.allgather_object((kept, whole is not None), "hvd_periodic.mirrors")
     complete = [rank for rank, (_, has_whole) in enumerate(told) if has_whole]
     if complete:
-        found: Whole = communicator.broadcast_object(whole, "hvd_periodic.whole", complete[0])
+        found: FullCenter = communicator.broadcast_object(whole, "hvd_periodic.whole", complete[0])
         return found
     now = {found[0]: rank for rank, (found, _) in enumerate(told) if found is not None}
     _, holders, chosen = next(found for found, _ in told if found is not None)
@@ -104,4 +107,4 @@ def recovered(
     shares: dict[int, Share] = {}
     for given in communicator.allgather_object(mine, "hvd_periodic.shares"):
         shares.update(given)
-    return put_together(synchronizer, shares)
+    return assemble(synchronizer, shares)

@@ -13,8 +13,15 @@ import numpy as np
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.collective_tracker import forget_trackers
-from hvd_periodic.elastic.backups import Mirror, mirrored, recovered
-from hvd_periodic.elastic.shards import Share, Whole, own_share, start_from_center, unite, whole_of
+from hvd_periodic.elastic.backups import ShardBackup, mirrored, recovered
+from hvd_periodic.elastic.shards import (
+    FullCenter,
+    Share,
+    full_center,
+    merge_group_centers,
+    own_share,
+    start_from_center,
+)
 from hvd_periodic.ranks import titled
 from hvd_periodic.sync.parts import Parts
 
@@ -25,7 +32,7 @@ Objects = dict[str, Any]
 """Plain objects by name."""
 
 
-class Kept(ABC):
+class Committable(ABC):
     """Something with a state, as a front end knows it."""
 
     @abstractmethod
@@ -33,7 +40,7 @@ class Kept(ABC):
         """Return a copy of its state."""
 
     @abstractmethod
-    def put_back(self, copied: Any) -> None:
+    def restore(self, copied: Any) -> None:
         """Set it to what :meth:`copied` returned; keeps no part of it."""
 
     @abstractmethod
@@ -49,7 +56,7 @@ class Kept(ABC):
         """Let all ranks have what one of them has."""
 
 
-class KeptExchanges(Kept):
+class CommittableOptimizer(Committable):
     """Something that exchanges."""
 
     @property
@@ -78,13 +85,13 @@ class KeptExchanges(Kept):
         """Return the state of the center's optimizer, of any number of ranks, as those that there are now hold it."""
 
     @abstractmethod
-    def completed(self, copied: Any, whole: Whole) -> Any:
+    def completed(self, copied: Any, whole: FullCenter) -> Any:
         """Return what :meth:`copied` returned, which lacks the center, with it."""
 
-    def recovered(self, communicator: Communicator, copied: Any, mirror: Mirror | None) -> Whole:
+    def recovered(self, communicator: Communicator, copied: Any, mirror: ShardBackup | None) -> FullCenter:
         """Return the center of what ranks have kept, with the state of its optimizer cut for those of now."""
         has_whole = copied is not None and mirror is None
-        whole = whole_of(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
+        whole = full_center(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
         found = recovered(communicator, self.synchronizer, mirror, whole)
         return replace(found, optimizer_state=self.resharded(found.optimizer_state))
 
@@ -98,7 +105,7 @@ class KeptExchanges(Kept):
     @property
     def divided(self) -> bool:
         """Whether the center is not on every rank, and so not what each has kept of it."""
-        return not self.synchronizer.course.placement.everywhere
+        return not self.synchronizer.exchanger.placement.everywhere
 
     @property
     def has_shares(self) -> bool:
@@ -123,15 +130,15 @@ class Commit:
 
     objects: Objects
     states: dict[str, Any]
-    mirrors: dict[str, Mirror]
+    mirrors: dict[str, ShardBackup]
 
-    def parts(self, name: str) -> tuple[Any, Mirror | None]:
+    def parts(self, name: str) -> tuple[Any, ShardBackup | None]:
         """Return the state under a name, and the mirror of the center that it lacks, if it does."""
         return self.states[name], self.mirrors.get(name)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _CommitInfo:
     """What a rank tells the others when they come together.
 
     Attributes:
@@ -166,16 +173,16 @@ class Commits:
         held: copies of this rank, by number.
     """
 
-    def __init__(self, kept: Callable[[], Mapping[str, Kept]]) -> None:
+    def __init__(self, kept: Callable[[], Mapping[str, Committable]]) -> None:
         self._kept = kept
         self._generation = 0
         self._prepared: dict[int, Commit] = {}
         self.held: dict[int, Commit] = {}
 
-    def refuse_inside(self) -> None:
+    def require_outside_center_block(self) -> None:
         """Raise a RuntimeError inside ``center()``, where models hold the center and not their replicas."""
         for each in self._exchanges().values():
-            each.synchronizer.view.refuse_inside("commit")
+            each.synchronizer.center_reader.require_outside_center_block("commit")
 
     def keep(self, objects: Objects) -> None:
         """Keep a copy of everything, beside the one before."""
@@ -245,13 +252,13 @@ class Commits:
         self.held, self._prepared = self._prepared, {}
         return objects
 
-    def _met(self, communicator: Communicator) -> list[_Told]:
+    def _met(self, communicator: Communicator) -> list[_CommitInfo]:
         """Return what all ranks have; and hold what this one has prepared, if another one has heard that all had."""
         loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
         address, _ = communicator.address()
-        mine = _Told(self._generation, set(self.held), loaded, set(self._prepared), address)
+        mine = _CommitInfo(self._generation, set(self.held), loaded, set(self._prepared), address)
         with communicator.tracker.at("State.sync()"):
-            told: list[_Told] = communicator.allgather_object(mine, "hvd_periodic.commits")
+            told: list[_CommitInfo] = communicator.allgather_object(mine, "hvd_periodic.commits")
         communicator.tracker.set_peers([each.address for each in told])
         heard = set().union(*(each.numbers for each in told))
         if heard & self._prepared.keys():
@@ -285,8 +292,8 @@ class Commits:
             self._put_back(own, wholes)
         for name, each in self._exchanges().items():
             steps = each.synchronizer.local_steps
-            if each.synchronizer.membership.in_step:
-                unite(each.synchronizer, holders)
+            if each.synchronizer.membership.is_lockstep_group:
+                merge_group_centers(each.synchronizer, holders)
             elif own is None:
                 start_from_center(each.synchronizer, wholes.get(name))
                 text = "Rank %d has joined at local step %d, and starts from the center"
@@ -304,8 +311,8 @@ class Commits:
             yield
         except Exception:
             for name, kept in self._kept().items():
-                if not isinstance(kept, KeptExchanges) or kept.has_whole(states[name]):
-                    kept.put_back(states[name])
+                if not isinstance(kept, CommittableOptimizer) or kept.has_whole(states[name]):
+                    kept.restore(states[name])
             for name, each in self._exchanges().items():
                 if not loaded[name]:
                     each.synchronizer.checkpoint.forget()
@@ -323,14 +330,14 @@ class Commits:
     def _copies(self) -> dict[str, Any]:
         return {name: kept.copied() for name, kept in self._kept().items()}
 
-    def _put_back(self, commit: Commit, wholes: Mapping[str, Whole]) -> Objects:
+    def _put_back(self, commit: Commit, wholes: Mapping[str, FullCenter]) -> Objects:
         """Set everything that has a state to what it was, but for centers that are missing; return the objects."""
         for name, kept in self._kept().items():
             copied = commit.states[name]
-            if not (isinstance(kept, KeptExchanges) and kept.divided):
-                kept.put_back(copied)
+            if not (isinstance(kept, CommittableOptimizer) and kept.divided):
+                kept.restore(copied)
             elif name in wholes:
-                kept.put_back(kept.completed(copied, wholes[name]))
+                kept.restore(kept.completed(copied, wholes[name]))
         return copy.deepcopy(commit.objects)
 
     def _rejoin(self, generation: int) -> None:
@@ -339,8 +346,8 @@ class Commits:
         for number, each in enumerate(self._exchanges().values(), 1):
             each.rejoin(f"hvd_periodic.elastic.{generation}.{number}")
 
-    def _exchanges(self) -> dict[str, KeptExchanges]:
-        return {name: kept for name, kept in self._kept().items() if isinstance(kept, KeptExchanges)}
+    def _exchanges(self) -> dict[str, CommittableOptimizer]:
+        return {name: kept for name, kept in self._kept().items() if isinstance(kept, CommittableOptimizer)}
 
 
 class CommittedState(ABC):
@@ -364,7 +371,7 @@ class CommittedState(ABC):
 
     def save(self) -> None:
         """Keep a copy of everything, beside the one before."""
-        self.commits.refuse_inside()
+        self.commits.require_outside_center_block()
         super().save()  # type: ignore[misc]
         self.commits.keep(self._saved_state)
 
@@ -428,7 +435,7 @@ def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool) -> None:
     communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
-        "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.course.worker is not None,
+        "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.exchanger.worker is not None,
         "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
         f"exchanges within process set {within}, and where there is one, Horovod ends all with the first that is lost; "
         "process_set=hvdp.node_ranks does without": within != 0,

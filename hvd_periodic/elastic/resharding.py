@@ -56,10 +56,10 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) ->
         synchronizer: of these ranks, which exchange synchronously.
         form: of the states.
     """
-    course, layout = synchronizer.course, synchronizer.tensor_groups.parameters.values.layout
+    exchanger, layout = synchronizer.exchanger, synchronizer.tensor_groups.parameters.values.layout
     divided, sharded = (
         isinstance(synchronizer.exchanged.outer, PerFragmentOptimizer),
-        isinstance(course.placement, Sharded),
+        isinstance(exchanger.placement, Sharded),
     )
     was_sharded = isinstance(saved, dict) and "sharded" in saved
     shares = saved["sharded"] if was_sharded else [saved]
@@ -67,7 +67,7 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) ->
     if saved is None or (len(shares) == count and was_sharded == sharded):
         return saved
     made: list[list[Any]] = [[] for _ in range(count)]
-    for index, fragment in enumerate(course.setting.fragments if divided else [None]):
+    for index, fragment in enumerate(exchanger.context.fragments if divided else [None]):
         states = [share["fragments"][index] if divided else share for share in shares]
         held = [_stretches(layout, rank, len(shares), fragment) for rank in range(len(shares))]
         whole: dict[int, dict[Any, Any]] = {}

@@ -29,7 +29,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullCenter:
     """The center of all shares, as a checkpoint holds it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Whole:
         return {**state, "vectors": vectors, "center_optimizer": self.optimizer_state}
 
 
-def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: Whole | None) -> None:
+def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: FullCenter | None) -> None:
     """Let the replica of a rank that joins others, whose center and counters it has, start from the center; local.
 
     Args:
@@ -54,11 +54,11 @@ def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: Whole | Non
         whole: the center, where no rank has the whole of it.
     """
     own = synchronizer.checkpoint.save_own
-    synchronizer.beginning.start_from_center(None if whole is None else whole.within(own()))
+    synchronizer.startup.start_from_center(None if whole is None else whole.within(own()))
     synchronizer.load_state_dict(synchronizer.state_dict() if whole is None else whole.within(own()))
 
 
-def unite(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:
+def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:
     """Let the ranks of a group have one center: that of the first of them that has trained; of none, their replica.
 
     Replicas stay what they are: of ranks that have joined, the center of all.
@@ -72,20 +72,20 @@ def unite(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> N
     giver = next((place for place, rank in enumerate(places) if rank in trained), 0)
     joined = places[membership.communicator.rank] not in trained
     if joined:
-        synchronizer.beginning.start_anew()
-    synchronizer.beginning.take_center_from(giver)
+        synchronizer.startup.start_anew()
+    synchronizer.startup.take_center_from(giver)
     if joined:
         synchronizer.load_state_dict(synchronizer.state_dict())
 
 
-def whole_of(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]) -> Whole:
+def full_center(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]) -> FullCenter:
     """Return the center that a synchronizer's state has whole; local."""
     vectors = {
         group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
         for group in synchronizer.tensor_groups
         if not group.placement.everywhere
     }
-    return Whole(vectors, state["center_optimizer"])
+    return FullCenter(vectors, state["center_optimizer"])
 
 
 def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
@@ -103,7 +103,7 @@ def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
     return Share(vectors, synchronizer.exchanged.center_optimizer.state())
 
 
-def put_together(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Share]) -> Whole:
+def assemble(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Share]) -> FullCenter:
     """Return what shares are together; local.
 
     Args:
@@ -123,6 +123,6 @@ def put_together(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Sh
                 for name, start, stop, values in stretches:
                     whole[key][name].reshape(-1)[start:stop] = values.reshape(-1)
     if synchronizer.exchanged.outer is None:
-        return Whole(vectors, None)
+        return FullCenter(vectors, None)
     states = {rank: share.optimizer_state for rank, share in shares.items()}
-    return Whole(vectors, synchronizer.course.placement.united(states))
+    return FullCenter(vectors, synchronizer.exchanger.placement.united(states))

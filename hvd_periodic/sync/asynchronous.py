@@ -15,19 +15,19 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.exchanger import Course, Legacy, Setting, failing, start_again
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, failing, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.planner import Plan
-from hvd_periodic.sync.profiling import ranged
-from hvd_periodic.sync.reporting import measured, tell
-from hvd_periodic.sync.status import Notes
+from hvd_periodic.sync.profiling import profiled
+from hvd_periodic.sync.reporting import report_exchange, with_distance
+from hvd_periodic.sync.status import ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
 
 V = TypeVar("V")
 
 
-class Asynchronous(Course[V]):
+class Asynchronous(Exchanger[V]):
     """Exchanges with a center behind a transport, where those of statistics are as well."""
 
     steps_agree = False
@@ -47,9 +47,9 @@ class Asynchronous(Course[V]):
         if policy.touches:
             raise ValueError(f"`optimizer_state` must be 'local' in asynchronous exchange. Received: {policy}")
 
-    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None:
-        membership, exchanged = setting.membership, setting.exchanged
-        self.setting = setting
+    def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
+        membership, exchanged = context.membership, context.exchanged
+        self.context = context
         size = membership.communicator.size
         tensors = [kind._replace(algorithm=kind.algorithm.asynchronous_variant(size)) for kind in exchanged.tensors()]
         shared = [ExchangedTensors(kind.values.layout, kind.algorithm) for kind in tensors]
@@ -63,13 +63,13 @@ class Asynchronous(Course[V]):
             membership.root,
             sharded,
             use_locking,
-            setting.center_file,
+            context.center_file,
         )
         groups = exchanged.groups(tensors, self.worker.placements)
         for group in groups:
             _refuse_state(group)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, exchanged.replica)
+        self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
 
     @property
     def shows_loaded(self) -> bool:
@@ -82,11 +82,11 @@ class Asynchronous(Course[V]):
 
     def open(self) -> None:
         """Make the center, and the way to it."""
-        self.worker.open(self.setting.membership.number)
+        self.worker.open(self.context.membership.number)
 
     def join(self) -> None:
         """Let the worker be among the ranks that are members now, before it opens."""
-        self.worker.communicator = self.setting.membership.communicator
+        self.worker.communicator = self.context.membership.communicator
 
     def restart(self) -> None:
         """Set the center to the root's values."""
@@ -95,30 +95,30 @@ class Asynchronous(Course[V]):
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when this rank exchanges first."""
-        return self.setting.planner.first_alone(self.setting.ledger.current_rate())
+        return self.context.planner.first_async(self.context.progress.current_rate())
 
-    @ranged("exchange")
+    @profiled("exchange")
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with the center, without the other ranks."""
-        setting, ledger = self.setting, self.setting.ledger
-        came, started, counters, own = time.time(), time.perf_counter(), ledger.counters, ledger.standpoint()
+        context, progress = self.context, self.context.progress
+        came, started, counters, own = time.time(), time.perf_counter(), progress.counters, progress.snapshot()
         not_finite = self.finite.problem(counters.local_steps)
         left_out = self.finite.skips and not_finite is not None
-        problem = setting.meeting.problem(own, Purpose.EXCHANGE) or (None if left_out else not_finite)
+        problem = context.handshake.problem(own, Purpose.EXCHANGE) or (None if left_out else not_finite)
         if problem is not None:
             raise RuntimeError(problem)
-        own = own if left_out else measured(self, own)
-        plan = setting.planner.following_alone(own)
-        exchange = Exchange(setting.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
+        own = own if left_out else with_distance(self, own)
+        plan = context.planner.next_async(own)
+        exchange = Exchange(context.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
         sent = missed = 0
-        with failing(setting.meeting, counters.local_steps):
+        with failing(context.handshake, counters.local_steps):
             if left_out:
                 self.worker.resume_training()
-                start_again(self.tensor_groups, setting, not_finite)
+                reset_to_center(self.tensor_groups, context, not_finite)
             else:
                 sent = self.worker.exchange(list(self.tensor_groups), exchange)
                 missed = self.worker.transport.missed
-        ledger.counters = replace(
+        progress.counters = replace(
             counters,
             rounds=counters.rounds + (not left_out),
             left_out=counters.left_out + left_out,
@@ -130,20 +130,20 @@ class Asynchronous(Course[V]):
             staleness_max=max(counters.staleness_max, missed),
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
-        ledger.notes = Notes(memory=plan.memory)
-        setting.meeting.have_exchanged()
-        tell(self, own, lambda: ledger.counters, came, None)
-        ledger.time(counters.local_steps)
+        progress.notes = ScheduleState(memory=plan.memory)
+        context.handshake.have_exchanged()
+        report_exchange(self, own, lambda: progress.counters, came, None)
+        progress.time(counters.local_steps)
         return False
 
     def check_alive(self) -> None:
         """Raise where the center has gone with Horovod."""
-        if not self.setting.membership.communicator.alive():
+        if not self.context.membership.communicator.alive():
             raise RuntimeError("Horovod has been shut down: finalize() has to come before hvd.shutdown()")
 
     def leave(self) -> None:
         """Push what is left, and wait, asleep, until all have."""
-        counters, uncounted = self.setting.ledger.counters, self.setting.exchanged.replica.uncounted
+        counters, uncounted = self.context.progress.counters, self.context.exchanged.replica.uncounted
         if uncounted is not None:
             raise RuntimeError(uncounted)
         if counters.local_steps > counters.last_exchange:
@@ -156,7 +156,7 @@ class Asynchronous(Course[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Refuse to load in the middle of training."""
-        if begun and not self.worker.finished and self.setting.membership.communicator.size > 1:
+        if begun and not self.worker.finished and self.context.membership.communicator.size > 1:
             raise RuntimeError(
                 "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "
                 "first step; or after finalize() on every rank, or on the root and then call broadcast() on all"
@@ -183,13 +183,13 @@ class Asynchronous(Course[V]):
         """Return None: it is behind the transport."""
         return None
 
-    def take_over(self, legacy: Legacy) -> None:
+    def take_over(self, takeover: TakeoverState) -> None:
         """Set the center to what the root has loaded, where it has; give all ranks its worker's vectors."""
-        if legacy.whole:
-            self.worker.resume(list(self.tensor_groups), legacy.state)
+        if takeover.whole:
+            self.worker.resume(list(self.tensor_groups), takeover.state)
         for group in self.tensor_groups:
             for store in group.worker.values():
-                self.tensor_groups.send_store(store, legacy.send)
+                self.tensor_groups.send_store(store, takeover.send)
 
 
 def _refuse_state(group: TensorGroup[Any]) -> None:

@@ -8,29 +8,29 @@ from typing import Any, Generic, TypeVar
 
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.exchanger import Course
-from hvd_periodic.sync.startup import Beginning
+from hvd_periodic.sync.exchanger import Exchanger
+from hvd_periodic.sync.startup import Startup
 
 V = TypeVar("V")
 
 
-class View(Generic[V]):
+class CenterReader(Generic[V]):
     """Shows the center to users, and changes nothing about training.
 
     Args:
-        course: knows where the center lives.
+        exchanger: knows where the center lives.
         checkpoint: knows whether one was loaded.
-        beginning: knows whether training has begun.
+        startup: knows whether training has begun.
 
     Attributes:
         inside: the model holds the center now.
     """
 
-    def __init__(self, course: Course[V], checkpoint: Checkpoint[V], beginning: Beginning[V]) -> None:
-        self._course, self._checkpoint, self._beginning = course, checkpoint, beginning
+    def __init__(self, exchanger: Exchanger[V], checkpoint: Checkpoint[V], startup: Startup[V]) -> None:
+        self._exchanger, self._checkpoint, self._startup = exchanger, checkpoint, startup
         self.inside = False
 
-    def refuse_inside(self, method: str) -> None:
+    def require_outside_center_block(self, method: str) -> None:
         """Raise a RuntimeError inside :meth:`center`, in the name of a method that makes no sense there."""
         if self.inside:
             raise RuntimeError(
@@ -41,13 +41,13 @@ class View(Generic[V]):
     @contextmanager
     def center(self, begin: Callable[[], object]) -> Iterator[None]:
         """Hold the center in the model inside the block, the local values again after it, come what may."""
-        self.refuse_inside("center")
-        membership = self._course.setting.membership
+        self.require_outside_center_block("center")
+        membership = self._exchanger.context.membership
         with membership.communicator.tracker.at("center()"):
             self.get_ready(begin)
-        self._beginning.assigned.name_others()
-        shown = list(self._course.tensor_groups) if self._is_known() else []
-        offload = self._course.setting.exchanged.replica.offload
+        self._startup.assigned.name_others()
+        shown = list(self._exchanger.tensor_groups) if self._is_known() else []
+        offload = self._exchanger.context.exchanged.replica.offload
         held = [[offload(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
         self.inside = True
         try:
@@ -64,14 +64,14 @@ class View(Generic[V]):
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        with self._course.setting.membership.communicator.tracker.at("distance()"):
+        with self._exchanger.context.membership.communicator.tracker.at("distance()"):
             self.get_ready(begin)
-            return float(self._course.tensor_groups.distance())
+            return float(self._exchanger.tensor_groups.distance())
 
     def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what a checkpoint holds; collective, where the center is not on every rank."""
-        with self._course.setting.membership.communicator.tracker.at("state_dict()"):
-            if not self._beginning.begun:
+        with self._exchanger.context.membership.communicator.tracker.at("state_dict()"):
+            if not self._startup.begun:
                 self._require_fit()
                 return self._checkpoint.save_before_training(begin)
             self.meet_to_read()
@@ -80,18 +80,18 @@ class View(Generic[V]):
 
     def audit(self) -> None:
         """Check on all ranks that they hold the same center, to the bit; of asynchronous ranks there is only one."""
-        if not self._course.steps_agree:
+        if not self._exchanger.steps_agree:
             return
-        self._course.setting.meeting.come_for(Purpose.AUDIT)
-        self._course.arrive()
-        self._course.tensor_groups.audit()
+        self._exchanger.context.handshake.check_same_call(Purpose.AUDIT)
+        self._exchanger.arrive()
+        self._exchanger.tensor_groups.audit()
 
     def get_ready(self, begin: Callable[[], object]) -> None:
         """Get ready to read the center: where all ranks have to, they ``begin`` training first."""
-        if self._course.reads_together:
+        if self._exchanger.reads_together:
             begin()
         self.meet_to_read()
-        self._course.arrive()
+        self._exchanger.arrive()
         self.follow_equal_replicas()
 
     def meet_to_read(self) -> None:
@@ -101,27 +101,27 @@ class View(Generic[V]):
             RuntimeError: some have come for something else; or the model has changed so that it cannot hold the center
                 any more. On all ranks, where all have to read it.
         """
-        if self._course.reads_together:
-            self._course.setting.meeting.come_for(Purpose.READ, self.misfit())
+        if self._exchanger.reads_together:
+            self._exchanger.context.handshake.check_same_call(Purpose.READ, self.misfit())
         else:
             self._require_fit()
 
     def misfit(self) -> str | None:
         """Return why this rank cannot read the center, or None."""
-        return self._course.setting.exchanged.replica.misfit()
+        return self._exchanger.context.exchanged.replica.misfit()
 
     def _require_fit(self) -> None:
-        misfit = self._course.setting.exchanged.replica.misfit()
+        misfit = self._exchanger.context.exchanged.replica.misfit()
         if misfit is not None:
             raise RuntimeError(misfit)
 
     def follow_equal_replicas(self) -> None:
         """While gradients are averaged over all, let the center be what the replicas are."""
-        if self._course.setting.phase.equal and not self.inside:
-            self._course.tensor_groups.reset()
+        if self._exchanger.context.warmup.equal and not self.inside:
+            self._exchanger.tensor_groups.reset()
 
     def _is_known(self) -> bool:
         """Whether the center can be read, and be another thing than the model: before training, if it was loaded."""
-        if self._beginning.begun or not self._checkpoint.has_loaded():
-            return self._beginning.begun
-        return self._course.shows_loaded
+        if self._startup.begun or not self._checkpoint.has_loaded():
+            return self._startup.begun
+        return self._exchanger.shows_loaded

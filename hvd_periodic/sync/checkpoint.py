@@ -13,8 +13,8 @@ from hvd_periodic.checkpoints import Leaves, Saving, save_set
 from hvd_periodic.checkpoints.saving import SavePoint
 from hvd_periodic.comm.handshake import Purpose
 from hvd_periodic.comm.training_group import TrainingGroup
-from hvd_periodic.sync.exchanger import Course
-from hvd_periodic.sync.status import Counters, Notes
+from hvd_periodic.sync.exchanger import Exchanger
+from hvd_periodic.sync.status import Counters, ScheduleState
 
 V = TypeVar("V")
 
@@ -26,7 +26,7 @@ class Checkpoint(Generic[V]):
     """Saves all that training needs to continue exactly, except the parameters and the local optimizer.
 
     Args:
-        course: knows what is exchanged, and how far training has come.
+        exchanger: knows what is exchanged, and how far training has come.
 
     Attributes:
         run: names this training among others, in saved states.
@@ -35,8 +35,8 @@ class Checkpoint(Generic[V]):
         failure: why the last one that was to be loaded was not; empty where nothing went wrong.
     """
 
-    def __init__(self, course: Course[V]) -> None:
-        self._course = course
+    def __init__(self, exchanger: Exchanger[V]) -> None:
+        self._exchanger = exchanger
         self.run = ""
         self.loaded = False
         self.state: dict[str, Any] | None = None
@@ -48,9 +48,9 @@ class Checkpoint(Generic[V]):
 
     def save(self) -> dict[str, Any]:
         """Return copies of all there is; collective, where the center is not on every rank."""
-        course = self._course
-        course.arrive()
-        membership, optimizer_state = course.setting.membership, course.optimizer_state()
+        exchanger = self._exchanger
+        exchanger.arrive()
+        membership, optimizer_state = exchanger.context.membership, exchanger.optimizer_state()
         communicator, name = membership.communicator, membership.name
         return self.assembled(
             {group: vectors.save(communicator, name) for group, vectors in self._vectors()}, optimizer_state
@@ -60,7 +60,7 @@ class Checkpoint(Generic[V]):
         self,
         path: Path,
         everyone: TrainingGroup,
-        refuse_inside: Callable[[str], object],
+        require_outside_center_block: Callable[[str], object],
         state: Callable[[], Any],
         leaves: Leaves,
         *,
@@ -72,27 +72,27 @@ class Checkpoint(Generic[V]):
         Args:
             path: folder of this training.
             everyone: all ranks that train together.
-            refuse_inside: raises inside of ``center()``.
+            require_outside_center_block: raises inside of ``center()``.
             state: returns what is to be saved.
             leaves: knows the tensors of a framework.
             keep: complete sets that are left.
             background: a thread writes.
         """
-        setting, meeting = self._course.setting, self._course.setting.meeting
+        context, handshake = self._exchanger.context, self._exchanger.context.handshake
 
         def check() -> SavePoint:
-            refuse_inside("save")
-            return SavePoint(setting.ledger.local_steps, self.run, self._course.steps_agree)
+            require_outside_center_block("save")
+            return SavePoint(context.progress.local_steps, self.run, self._exchanger.steps_agree)
 
-        meeting.meet(Purpose.SAVE)
+        handshake.meet(Purpose.SAVE)
         saving = save_set(
             *(path, everyone, check, state, leaves),
             keep=keep,
             background=background,
-            meet=lambda: meeting.come_for(Purpose.COMPLETE),
-            before=meeting.background_save,
+            meet=lambda: handshake.check_same_call(Purpose.COMPLETE),
+            before=handshake.background_save,
         )
-        meeting.background_save = saving if background else None
+        handshake.background_save = saving if background else None
         return saving
 
     def save_own(self) -> dict[str, Any]:
@@ -105,38 +105,38 @@ class Checkpoint(Generic[V]):
         Args:
             begin: lets training begin, on all ranks together: for shares that were loaded, which no rank has whole.
         """
-        course = self._course
+        exchanger = self._exchanger
         if self.state is not None:
             return copy.deepcopy(self.state)
-        if self.has_loaded() and course.reads_together:
+        if self.has_loaded() and exchanger.reads_together:
             begin()
             return self.save()
         if not self.has_loaded():
-            course.tensor_groups.reset()
-        if course.placement.everywhere:
+            exchanger.tensor_groups.reset()
+        if exchanger.placement.everywhere:
             return self.save()
         return self.assembled({group: vectors.save_initial() for group, vectors in self._vectors()}, None)
 
     def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
         """Return a state with these vectors and this state of the center's optimizer."""
-        setting, under_way = self._course.setting, self._course.under_way()
+        context, in_flight = self._exchanger.context, self._exchanger.in_flight()
         return {
             "version": _VERSION,
             "run": self.run,
-            "algorithm": type(setting.exchanged.algorithm).__name__,
-            "schedule": repr(setting.planner.schedule),
-            "counters": asdict(setting.ledger.counters),
-            "notes": asdict(setting.ledger.notes),
+            "algorithm": type(context.exchanged.algorithm).__name__,
+            "schedule": repr(context.planner.schedule),
+            "counters": asdict(context.progress.counters),
+            "notes": asdict(context.progress.notes),
             "center_optimizer": optimizer_state,
-            "outer": setting.exchanged.center_optimizer.name,
+            "outer": context.exchanged.center_optimizer.name,
             "vectors": vectors,
-            "under_way": under_way,
-            "fragments": len(setting.fragments),
+            "under_way": in_flight,
+            "fragments": len(context.fragments),
         }
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise a ValueError if a state belongs to another algorithm, another model or another version."""
-        exchanged = self._course.setting.exchanged
+        exchanged = self._exchanger.context.exchanged
         algorithm, outer = type(exchanged.algorithm).__name__, exchanged.center_optimizer.name
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             found = state.get("version") if isinstance(state, dict) else type(state)
@@ -149,13 +149,13 @@ class Checkpoint(Generic[V]):
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
         self.check_fragments(state)
-        self._course.check_under_way(state.get("under_way"))
+        self._exchanger.check_in_flight(state.get("under_way"))
         for group, vectors in self._vectors():
             vectors.check(state["vectors"].get(group, {}))
 
     def check_fragments(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError if a state is of parameters that were exchanged in another number of fragments."""
-        fragments, saved = len(self._course.setting.fragments), state.get("fragments", 1)
+        fragments, saved = len(self._exchanger.context.fragments), state.get("fragments", 1)
         if saved != fragments:
             raise ValueError(
                 f"The state was saved with fragments={saved}, and this optimizer has fragments={fragments}: load it "
@@ -170,23 +170,23 @@ class Checkpoint(Generic[V]):
             RuntimeError: other ranks would not notice.
         """
         self.check(state)
-        course, ledger = self._course, self._course.setting.ledger
-        course.check_load(state, begun)
-        course.load_under_way(state.get("under_way"))
+        exchanger, progress = self._exchanger, self._exchanger.context.progress
+        exchanger.check_load(state, begun)
+        exchanger.load_in_flight_exchange(state.get("under_way"))
         for group, vectors in self._vectors():
             vectors.load(state["vectors"][group])
-        course.has_loaded(state)
-        self.state = None if course.placement.everywhere else state
+        exchanger.has_loaded(state)
+        self.state = None if exchanger.placement.everywhere else state
         self.loaded, self.failure = True, ""
         self.run = state.get("run", "")
-        ledger.get_ready()
-        ledger.counters = Counters(**state["counters"])
-        ledger.notes = Notes(**state.get("notes", {}))  # Version 0.1 has none.
+        progress.get_ready()
+        progress.counters = Counters(**state["counters"])
+        progress.notes = ScheduleState(**state.get("notes", {}))  # Version 0.1 has none.
 
     def _vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
         """Yield the name of every group of tensors, and what saves its vectors."""
-        replica = self._course.setting.exchanged.replica
-        return ((group.name, SavedVectors(group, replica)) for group in self._course.tensor_groups)
+        replica = self._exchanger.context.exchanged.replica
+        return ((group.name, SavedVectors(group, replica)) for group in self._exchanger.tensor_groups)
 
     def forget(self) -> None:
         """Forget what was loaded: training has begun from it."""

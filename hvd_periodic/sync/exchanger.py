@@ -19,13 +19,13 @@ from hvd_periodic.journal import Journal
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.finite import RAISE, Finite
-from hvd_periodic.sync.handshake import Meeting
+from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, OptimizerStateExchange
 from hvd_periodic.sync.planner import Plan, Planner, forecast
-from hvd_periodic.sync.progress import Ledger
-from hvd_periodic.sync.tensor_groups import Exchanged, TensorGroups
-from hvd_periodic.sync.warmup import Phase
+from hvd_periodic.sync.progress import ProgressTracker
+from hvd_periodic.sync.tensor_groups import ExchangeSpec, TensorGroups
+from hvd_periodic.sync.warmup import SynchronousWarmup
 from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.store import Store
 from hvd_periodic.version import __version__
@@ -36,16 +36,16 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Setting(Generic[V]):
+class ExchangeContext(Generic[V]):
     """What an exchange needs to know: what is exchanged, with whom, how far training has come, and when.
 
     Attributes:
         exchanged: the replica and the algorithm.
         membership: the ranks.
-        ledger: counters and notes.
+        progress: counters and notes.
         planner: asks the schedule.
-        phase: whether gradients are still averaged.
-        meeting: speaks with the other ranks.
+        warmup: whether gradients are still averaged.
+        handshake: speaks with the other ranks.
         optimizer_state: exchanges the state of local optimizers, if anything does.
         fragments: the parts of the parameters that are exchanged one after another.
         overlap: local steps for which an exchange may be under way, or ``"period"``.
@@ -57,12 +57,12 @@ class Setting(Generic[V]):
         journal: hears of exchanges.
     """
 
-    exchanged: Exchanged[V]
+    exchanged: ExchangeSpec[V]
     membership: Membership
-    ledger: Ledger
+    progress: ProgressTracker
     planner: Planner
-    phase: Phase
-    meeting: Meeting
+    warmup: SynchronousWarmup
+    handshake: Handshake
     optimizer_state: OptimizerStateExchange[V] | None
     fragments: Sequence[Fragment]
     overlap: int | str = 0
@@ -74,24 +74,24 @@ class Setting(Generic[V]):
     journal: Journal = field(default_factory=Journal)
 
 
-class Course(ABC, Generic[V]):
+class Exchanger(ABC, Generic[V]):
     """Runs exchanges, and knows where the centers are.
 
     Args:
-        setting: what an exchange needs to know.
+        context: what an exchange needs to know.
         place: where the center of the parameters lives, as the user has asked.
         use_locking: whether exchanges in shared memory exclude each other.
 
     Attributes:
         steps_agree: ranks exchange at the same local steps.
-        setting: as given.
+        context: as given.
         tensor_groups: what is exchanged, with the centers.
         finite: looks for what no exchange should spread.
         worker: leads to a center that no rank waits for, if there is one.
     """
 
     steps_agree: ClassVar[bool]
-    setting: Setting[V]
+    context: ExchangeContext[V]
     tensor_groups: TensorGroups[V]
     finite: Finite[V]
     worker: Worker | None = None
@@ -111,7 +111,7 @@ class Course(ABC, Generic[V]):
         """Raise a ValueError where ranks that exchange like this cannot have such a schedule or policy."""
 
     @abstractmethod
-    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None: ...
+    def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None: ...
 
     @property
     def placement(self) -> Placement:
@@ -156,9 +156,9 @@ class Course(ABC, Generic[V]):
             ValueError: NaN or infinity: this rank cannot go on.
         """
         try:
-            self.setting.ledger.report(loss)
+            self.context.progress.report(loss)
         except ValueError as error:
-            self.setting.meeting.failure = str(error)
+            self.context.handshake.failure = str(error)
             self.tell_failure(error)
             raise
 
@@ -175,18 +175,18 @@ class Course(ABC, Generic[V]):
     def arrive(self) -> None:
         """Let the centers be what they become by an exchange that is under way."""
 
-    def under_way(self) -> Any:
+    def in_flight(self) -> Any:
         """Return what a checkpoint holds of an exchange that is under way; None for nothing."""
         return None
 
     def discard(self) -> None:
         """Forget an exchange that is under way."""
 
-    def load_under_way(self, saved: Any) -> None:
-        """Go on with what :meth:`under_way` returned."""
+    def load_in_flight_exchange(self, saved: Any) -> None:
+        """Go on with what :meth:`in_flight` returned."""
 
-    def check_under_way(self, saved: Any) -> None:
-        """Check what :meth:`under_way` returned.
+    def check_in_flight(self, saved: Any) -> None:
+        """Check what :meth:`in_flight` returned.
 
         Raises:
             ValueError: no exchange can be under way here; or it was of another model.
@@ -230,12 +230,12 @@ class Course(ABC, Generic[V]):
         """Return the state of the center's optimizer that other ranks are to take over, given what was loaded here."""
 
     @abstractmethod
-    def take_over(self, legacy: Legacy) -> None:
+    def take_over(self, takeover: TakeoverState) -> None:
         """Give all ranks the workers' vectors and the centers of one of them."""
 
 
 @dataclass(frozen=True)
-class Legacy:
+class TakeoverState:
     """What one rank gives to others.
 
     Attributes:
@@ -254,26 +254,26 @@ class Legacy:
 
 
 @contextmanager
-def failing(meeting: Meeting, local_steps: int) -> Iterator[None]:
+def failing(handshake: Handshake, local_steps: int) -> Iterator[None]:
     """Remember an error that ends an exchange half-way: this rank cannot go on after it."""
     try:
         yield
     except Exception as error:
-        meeting.failure = f"The exchange at step {local_steps} failed: {error}"
+        handshake.failure = f"The exchange at step {local_steps} failed: {error}"
         raise
 
 
-def start_again(groups: TensorGroups[V], setting: Setting[V], problem: str | None) -> None:
+def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], problem: str | None) -> None:
     """Let this rank start from the centers, with a new state of its local optimizer, where its replica is not finite.
 
     All ranks together, unless every rank can read the centers by itself.
 
     Args:
         groups: what is exchanged.
-        setting: of the exchange.
+        context: of the exchange.
         problem: what is not finite here; None on ranks that only help to read the centers.
     """
-    membership = setting.membership
+    membership = context.membership
     for group in groups:
         for bucket in group.values.layout.buckets:
             center = group.fetch(membership.communicator, bucket, membership.name)
@@ -281,8 +281,8 @@ def start_again(groups: TensorGroups[V], setting: Setting[V], problem: str | Non
                 group.start_from(bucket, center)
     if problem is None:
         return
-    if setting.local_optimizer is not None:
-        setting.local_optimizer.reset()
+    if context.local_optimizer is not None:
+        context.local_optimizer.reset()
     tell(membership, problem)
 
 
@@ -292,35 +292,35 @@ def tell(membership: Membership, problem: str) -> None:
     membership.log.warning("Rank %d is left out of an exchange, and starts again from the center: %s", rank, problem)
 
 
-def check_agreement(course: Course[Any], policy: LocalState) -> None:
+def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
     """Check that all ranks are about to do the same.
 
     Raises:
         ValueError: ranks differ; raised on all of them.
     """
-    membership = course.setting.membership
+    membership = exchanger.context.membership
     membership.communicator.check()
-    facts = build_on_all(membership.communicator, membership.name, lambda: facts_of(course, policy))
+    facts = build_on_all(membership.communicator, membership.name, lambda: facts_of(exchanger, policy))
     agree(membership.communicator, membership.name, facts)
-    if membership.together.group is not None:
-        agree(membership.together.group, membership.together.group_name, facts)
+    if membership.all_ranks.group is not None:
+        agree(membership.all_ranks.group, membership.all_ranks.group_name, facts)
 
 
-def facts_of(course: Course[Any], policy: LocalState) -> dict[str, object]:
+def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]:
     """Return what all ranks must agree on, by readable name."""
-    setting, exchanged = course.setting, course.setting.exchanged
-    schedule = setting.planner.schedule
+    context, exchanged = exchanger.context, exchanger.context.exchanged
+    schedule = context.planner.schedule
     return {
         "version": __version__,
         "algorithm": exchanged.algorithm,
         "schedule": described(schedule),
         "first exchanges": forecast(schedule, 8),
-        "root rank": setting.membership.root,
-        "place of the center": course.placement.name,
-        **course.facts(),
+        "root rank": context.membership.root,
+        "place of the center": exchanger.placement.name,
+        **exchanger.facts(),
         "center optimizer": exchanged.center_optimizer.name,
         "optimizer_state": policy,
-        "timeout_seconds": setting.membership.communicator.tracker.timeout,
+        "timeout_seconds": context.membership.communicator.tracker.timeout,
         **exchanged.replica.facts(),
         **exchanged.hyperparameters.settings(),
     }

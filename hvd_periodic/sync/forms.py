@@ -12,13 +12,13 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.options import PathLike, WeightLike
 from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.center_reader import View
+from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.gradients import Gradients
 from hvd_periodic.sync.handshake import Weight
 from hvd_periodic.sync.overlapped import Overlapped, as_overlap
-from hvd_periodic.sync.progress import Ledger
+from hvd_periodic.sync.progress import ProgressTracker
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.vectors.fragments import Fragment, cut_into_fragments
 from hvd_periodic.vectors.store import Store
@@ -29,29 +29,29 @@ class Forms(NamedTuple):
     """What makes the parts; by default those of the core, which know no framework.
 
     Attributes:
-        ledger: keeps counters.
-        courses: run exchanges: of ranks that wait for each other, and of ranks that do not.
+        progress: keeps counters.
+        exchangers: run exchanges: of ranks that wait for each other, and of ranks that do not.
         gradients: shows gradients to algorithms.
         checkpoint: saves and loads.
         view: reads the center.
         cuts: an outer optimizer can have parts of tensors.
     """
 
-    ledger: Callable[[Schedule], Ledger] = Ledger
-    courses: tuple[type[Course[Any]], type[Course[Any]]] = (Synchronous, Asynchronous)
-    gradients: Callable[[Course[Any]], Gradients[Any]] = Gradients
-    checkpoint: Callable[[Course[Any]], Checkpoint[Any]] = Checkpoint
-    view: Callable[..., View[Any]] = View
+    progress: Callable[[Schedule], ProgressTracker] = ProgressTracker
+    exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous)
+    gradients: Callable[[Exchanger[Any]], Gradients[Any]] = Gradients
+    checkpoint: Callable[[Exchanger[Any]], Checkpoint[Any]] = Checkpoint
+    view: Callable[..., CenterReader[Any]] = CenterReader
     cuts: bool = True
 
-    def course(self, asynchronous: bool, overlap: int | str) -> type[Course[Any]]:
+    def exchanger(self, asynchronous: bool, overlap: int | str) -> type[Exchanger[Any]]:
         """Return what runs exchanges.
 
         Raises:
             TypeError, ValueError: no such overlap; or it makes no sense here.
         """
         if as_overlap(overlap) == 0:
-            return self.courses[asynchronous]
+            return self.exchangers[asynchronous]
         if asynchronous:
             _refuse("overlap", overlap, "no rank waits for another")
         return Overlapped

@@ -31,13 +31,15 @@ class Place(NamedTuple):
     periods: int
 
 
-def streamed(schedule: Schedule, fragments: int) -> Schedule:
+def by_fragments(schedule: Schedule, fragments: int) -> Schedule:
     """Return the schedule of so many fragments; one that is of fragments already stays as it is."""
-    return schedule if fragments == 1 or isinstance(schedule, Streamed) else Streamed(schedule, fragments)
+    return (
+        schedule if fragments == 1 or isinstance(schedule, FragmentSchedule) else FragmentSchedule(schedule, fragments)
+    )
 
 
 @dataclass(frozen=True)
-class Streamed(Schedule):
+class FragmentSchedule(Schedule):
     """F exchanges within every period τ of a schedule: the f-th after ⌈f τ/F⌉ of its local steps.
 
     The schedule itself is asked once in a period, of which its clock counts one round. An exchange at another step than
@@ -138,7 +140,7 @@ class Streamed(Schedule):
         return own
 
 
-class Since(NamedTuple):
+class SinceLastSync(NamedTuple):
     """What has happened since a fragment of the parameters was exchanged.
 
     Attributes:
@@ -153,7 +155,7 @@ class Since(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turn:
+class FragmentExchange:
     """A fragment that is exchanged now.
 
     Attributes:
@@ -166,7 +168,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Due:
+class DueFragments:
     """What is exchanged now.
 
     Attributes:
@@ -176,18 +178,18 @@ class Due:
         noted: what has happened since every fragment was exchanged, once these are; empty where that is nothing.
     """
 
-    turns: list[Turn]
+    turns: list[FragmentExchange]
     completes: bool
     periods: int
     noted: list[list[int]]
 
-    def weighing(self, weight: Any) -> Due:
+    def weighing(self, weight: Any) -> DueFragments:
         """Return the same, where this rank counts so much in means."""
-        turns = [Turn(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
+        turns = [FragmentExchange(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
         return self if weight is None else replace(self, turns=turns)
 
 
-class Turns:
+class FragmentPlan:
     """Fragments and their turns; a single one has every turn.
 
     A planned exchange carries the next fragment; any other, and the last of a training, all that have gone on.
@@ -211,7 +213,9 @@ class Turns:
     def __init__(self, fragments: Sequence[Fragment], schedule: Schedule) -> None:
         self.fragments, self.schedule = fragments, schedule
 
-    def due(self, size: int, clock: Clock, noted: Sequence[Sequence[int]], passed: Since, training: bool) -> Due:
+    def due(
+        self, size: int, clock: Clock, noted: Sequence[Sequence[int]], passed: SinceLastSync, training: bool
+    ) -> DueFragments:
         """Return what is exchanged.
 
         Args:
@@ -221,17 +225,20 @@ class Turns:
             passed: since then.
             training: some rank goes on afterwards.
         """
-        before = noted or [Since()] * len(self.fragments)
-        since = [Since(*map(sum, zip(entry, passed, strict=True))) for entry in before]
+        before = noted or [SinceLastSync()] * len(self.fragments)
+        since = [SinceLastSync(*map(sum, zip(entry, passed, strict=True))) for entry in before]
         turn: int | None = 0
         periods = clock.round - 1
-        if isinstance(self.schedule, Streamed):
+        if isinstance(self.schedule, FragmentSchedule):
             turn, periods = self.schedule.turn(clock), self.schedule.periods(clock)
         turn = turn if training else None
         chosen = [i for i, entry in enumerate(since) if entry.pending] if turn is None else [turn]
-        left = [list(Since() if i in chosen else entry) for i, entry in enumerate(since)]
-        return Due(
-            [Turn(self.fragments[i], Exchange(size, since[i].planned, max(since[i].gradients, 1))) for i in chosen],
+        left = [list(SinceLastSync() if i in chosen else entry) for i, entry in enumerate(since)]
+        return DueFragments(
+            [
+                FragmentExchange(self.fragments[i], Exchange(size, since[i].planned, max(since[i].gradients, 1)))
+                for i in chosen
+            ],
             turn in (None, len(self.fragments) - 1),
             periods,
             left if any(map(any, left)) else [],

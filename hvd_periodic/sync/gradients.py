@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_periodic.journal.lines import Log
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.tensor_groups import TensorGroups
 
 V = TypeVar("V")
@@ -121,19 +121,19 @@ class Gradients(Generic[V]):
     """Runs the local rule of the algorithm, and sees to it that no update goes without.
 
     Args:
-        course: knows the algorithm and its vectors.
+        exchanger: knows the algorithm and its vectors.
 
     Attributes:
         assigned: watches what has no gradients.
     """
 
-    def __init__(self, course: Course[V]) -> None:
-        self.course, self._algorithm = course, course.setting.exchanged.algorithm
+    def __init__(self, exchanger: Exchanger[V]) -> None:
+        self.exchanger, self._algorithm = exchanger, exchanger.context.exchanged.algorithm
         self._prepared = False
-        setting, groups = course.setting, course.tensor_groups
+        context, groups = exchanger.context, exchanger.tensor_groups
         name = type(self._algorithm).__name__
-        self.assigned = Assigned(setting.exchanged.replica, groups, name, lambda: setting.membership.log)
-        setting.meeting.followers.append(self.assigned.follow)
+        self.assigned = Assigned(context.exchanged.replica, groups, name, lambda: context.membership.log)
+        context.handshake.followers.append(self.assigned.follow)
 
     def prepare(self) -> None:
         """Show the gradients of this iteration, unless they are still averaged over all ranks."""
@@ -143,13 +143,13 @@ class Gradients(Generic[V]):
 
     def show(self) -> None:
         """Run the local rule, where exchanges have begun."""
-        if not self.course.setting.phase.equal:
+        if not self.exchanger.context.warmup.equal:
             self.run()
 
     def run(self) -> None:
         """Run the local rule, and count it."""
-        setting, worker = self.course.setting, self.course.tensor_groups.parameters.worker
-        setting.ledger.add(gradients=setting.exchanged.replica.local(self._algorithm, worker))
+        context, worker = self.exchanger.context, self.exchanger.tensor_groups.parameters.worker
+        context.progress.add(gradients=context.exchanged.replica.local(self._algorithm, worker))
 
     def check(self, updated: bool) -> None:
         """Raise a RuntimeError after an update whose gradients the algorithm needed and was not shown."""

@@ -21,8 +21,8 @@ from hvd_periodic.ranks import named
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerStateExchange
 from hvd_periodic.sync.planner import Planner, agreed_clock
-from hvd_periodic.sync.progress import Ledger
-from hvd_periodic.sync.status import Agreement, Standpoint
+from hvd_periodic.sync.progress import ProgressTracker
+from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
 
 class Weight:
@@ -97,12 +97,12 @@ Check = Callable[[], str | None]
 """Returns why this rank cannot go on, or None."""
 
 
-class Meeting:
+class Handshake:
     """Speaks for one rank, and judges what all have said.
 
     Args:
         membership: the ranks that meet.
-        ledger: where this one stands.
+        progress: where this one stands.
         planner: foresees exchanges.
         hyperparameters: settings of the center's optimizer, which have to be the same.
         optimizer_state: exchanges the state of local optimizers, if anything does.
@@ -121,13 +121,13 @@ class Meeting:
     def __init__(
         self,
         membership: Membership,
-        ledger: Ledger,
+        progress: ProgressTracker,
         planner: Planner,
         hyperparameters: Hyperparameters,
         optimizer_state: OptimizerStateExchange[Any] | None,
         weight: Weight,
     ) -> None:
-        self._membership, self._ledger, self._planner = membership, ledger, planner
+        self._membership, self._progress, self._planner = membership, progress, planner
         self._hyperparameters, self._optimizer_state = hyperparameters, optimizer_state
         self.weight = weight
         self.checks: list[Check] = []
@@ -139,24 +139,24 @@ class Meeting:
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
-        """Return what all ranks have come for, and where they stand; as :meth:`meet_with`."""
-        return self.meet_with(purpose, problem)[0]
+        """Return what all ranks have come for, and where they stand; as :meth:`handshake_with`."""
+        return self.handshake_with(purpose, problem)[0]
 
-    def standpoint(self) -> tuple[Standpoint, str | None]:
+    def local_status(self) -> tuple[LocalStatus, str | None]:
         """Return what this rank knows by itself, and an error for all ranks if its learning rate cannot be read."""
         try:
-            return self._ledger.standpoint(), None
+            return self._progress.snapshot(), None
         except Exception as error:
             problem = f"The learning rate of the local optimizer cannot be read: {type(error).__name__}: {error}"
-            return Standpoint(self._ledger.counters, self._ledger.notes), problem
+            return LocalStatus(self._progress.counters, self._progress.notes), problem
 
-    def meet_with(
+    def handshake_with(
         self,
         purpose: Purpose,
         problem: str | None,
         enclosed: np.ndarray | None = None,
         left_out: bool = False,
-        own: Standpoint | None = None,
+        own: LocalStatus | None = None,
     ) -> tuple[list[Record], list[np.ndarray]]:
         """Return what all ranks have come for and where they stand, and what they have enclosed.
 
@@ -165,19 +165,19 @@ class Meeting:
             problem: why it cannot go on, if it knows already.
             enclosed: integers that travel along.
             left_out: its replica is not finite, and it is left out.
-            own: the result of :meth:`standpoint`, if the caller has it.
+            own: the result of :meth:`local_status`, if the caller has it.
 
         Raises:
             RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
         """
         if own is None:
-            own, unknown = self.standpoint()
+            own, unknown = self.local_status()
             problem = problem or unknown
         self.weigh(own, purpose)
         problem = problem or self.problem(own, purpose)
         failure = None if problem is None else RuntimeError(problem)
         record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
-        communicator.tracker.follow_steps(self._membership.number, self._ledger)
+        communicator.tracker.follow_steps(self._membership.number, self._progress)
         self.came, came = time.time(), time.perf_counter()
         met = communicator.handshake(record, failure, enclosed)
         self.waited = time.perf_counter() - came
@@ -210,7 +210,7 @@ class Meeting:
             self.background_save.abandon("the ranks of the job have changed before all of them had written it")
             self.background_save = None
 
-    def come_for(self, purpose: Purpose, problem: str | None = None) -> None:
+    def check_same_call(self, purpose: Purpose, problem: str | None = None) -> None:
         """Find out whether all ranks have come to the same call, before its data travels.
 
         Args:
@@ -220,18 +220,18 @@ class Meeting:
         Raises:
             RuntimeError: on all ranks, if they have come for different things, or one cannot go on.
         """
-        steps, communicator = self._ledger.local_steps, self._membership.communicator
+        steps, communicator = self._progress.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
-        communicator.tracker.follow_steps(self._membership.number, self._ledger)
+        communicator.tracker.follow_steps(self._membership.number, self._progress)
         communicator.handshake(record, None if problem is None else RuntimeError(problem))
 
-    def weigh(self, own: Standpoint, purpose: Purpose) -> None:
+    def weigh(self, own: LocalStatus, purpose: Purpose) -> None:
         """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""
         if purpose in _EXCHANGING:
             idle = purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange
             self.weight.measure(idle)
 
-    def record(self, own: Standpoint, purpose: Purpose, problem: str | None, left_out: bool = False) -> Record:
+    def record(self, own: LocalStatus, purpose: Purpose, problem: str | None, left_out: bool = False) -> Record:
         """Return what this rank tells the others before any data travels."""
         settings = self._hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
@@ -256,7 +256,7 @@ class Meeting:
             foreseen=(self._planner.foreseen(own, purpose) or 0) if problem is None else 0,
         )
 
-    def problem(self, own: Standpoint, purpose: Purpose) -> str | None:
+    def problem(self, own: LocalStatus, purpose: Purpose) -> str | None:
         """Return why this rank cannot do what it has come for, or None."""
         if not math.isfinite(own.notes.loss_sum):
             steps = own.counters.local_steps
@@ -272,7 +272,7 @@ class Meeting:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def agree(self, records: Sequence[Record], own: Standpoint) -> Agreement:
+    def agree(self, records: Sequence[Record], own: LocalStatus) -> GlobalStatus:
         """Return what this exchange is, given what all ranks announced.
 
         Raises:
@@ -296,7 +296,7 @@ class Meeting:
             )
         step = max(record.local_steps for record in deciding)
         period = max(record.period for record in deciding)
-        return Agreement(
+        return GlobalStatus(
             bool(training),
             own.counters.local_steps if training else step,
             pending=max(record.pending for record in records),

@@ -32,10 +32,10 @@ class Membership:
         """Be a member of these ranks, and no longer of those before."""
         self.communicator, self.asked_root, self.name = communicator, root, name
         self.root = root if root < communicator.size else 0
-        self.together = TrainingGroup(communicator.handshake_group)
+        self.all_ranks = TrainingGroup(communicator.handshake_group)
         self.in_groups = False
 
-    def refuse_others(self) -> None:
+    def require_same_ranks(self) -> None:
         """Raise a RuntimeError where elastic Horovod has changed the ranks; until they meet, nobody else asks."""
         changed = self.communicator.changed() if self.communicator.elastic else None
         if changed is not None:
@@ -45,7 +45,7 @@ class Membership:
         """Take notice of the ranks that average their gradients with this one; ``throughout`` all of training."""
         self.in_groups = group.size > 1 and throughout
         if not set(group.global_ranks) <= set(self.communicator.global_ranks):
-            self.together.average_within(group)
+            self.all_ranks.average_within(group)
 
     @property
     def number(self) -> int:
@@ -69,19 +69,19 @@ class Membership:
         return self.communicator.rank == self.root
 
     @property
-    def in_step(self) -> bool:
+    def is_lockstep_group(self) -> bool:
         """Whether this is one of groups that exchange in step, each by a center of its own."""
         return self.communicator.handshake_group is not self.communicator
 
     @property
-    def alike(self) -> Communicator | TrainingGroup:
+    def center_replicas(self) -> Communicator | TrainingGroup:
         """The ranks that have one center."""
-        return self.communicator if self.in_step else self.together
+        return self.communicator if self.is_lockstep_group else self.all_ranks
 
     @property
     def first(self) -> int:
         """That which all start from, among all that meet: :attr:`root`, unless these are one of several groups."""
-        return 0 if self.in_step else self.root
+        return 0 if self.is_lockstep_group else self.root
 
     @property
     def global_rank(self) -> int:
@@ -99,7 +99,7 @@ class Membership:
 
     def senders(self, what: str) -> list[Callable[[Any], Any]]:
         """Return what gives all ranks the root's values: first those that exchange with it, then those of groups."""
-        found, together = [self.sender(what)], self.together
+        found, together = [self.sender(what)], self.all_ranks
         if together.group is not None:
             found.append(sender(together.group, f"{together.group_name}.{what}", together.group_root))
         return found

@@ -14,9 +14,9 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.saved_vectors import check_names
-from hvd_periodic.sync.exchanger import Setting, failing
-from hvd_periodic.sync.fragment_plan import Turn
-from hvd_periodic.sync.profiling import range_of, ranged
+from hvd_periodic.sync.exchanger import ExchangeContext, failing
+from hvd_periodic.sync.fragment_plan import FragmentExchange
+from hvd_periodic.sync.profiling import profiled, profiler_range
 from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronous import Synchronous
 
@@ -59,14 +59,14 @@ class Overlapped(Synchronous[V]):
 
     overlapped = True
 
-    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None:
+    def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
         if not place.everywhere:
             raise ValueError(
                 f"`overlap` needs center='replicated': with center={place.name!r} an exchange first reads the center "
-                f"from other ranks, and training would wait for that. Received: overlap={setting.overlap!r}"
+                f"from other ranks, and training would wait for that. Received: overlap={context.overlap!r}"
             )
-        super().__init__(setting, place, use_locking)
-        if setting.membership.is_root and setting.membership.communicator.busy_waits:
+        super().__init__(context, place, use_locking)
+        if context.membership.is_root and context.membership.communicator.busy_waits:
             logger.warning(
                 "While messages travel, Open MPI spins on the cores that train: start the job with mpirun --mca "
                 "mpi_yield_when_idle 1, or export OMPI_MCA_mpi_yield_when_idle=1"
@@ -77,13 +77,13 @@ class Overlapped(Synchronous[V]):
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
-        return super().facts() | {"overlap": self.setting.overlap}
+        return super().facts() | {"overlap": self.context.overlap}
 
     def exchange(self, leaving: bool = False) -> Any:
         """Take what is under way, then exchange."""
-        if self.setting.meeting.failure is None:  # Otherwise the others hear of it where they meet.
+        if self.context.handshake.failure is None:  # Otherwise the others hear of it where they meet.
             self.land()
-        before = self.setting.ledger.counters
+        before = self.context.progress.counters
         training = super().exchange(leaving)
         self._counted_before = before
         return training
@@ -96,27 +96,27 @@ class Overlapped(Synchronous[V]):
         """
         if not self._under_way:
             return
-        setting, started = self.setting, time.perf_counter()
-        if setting.meeting.failure is not None:
-            raise RuntimeError(setting.meeting.failure)
+        context, started = self.context, time.perf_counter()
+        if context.handshake.failure is not None:
+            raise RuntimeError(context.handshake.failure)
         if not any(part.pending for part in self._under_way):
             return
         try:
-            with failing(setting.meeting, self._begun), range_of(self, "arrive"):
+            with failing(context.handshake, self._begun), profiler_range(self, "arrive"):
                 for part in self._under_way:
                     part.wait_and_update_center()
                 self._constrain()
         except Exception:
             self._uncount()
             raise
-        setting.ledger.add(exchange_seconds=time.perf_counter() - started)
+        context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def _uncount(self) -> None:
         """Let what is under way, which was counted when it began, not be counted: it has failed."""
-        ledger, before = self.setting.ledger, self._counted_before
+        progress, before = self.context.progress, self._counted_before
         if before is not None:  # Not that of a state that was loaded.
             kept = {name: getattr(before, name) for name in _OF_EXCHANGES}
-            ledger.counters = replace(ledger.counters, **kept)
+            progress.counters = replace(progress.counters, **kept)
 
     def land(self) -> None:
         """Let the replica take what is under way; where that fails, tell the others, who would wait."""
@@ -126,31 +126,31 @@ class Overlapped(Synchronous[V]):
             self.tell_failure(error)
             raise
 
-    @ranged("land")
+    @profiled("land")
     def _land(self) -> None:
         self.arrive()
         if not self._under_way:
             return
-        setting, started = self.setting, time.perf_counter()
-        with failing(setting.meeting, self._begun):
-            misfit = setting.exchanged.replica.misfit()
+        context, started = self.context, time.perf_counter()
+        with failing(context.handshake, self._begun):
+            misfit = context.exchanged.replica.misfit()
             if misfit is not None:
                 raise RuntimeError(misfit)
             for part in self._under_way:
-                part.apply_to_replica(setting.ledger.local_steps > self._begun)
+                part.apply_to_replica(context.progress.local_steps > self._begun)
             self._constrain()
         self._forget()
-        setting.meeting.have_exchanged()
-        setting.ledger.add(exchange_seconds=time.perf_counter() - started)
+        context.handshake.have_exchanged()
+        context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:
         """Wait for what is under way, and forget it."""
-        if self.setting.meeting.failure is None:
+        if self.context.handshake.failure is None:
             self.arrive()
         self._forget()
 
     def _forget(self) -> None:
-        self._under_way, self.setting.ledger.landing = [], None
+        self._under_way, self.context.progress.landing = [], None
 
     def restart(self) -> None:
         """Set the centers to the values of this rank, which nothing is under way to change."""
@@ -166,7 +166,7 @@ class Overlapped(Synchronous[V]):
         self.discard()
         super().check_load(state, begun)
 
-    def under_way(self) -> Any:
+    def in_flight(self) -> Any:
         """Return what is left to be taken, for a checkpoint."""
         self.arrive()
         snapshot = self.tensor_groups.parameters.snapshot
@@ -174,25 +174,25 @@ class Overlapped(Synchronous[V]):
             return None
         return {
             "begun": self._begun,
-            "due": self.setting.ledger.landing,
+            "due": self.context.progress.landing,
             "fragments": [(part.fragment.index, asdict(part.exchange)) for part in self._under_way],
-            "snapshot": self.setting.exchanged.replica.save(snapshot),
+            "snapshot": self.context.exchanged.replica.save(snapshot),
         }
 
-    def check_under_way(self, saved: Any) -> None:
+    def check_in_flight(self, saved: Any) -> None:
         """Check what was under way when a state was saved."""
         group = self.tensor_groups.parameters
         if saved is not None:
             check_names(f"snapshot of the {group.name}", group.values.layout, saved["snapshot"])
 
-    def load_under_way(self, saved: Any) -> None:
+    def load_in_flight_exchange(self, saved: Any) -> None:
         """Go on with what was under way when a state was saved."""
-        membership, group = self.setting.membership, self.tensor_groups.parameters
+        membership, group = self.context.membership, self.tensor_groups.parameters
         self._forget()
         self._counted_before = None
         if saved is not None and group.snapshot is not None:
-            self._begun, self.setting.ledger.landing = saved["begun"], saved["due"]
-            self.setting.exchanged.replica.load(group.snapshot, saved["snapshot"])
+            self._begun, self.context.progress.landing = saved["begun"], saved["due"]
+            self.context.exchanged.replica.load(group.snapshot, saved["snapshot"])
             self._under_way = [
                 InFlightExchange(
                     group, membership.communicator, Exchange(**exchange), membership.name, self.turns.fragments[i]
@@ -207,25 +207,25 @@ class Overlapped(Synchronous[V]):
 
     def _followed(self, settings: Any) -> Any:
         """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""
-        return self.setting.exchanged.hyperparameters.hyperparameters() if settings is None else settings
+        return self.context.exchanged.hyperparameters.hyperparameters() if settings is None else settings
 
-    def _send(self, turn: Turn, step: int, training: bool) -> Any:
+    def _send(self, turn: FragmentExchange, step: int, training: bool) -> Any:
         """Let an exchange begin at a step; where nobody trains on, let it end as well."""
         if not training:
             return super()._send(turn, step, training)
-        membership, overlap = self.setting.membership, as_overlap(self.setting.overlap)
+        membership, overlap = self.context.membership, as_overlap(self.context.overlap)
         communicator, name = membership.communicator, membership.name
         used = communicator.namespace, name
         twin = _SENDING.get(used)
         if twin is not None and twin is not self:
             twin.arrive()
         _SENDING[used] = self
-        with range_of(self, "begin"):
+        with profiler_range(self, "begin"):
             part = InFlightExchange(
                 self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment
             ).begin()
         self._under_way.append(part)
-        self._begun, self.setting.ledger.landing = step, None if overlap is None else step + overlap
+        self._begun, self.context.progress.landing = step, None if overlap is None else step + overlap
         return part.sent
 
 

@@ -18,19 +18,19 @@ from hvd_periodic.outer.per_fragment import CloneableOptimizer
 from hvd_periodic.replica import Replica
 from hvd_periodic.schedules.base import Clock, Schedule
 from hvd_periodic.schedules.conversion import as_schedule
-from hvd_periodic.sync.exchanger import Setting
+from hvd_periodic.sync.exchanger import ExchangeContext
 from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
 from hvd_periodic.sync.forms import Forms
-from hvd_periodic.sync.fragment_plan import streamed
-from hvd_periodic.sync.handshake import Meeting
+from hvd_periodic.sync.fragment_plan import by_fragments
+from hvd_periodic.sync.handshake import Handshake
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
 from hvd_periodic.sync.planner import Planner
-from hvd_periodic.sync.reporting import count_of, new_journal
-from hvd_periodic.sync.startup import Beginning
+from hvd_periodic.sync.reporting import new_journal, to_counts
+from hvd_periodic.sync.startup import Startup
 from hvd_periodic.sync.status import Counters
-from hvd_periodic.sync.tensor_groups import Exchanged, TensorGroups
-from hvd_periodic.sync.warmup import Phase
+from hvd_periodic.sync.tensor_groups import ExchangeSpec, TensorGroups
+from hvd_periodic.sync.warmup import SynchronousWarmup
 from hvd_periodic.wires.compression import Compression
 
 V = TypeVar("V")
@@ -109,22 +109,25 @@ class Parts(Generic[V]):
         journal: Journal | None = None,
         forms: Forms = Forms(),  # noqa: B008
     ) -> None:
-        course, wire = forms.course(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
+        exchanger, wire = forms.exchanger(bool(asynchronous), overlap), forms.wire(bool(asynchronous), compression)
         cut = forms.fragments(bool(asynchronous), fragments, replica.parameters, outer is not None)
         outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
-        self.policy, planned = as_local_state(optimizer_state), streamed(as_schedule(schedule, "schedule"), len(cut))
-        self.exchanged = Exchanged(replica, course.suited(algorithm, communicator.size), outer, rates)
-        course.check(planned, self.policy)
+        self.policy, planned = (
+            as_local_state(optimizer_state),
+            by_fragments(as_schedule(schedule, "schedule"), len(cut)),
+        )
+        self.exchanged = ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates)
+        exchanger.check(planned, self.policy)
         self.replica, self.algorithm = replica, self.exchanged.algorithm
         self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
         state = state_exchange(self.policy, local_optimizer, replica, self.membership)
-        self.ledger = forms.ledger(planned)
+        self.progress = forms.progress(planned)
         self.planner = Planner(planned, self.membership)
-        self.phase = Phase(self.planner, self.ledger)
+        self.warmup = SynchronousWarmup(self.planner, self.progress)
         hyperparameters = self.exchanged.hyperparameters
         counts = forms.weight(bool(asynchronous), weight, self.algorithm)
-        self.meeting = Meeting(self.membership, self.ledger, self.planner, hyperparameters, state, counts)
-        known = self.membership, self.ledger, self.planner, self.phase, self.meeting
+        self.handshake = Handshake(self.membership, self.progress, self.planner, hyperparameters, state, counts)
+        known = self.membership, self.progress, self.planner, self.warmup, self.handshake
         communicator.tracker.limit(timeout_seconds)
         audits = forms.audits(bool(asynchronous), audit_every)
         local = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
@@ -133,53 +136,53 @@ class Parts(Generic[V]):
         self.run_log = requested_folder(run_log)
         self.journal = journal or new_journal(lambda: self.membership, self.run_log)
         kept = forms.center_file(bool(asynchronous), center_file), self.journal
-        setting = Setting(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, *kept)
-        self.course = course(setting, placement_of(center), use_locking)
-        self.gradients = forms.gradients(self.course)
-        self.checkpoint = forms.checkpoint(self.course)
-        self.beginning = Beginning(self.course, self.checkpoint, self.gradients.assigned)
-        self.view = forms.view(self.course, self.checkpoint, self.beginning)
-        self.meeting.checks += [replica.changes, self.gradients.assigned.name_parameters]
-        if self.ledger.is_new:
-            self.course.tensor_groups.reset()
+        context = ExchangeContext(self.exchanged, *known, state, cut, overlap, wire, local, nonfinite, audits, *kept)
+        self.exchanger = exchanger(context, placement_of(center), use_locking)
+        self.gradients = forms.gradients(self.exchanger)
+        self.checkpoint = forms.checkpoint(self.exchanger)
+        self.startup = Startup(self.exchanger, self.checkpoint, self.gradients.assigned)
+        self.center_reader = forms.view(self.exchanger, self.checkpoint, self.startup)
+        self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
+        if self.progress.is_new:
+            self.exchanger.tensor_groups.reset()
 
     @property
     def tensor_groups(self) -> TensorGroups[V]:
         """What is exchanged: the parameters, and statistics of several kinds, with their centers."""
-        return self.course.tensor_groups
+        return self.exchanger.tensor_groups
 
     @property
     def counters(self) -> Counters:
         """Steps, rounds, bytes and seconds so far."""
-        return self.ledger.counters
+        return self.progress.counters
 
     @property
     def local_steps(self) -> int:
         """Iterations so far."""
-        return self.ledger.local_steps
+        return self.progress.local_steps
 
     @property
     def rounds(self) -> int:
         """Exchanges so far."""
-        return self.ledger.rounds
+        return self.progress.rounds
 
     @property
     def learning_rate(self) -> Callable[[], Any] | None:
         """Returns the learning rate of the local optimizer, for schedules; set where that optimizer is known."""
-        return self.ledger.learning_rate
+        return self.progress.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Callable[[], Any] | None) -> None:
-        self.ledger.learning_rate = learning_rate
+        self.progress.learning_rate = learning_rate
 
     def tell_end(self) -> None:
         """Tell the journal that training is over."""
-        self.journal.ended(count_of(self.counters))
+        self.journal.ended(to_counts(self.counters))
 
     @property
     def begun(self) -> bool:
         """Whether training has begun, since construction and since a state was loaded."""
-        return self.beginning.begun
+        return self.startup.begun
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Refuse copies and pickles, whose functions would still be those of the original: of its learning rate, say.
@@ -194,5 +197,5 @@ class Parts(Generic[V]):
 
     def center_tensors(self) -> list[Any]:
         """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
-        self.course.arrive()
+        self.exchanger.arrive()
         return self.tensor_groups.parameters.center.tensors()

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.replica import Replica
-from hvd_periodic.sync.fragment_plan import Due
+from hvd_periodic.sync.fragment_plan import DueFragments
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.layout import Bucket
@@ -21,7 +21,7 @@ V = TypeVar("V")
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "max": np.maximum}
 
 
-class Enclosed(Generic[V]):
+class PiggybackedMessages(Generic[V]):
     """Encloses the messages of an exchange, where all of them together are small, and delivers their sums.
 
     Where some rank comes for something else than the others, as at the end of training, all exchange as usual: every
@@ -44,7 +44,7 @@ class Enclosed(Generic[V]):
             and all(group.can_piggyback for group in groups)
         )
 
-    def messages(self, due: Due) -> list[np.ndarray]:
+    def messages(self, due: DueFragments) -> list[np.ndarray]:
         """Return the messages of an exchange; changes nothing. Empty, where there are none or they cannot be formed."""
         if not self.possible:
             return []
@@ -54,7 +54,7 @@ class Enclosed(Generic[V]):
             return []
 
     def deliver(
-        self, due: Due, own: Sequence[np.ndarray], records: Sequence[Record], enclosures: Sequence[np.ndarray]
+        self, due: DueFragments, own: Sequence[np.ndarray], records: Sequence[Record], enclosures: Sequence[np.ndarray]
     ) -> None:
         """Hand out the sums of messages, where all ranks have enclosed theirs for the same exchange.
 
@@ -76,7 +76,7 @@ class Enclosed(Generic[V]):
             total = of_ranks[self._root] if reduction == "root" else reduce(_REDUCTIONS[reduction], of_ranks)
             group.error_feedback.received_totals[bucket.index] = self._replica.from_host(np.array(total), bucket)
 
-    def _sent(self, due: Due) -> Iterator[tuple[TensorGroup[V], Bucket, Any]]:
+    def _sent(self, due: DueFragments) -> Iterator[tuple[TensorGroup[V], Bucket, Any]]:
         """Yield what an exchange sends: group, bucket and exchange, in order."""
         if due.completes:
             for group in self._groups.statistics:

@@ -11,7 +11,7 @@ from hvd_periodic.comm.agreement import raise_on_all
 from hvd_periodic.comm.handshake import Purpose, Record, leading
 from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.status import Agreement, Standpoint
+from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
     )
 
 
-def united_clock(clock: Clock, of_all: Sequence[Clock]) -> Clock:
+def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
     """Return one clock for several sets of ranks whose members average gradients with each other, so exchange together.
 
     Args:
@@ -108,7 +108,7 @@ class _ForeseenClock(Clock):
         return super().__getattribute__(name)
 
 
-def foresee(schedule: Schedule, clock: Clock) -> int | None:
+def predict(schedule: Schedule, clock: Clock) -> int | None:
     """Return the step of the next exchange, where steps, rounds and memory say it; None where it depends on more.
 
     Raises:
@@ -129,7 +129,7 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
     """Return the steps of the first exchanges, as far as they can be foreseen.
 
     Raises:
-        Exception: as :func:`foresee`.
+        Exception: as :func:`predict`.
 
     Example:
         >>> from hvd_periodic import Doubling
@@ -167,14 +167,14 @@ class Planner:
         self.schedule = schedule
         self._membership = membership
 
-    def foreseen(self, own: Standpoint, purpose: Purpose) -> int | None:
+    def foreseen(self, own: LocalStatus, purpose: Purpose) -> int | None:
         """Return the exchange after this one, if the schedule can say so before ranks have met.
 
         Raises:
             Exception: what the schedule raises, unless training ends.
         """
         try:
-            return foresee(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
+            return predict(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
         except Exception:
             # Where training ends, a schedule may have nothing to say.
             if purpose in (Purpose.LEAVE, Purpose.SAVE, Purpose.COMMIT):
@@ -186,11 +186,11 @@ class Planner:
         compare = not all(record.foreseen for record in records)
         return self._same_on_all(Clock(learning_rate=leading(records).learning_rate), compare)
 
-    def first_alone(self, learning_rate: float | None) -> Plan:
+    def first_async(self, learning_rate: float | None) -> Plan:
         """Return the first exchange of a rank that exchanges on its own clock."""
         return ask(self.schedule, Clock(learning_rate=learning_rate))
 
-    def following(self, meeting: Agreement) -> Plan:
+    def following(self, handshake: GlobalStatus) -> Plan:
         """Return what the schedule says at an exchange, the same on all ranks.
 
         Where nobody trains any more, it may have nothing to say; where nothing is exchanged, it is not asked. The
@@ -199,16 +199,16 @@ class Planner:
         Raises:
             RuntimeError: the schedule failed, or says different things on different ranks.
         """
-        if meeting.training:
-            return self._same_on_all(meeting.clock, compare=meeting.unforeseen)
+        if handshake.training:
+            return self._same_on_all(handshake.clock, compare=handshake.unforeseen)
         try:
-            if meeting.pending:
-                return ask(self.schedule, meeting.clock)
+            if handshake.pending:
+                return ask(self.schedule, handshake.clock)
         except RuntimeError as error:
             self._membership.log.debug("Where training has ended, the period stays as it was: %s", error)
-        return Plan(meeting.step + max(meeting.period, 1), meeting.clock.memory)
+        return Plan(handshake.step + max(handshake.period, 1), handshake.clock.memory)
 
-    def following_alone(self, own: Standpoint) -> Plan:
+    def next_async(self, own: LocalStatus) -> Plan:
         """Return what the schedule says to a rank that exchanges on its own clock."""
         return ask(self.schedule, own.clock)
 
@@ -218,9 +218,9 @@ class Planner:
         Raises:
             RuntimeError: it failed, or says different things on different ranks; on all of them, where they compare.
         """
-        together = self._membership.together
+        together = self._membership.all_ranks
         if compare and together.group is not None:
-            clock = united_clock(clock, together.allgather_object(clock, "clock"))
+            clock = merge_clocks(clock, together.allgather_object(clock, "clock"))
         plan, failure = None, None
         try:
             plan = ask(self.schedule, clock)

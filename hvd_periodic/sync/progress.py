@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_periodic.schedules.base import Clock, Schedule
-from hvd_periodic.sync.planner import foresee
-from hvd_periodic.sync.status import Counters, Notes, Standpoint
+from hvd_periodic.sync.planner import predict
+from hvd_periodic.sync.status import Counters, LocalStatus, ScheduleState
 
 
-class Ledger:
+class ProgressTracker:
     """Counts local steps and exchanges, keeps what the schedule will want to know, and times steps.
 
     What is added joins the counters when these are looked at, so that counting takes little of a small model's step.
@@ -41,10 +41,10 @@ class Ledger:
         self._ready_since = time.perf_counter()
         self._timed_since: tuple[float, int] | None = None
         self.counters = Counters(next_exchange=self._first_exchange(schedule))
-        self.notes = Notes()
+        self.notes = ScheduleState()
 
     def _first_exchange(self, schedule: Schedule) -> int:
-        return foresee(schedule, Clock()) or 0
+        return predict(schedule, Clock()) or 0
 
     @property
     def counters(self) -> Counters:
@@ -62,12 +62,12 @@ class Ledger:
             self.changed()
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> ScheduleState:
         """What this rank keeps for its schedule."""
         return self._notes
 
     @notes.setter
-    def notes(self, notes: Notes) -> None:
+    def notes(self, notes: ScheduleState) -> None:
         self._notes = notes
 
     @property
@@ -103,7 +103,7 @@ class Ledger:
         return self.local_steps >= self._counters.next_exchange
 
     @property
-    def has_to_land(self) -> Any:
+    def is_landing_due(self) -> Any:
         """Whether the replica has to take the exchange in flight after the local steps so far."""
         return self.landing is not None and self.local_steps >= self.landing
 
@@ -126,10 +126,10 @@ class Ledger:
         """Return the learning rate of the local optimizer; None where it is unknown, or no number."""
         return rate_of(None if self.learning_rate is None else self.learning_rate())
 
-    def standpoint(self) -> Standpoint:
+    def snapshot(self) -> LocalStatus:
         """Return what this rank knows by itself."""
         counters = self.counters
-        return Standpoint(counters, self.notes, self.current_rate(), self.step_seconds(counters.local_steps))
+        return LocalStatus(counters, self.notes, self.current_rate(), self.step_seconds(counters.local_steps))
 
     def get_ready(self) -> None:
         """Measure the first step from now on, until training begins."""

@@ -20,11 +20,11 @@ from hvd_periodic.journal.files import RunLog
 from hvd_periodic.journal.lines import LogListener
 from hvd_periodic.logs import logger, set_up
 from hvd_periodic.sync.membership import Membership
-from hvd_periodic.sync.status import Counters, Standpoint
+from hvd_periodic.sync.status import Counters, LocalStatus
 from hvd_periodic.version import __version__
 
 if TYPE_CHECKING:
-    from hvd_periodic.sync.exchanger import Course
+    from hvd_periodic.sync.exchanger import Exchanger
 
 
 def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
@@ -46,20 +46,20 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
     return Journal(listeners)
 
 
-def tell_beginning(course: Course[Any], counters: Counters) -> None:
+def report_start(exchanger: Exchanger[Any], counters: Counters) -> None:
     """Tell that training begins, or goes on, with these counters."""
-    journal = course.setting.journal
+    journal = exchanger.context.journal
     if journal.listeners:
-        journal.began(_facts(course, counters), count_of(counters))
+        journal.began(_facts(exchanger, counters), to_counts(counters))
 
 
-def _facts(course: Course[Any], counters: Counters) -> Facts:
+def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
     """Return what training is, for people."""
-    setting, membership = course.setting, course.setting.membership
-    exchanged, schedule = setting.exchanged, setting.planner.schedule
+    context, membership = exchanger.context, exchanger.context.membership
+    exchanged, schedule = context.exchanged, context.planner.schedule
     layout, communicator = exchanged.replica.parameters.layout, membership.communicator
-    transport = communicator.description if course.worker is None else course.worker.transport.description
-    compression, period = described(setting.wire), counters.next_exchange - counters.last_exchange
+    transport = communicator.description if exchanger.worker is None else exchanger.worker.transport.description
+    compression, period = described(context.wire), counters.next_exchange - counters.last_exchange
     return {
         "time": time.time(),
         "package": __version__,
@@ -76,20 +76,22 @@ def _facts(course: Course[Any], counters: Counters) -> Facts:
         "schedule": described(schedule),
         "period": period,
         "step": counters.local_steps,
-        "closes": exchanged.algorithm.contraction(Exchange(communicator.size, period)) if course.steps_agree else None,
-        "asynchronous": not course.steps_agree,
-        "center": course.placement.name,
+        "closes": exchanged.algorithm.contraction(Exchange(communicator.size, period))
+        if exchanger.steps_agree
+        else None,
+        "asynchronous": not exchanger.steps_agree,
+        "center": exchanger.placement.name,
         "transport": transport,
         "elements": sum(spec.size for spec in layout.specs),
         "tensors": len(layout.specs),
         "bytes": sum(bucket.nbytes for bucket in layout.buckets),
-        "overlap": setting.overlap or None,
-        "fragments": len(setting.fragments) if len(setting.fragments) > 1 else None,
-        "compression": compression if setting.wire.lossy else None,
+        "overlap": context.overlap or None,
+        "fragments": len(context.fragments) if len(context.fragments) > 1 else None,
+        "compression": compression if context.wire.lossy else None,
     }
 
 
-def count_of(counters: Counters) -> Counts:
+def to_counts(counters: Counters) -> Counts:
     """Return what a journal tells of counters."""
     return Counts(
         counters.local_steps,
@@ -102,16 +104,16 @@ def count_of(counters: Counters) -> Counts:
     )
 
 
-def measured(course: Course[Any], own: Standpoint) -> Standpoint:
+def with_distance(exchanger: Exchanger[Any], own: LocalStatus) -> LocalStatus:
     """Return where this rank stands with its distance to the center, if that is wanted, and can be known here."""
-    if course.reads_together or course.setting.phase.equal:
+    if exchanger.reads_together or exchanger.context.warmup.equal:
         return own
-    return replace(own, distance=course.setting.journal.measure_distance(course.tensor_groups.distance))
+    return replace(own, distance=exchanger.context.journal.measure_distance(exchanger.tensor_groups.distance))
 
 
-def tell(
-    course: Course[Any],
-    own: Standpoint,
+def report_exchange(
+    exchanger: Exchanger[Any],
+    own: LocalStatus,
     counters: Callable[[], Counters],
     came: float,
     waited: float | None,
@@ -120,20 +122,20 @@ def tell(
     """Tell of an exchange that is over.
 
     Args:
-        course: that ran it.
+        exchanger: that ran it.
         own: where this rank stood before it.
         counters: returns them as they are after it.
         came: when this rank was ready to meet the others, in seconds since 1970.
         waited: seconds until all ranks had come; None where none waits.
         completes: it ends a period, in which all fragments have had their turn.
     """
-    setting, closes = course.setting, None
-    if not setting.journal.listeners:
+    context, closes = exchanger.context, None
+    if not context.journal.listeners:
         return
-    if course.steps_agree:
-        size = setting.membership.communicator.size
-        closes = setting.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
-        closes = 1.0 if setting.phase.equal else closes
-    count = count_of(counters())
+    if exchanger.steps_agree:
+        size = context.membership.communicator.size
+        closes = context.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
+        closes = 1.0 if context.warmup.equal else closes
+    count = to_counts(counters())
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
-    setting.journal.exchanged(count, came, waited, closes, *known)
+    context.journal.exchanged(count, came, waited, closes, *known)

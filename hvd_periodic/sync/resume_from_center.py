@@ -20,15 +20,15 @@ def start_from_saved_center(levels: Sequence[ReplicaSynchronizer[Any]], state: M
         state: that the outermost has loaded.
     """
     outermost = levels[0]
-    outermost.beginning.start_from_center(state)
+    outermost.startup.start_from_center(state)
     vectors = {
         group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
         | {key: outermost.replica.save(store) for key, store in group.worker.items()}
         for group in outermost.tensor_groups
     }
-    ledger = outermost.ledger
-    now = {"counters": asdict(ledger.counters), "notes": asdict(ledger.notes), "under_way": None}
+    progress = outermost.progress
+    now = {"counters": asdict(progress.counters), "notes": asdict(progress.notes), "under_way": None}
     outermost.load_state_dict({**state, "vectors": vectors, **now})
     for level in levels[1:]:
-        level.course.discard()
+        level.exchanger.discard()
         level.tensor_groups.reset()

@@ -14,13 +14,13 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.ranks import by_value, named, titled
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.exchanger import Course, Legacy
+from hvd_periodic.sync.exchanger import Exchanger, TakeoverState
 from hvd_periodic.sync.gradients import Assigned
 from hvd_periodic.sync.membership import sender
-from hvd_periodic.sync.reporting import tell_beginning
+from hvd_periodic.sync.reporting import report_start
 
 
-class Moment(Enum):
+class CallPoint(Enum):
     """When a rank comes to begin training."""
 
     BEFORE_UPDATE = "the model holds what local training starts from"
@@ -38,7 +38,7 @@ class Start(Enum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class LoadStatus:
     """Where one rank stands before its first step.
 
     Attributes:
@@ -59,12 +59,14 @@ class Standing:
     run: str
     center: str
     replica: str
-    moment: Moment = Moment.BEFORE_UPDATE
+    moment: CallPoint = CallPoint.BEFORE_UPDATE
     failure: str = ""
     group: int = 0
 
 
-def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False, asynchronous: bool = False) -> Start:
+def decide(
+    standings: Mapping[int, LoadStatus], root: int, averaging: bool = False, asynchronous: bool = False
+) -> Start:
     """Return what training starts from; the same on all ranks.
 
     Args:
@@ -90,7 +92,7 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
         )
     loaded = {rank: standing for rank, standing in standings.items() if standing.loaded}
     if not loaded:
-        known = any(standing.moment is Moment.BEFORE_UPDATE for standing in standings.values())
+        known = any(standing.moment is CallPoint.BEFORE_UPDATE for standing in standings.values())
         return Start.ANEW if known else Start.AS_CONSTRUCTED
     if len(loaded) < len(standings):
         if averaging:
@@ -120,7 +122,9 @@ def decide(standings: Mapping[int, Standing], root: int, averaging: bool = False
     return Start.AS_LOADED
 
 
-def replaces(start: Start, standings: Mapping[int, Standing], rank: int, root: int, averaging: bool) -> bool:
+def parameters_replaced(
+    start: Start, standings: Mapping[int, LoadStatus], rank: int, root: int, averaging: bool
+) -> bool:
     """Return whether a rank takes over other parameters, so that gradients which it has are of none that it holds.
 
     Where gradients are averaged over ranks, those of one rank spoil those of all.
@@ -137,7 +141,7 @@ def replaces(start: Start, standings: Mapping[int, Standing], rank: int, root: i
     return standings[rank].replica != standings[root].replica
 
 
-def _require_one(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> None:
+def _require_one(standings: Mapping[int, LoadStatus], text: Callable[[LoadStatus], str]) -> None:
     if len({text(standing) for standing in standings.values()} - {""}) > 1:
         raise RuntimeError(
             f"The ranks have loaded states of different runs or steps: {_by_rank(standings, text)}. Load on every rank "
@@ -145,7 +149,7 @@ def _require_one(standings: Mapping[int, Standing], text: Callable[[Standing], s
         )
 
 
-def _by_rank(standings: Mapping[int, Standing], text: Callable[[Standing], str]) -> str:
+def _by_rank(standings: Mapping[int, LoadStatus], text: Callable[[LoadStatus], str]) -> str:
     return by_value({rank: text(standing) or "unknown" for rank, standing in sorted(standings.items())})
 
 
@@ -173,7 +177,7 @@ def warn_of_former(synchronizer: Any) -> None:
         if former is synchronizer or not shared:
             continue
         counters = former.counters
-        if counters.local_steps > counters.last_exchange and not former.phase.equal:
+        if counters.local_steps > counters.last_exchange and not former.warmup.equal:
             synchronizer.membership.log.warning(
                 "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
                 "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "
@@ -186,68 +190,68 @@ def warn_of_former(synchronizer: Any) -> None:
 V = TypeVar("V")
 
 
-class Beginning(Generic[V]):
+class Startup(Generic[V]):
     """Lets all ranks begin together, from what one of them has or from what each has.
 
     Args:
-        course: how they will exchange.
+        exchanger: how they will exchange.
         checkpoint: what was loaded.
         assigned: watches weights that only other code changes, from the beginning on.
     """
 
-    def __init__(self, course: Course[V], checkpoint: Checkpoint[V], assigned: Assigned[V]) -> None:
-        self._course, self._checkpoint, self._setting = course, checkpoint, course.setting
+    def __init__(self, exchanger: Exchanger[V], checkpoint: Checkpoint[V], assigned: Assigned[V]) -> None:
+        self._exchanger, self._checkpoint, self._context = exchanger, checkpoint, exchanger.context
         self.assigned = assigned
         self.begun = False
         """Whether training has begun, since construction and since a state was loaded."""
 
     def start(self, begin: Callable[[], object]) -> None:
         """Give all ranks the root's values; where a state was loaded already, ``begin`` from it."""
-        together = self._setting.membership.together
+        together = self._context.membership.all_ranks
         found = together.gather((self._checkpoint.has_loaded(), uuid.uuid4().hex[:16]), "run").values()
         if any(loaded for loaded, _ in found):
             begin()
             return
         _, self._checkpoint.run = next(iter(found))
-        self._course.tensor_groups.give_values()
-        self._course.restart()
+        self._exchanger.tensor_groups.give_values()
+        self._exchanger.restart()
 
-    def begin(self, moment: Moment) -> bool:
+    def begin(self, moment: CallPoint) -> bool:
         """Find out on all ranks who has what, and begin; return whether this rank takes over other parameters."""
-        course, setting, checkpoint = self._course, self._setting, self._checkpoint
-        membership = setting.membership
-        records = setting.meeting.meet(Purpose.START)
-        standings = membership.together.gather(self._standing(moment), "start")
+        exchanger, context, checkpoint = self._exchanger, self._context, self._checkpoint
+        membership = context.membership
+        records = context.handshake.meet(Purpose.START)
+        standings = membership.all_ranks.gather(self._standing(moment), "start")
         averaging = self._averaging([standing.local_steps for standing in standings.values()])
         everyone = membership.communicator.handshake_group
         root = everyone.global_ranks[membership.first]
-        start = decide(standings, root, averaging, asynchronous=not course.steps_agree)
+        start = decide(standings, root, averaging, asynchronous=not exchanger.steps_agree)
         if start is Start.ANEW:
             self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
         elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
-            course.tensor_groups.give_statistics()
+            exchanger.tensor_groups.give_statistics()
         elif start is Start.FROM_ROOT:
             self._take_over(everyone, membership.first, membership.name)
         elif start is Start.AS_LOADED:
-            course.resume(checkpoint.state)
+            exchanger.resume(checkpoint.state)
         checkpoint.forget()
         self._plan_first_round(records)
-        setting.ledger.begin()
+        context.progress.begin()
         self.begun = True
         self._tell()
         giver = root if start is Start.FROM_ROOT else membership.global_root
-        return replaces(start, standings, membership.global_rank, giver, averaging)
+        return parameters_replaced(start, standings, membership.global_rank, giver, averaging)
 
     def broadcast(self) -> None:
         """Give all ranks what the root has."""
-        self.take_from(self._setting.membership.first)
+        self.take_from(self._context.membership.first)
 
     def take_from(self, giver: int) -> None:
         """Give all ranks what one of them has."""
-        setting, membership = self._setting, self._setting.membership
-        setting.meeting.come_for(Purpose.BROADCAST, setting.exchanged.replica.changes())
-        together = membership.together
-        steps = set(together.gather(setting.ledger.local_steps, "steps").values())
+        context, membership = self._context, self._context.membership
+        context.handshake.check_same_call(Purpose.BROADCAST, context.exchanged.replica.changes())
+        together = membership.all_ranks
+        steps = set(together.gather(context.progress.local_steps, "steps").values())
         if self._averaging(list(steps)) and len(steps) > 1:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
@@ -257,16 +261,16 @@ class Beginning(Generic[V]):
         if together.group is not None:
             self._take_over(together.group, together.group_root, together.group_name)
         self._checkpoint.forget()
-        if setting.ledger.local_steps == 0:
-            self._plan_first_round(setting.meeting.meet(Purpose.START))
-        setting.ledger.time(setting.ledger.local_steps)
+        if context.progress.local_steps == 0:
+            self._plan_first_round(context.handshake.meet(Purpose.START))
+        context.progress.time(context.progress.local_steps)
         self.begun = True
         self._tell()
 
     def _tell(self) -> None:
         """Tell the journal, and what watches weights, that training begins, or goes on from other counters."""
         self.assigned.remember()
-        tell_beginning(self._course, self._setting.ledger.counters)
+        report_start(self._exchanger, self._context.progress.counters)
 
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
         """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
@@ -274,9 +278,9 @@ class Beginning(Generic[V]):
         Args:
             state: in which the center is, where no rank has the whole of it.
         """
-        replica = self._setting.exchanged.replica
-        self._course.discard()
-        for group in self._course.tensor_groups:
+        replica = self._context.exchanged.replica
+        self._exchanger.discard()
+        for group in self._exchanger.tensor_groups:
             center = group.center
             if state is not None:
                 center = replica.new_temporary_store(group.values.layout)
@@ -288,92 +292,92 @@ class Beginning(Generic[V]):
 
     def start_anew(self) -> None:
         """Let this rank, which has the counters of others, go on with its replica as the center."""
-        self._course.discard()
-        self._course.restart()
+        self._exchanger.discard()
+        self._exchanger.restart()
         self._forget_work()
 
     def take_center_from(self, giver: int) -> None:
         """Give the ranks that exchange the center of one of them, which is on every rank; replicas stay."""
-        course, membership = self._course, self._setting.membership
+        exchanger, membership = self._exchanger, self._context.membership
         communicator, name = membership.communicator, f"{membership.name}.center"
         optimizer_state = communicator.broadcast_object(
-            course.optimizer_state_to_give(None), f"{name}.optimizer", giver
+            exchanger.optimizer_state_to_give(None), f"{name}.optimizer", giver
         )
         send = sender(communicator, name, giver)
-        for group in course.tensor_groups:
+        for group in exchanger.tensor_groups:
             for store in group.center_state.values():
-                course.tensor_groups.send_store(store, send)
+                exchanger.tensor_groups.send_store(store, send)
         if communicator.rank != giver:
-            self._setting.exchanged.center_optimizer.load(optimizer_state)
+            self._context.exchanged.center_optimizer.load(optimizer_state)
 
     def _forget_work(self) -> None:
         """Forget what the counters of another rank say of its own work."""
-        ledger = self._setting.ledger
-        ledger.counters = replace(ledger.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
-        ledger.notes = replace(ledger.notes, loss_sum=0.0, losses=0)
+        progress = self._context.progress
+        progress.counters = replace(progress.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
+        progress.notes = replace(progress.notes, loss_sum=0.0, losses=0)
 
     def _averaging(self, steps: Sequence[int]) -> bool:
         """Return whether gradients are averaged over ranks that are at such steps, in groups of them at least."""
-        return self._setting.membership.together.any(self._setting.membership.in_groups) or max(steps) < (
-            self._setting.phase.until or 0
+        return self._context.membership.all_ranks.any(self._context.membership.in_groups) or max(steps) < (
+            self._context.warmup.until or 0
         )
 
     def _plan_first_round(self, records: Sequence[Record]) -> None:
         """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
-        ledger = self._setting.ledger
-        if ledger.local_steps > 0:
+        progress = self._context.progress
+        if progress.local_steps > 0:
             return
-        plan = self._course.first_plan(records)
-        ledger.counters = replace(ledger.counters, next_exchange=plan.next_exchange)
-        ledger.notes = replace(ledger.notes, memory=plan.memory)
+        plan = self._exchanger.first_plan(records)
+        progress.counters = replace(progress.counters, next_exchange=plan.next_exchange)
+        progress.notes = replace(progress.notes, memory=plan.memory)
 
     def _begin_anew(self, different: bool) -> None:
         """Start from the root's parameters, which may have been loaded since construction."""
         if different:
-            if self._setting.membership.is_root:
-                log = self._setting.membership.log
+            if self._context.membership.is_root:
+                log = self._context.membership.log
                 log.warning("The parameters of the ranks differ at the first step: all take over the root's")
-            self._course.tensor_groups.give_values()
-        self._course.restart()
-        self._course.tensor_groups.give_statistics()
+            self._exchanger.tensor_groups.give_values()
+        self._exchanger.restart()
+        self._exchanger.tensor_groups.give_statistics()
 
-    def _standing(self, moment: Moment) -> Standing:
+    def _standing(self, moment: CallPoint) -> LoadStatus:
         """Return where this rank stands, for the others."""
-        counters, checkpoint, groups = self._setting.ledger.counters, self._checkpoint, self._course.tensor_groups
-        membership = self._setting.membership
+        counters, checkpoint, groups = self._context.progress.counters, self._checkpoint, self._exchanger.tensor_groups
+        membership = self._context.membership
         loaded = checkpoint.has_loaded()
-        return Standing(
+        return LoadStatus(
             loaded,
             counters.local_steps,
             (counters.last_exchange, counters.next_exchange),
             checkpoint.run if loaded else "",
-            groups.digest(self._course.loaded_centers(checkpoint.state)) if loaded else "",
+            groups.digest(self._exchanger.loaded_centers(checkpoint.state)) if loaded else "",
             groups.replica_digest(),
             moment,
             checkpoint.failure,
-            min(membership.communicator.global_ranks) if membership.in_step else 0,
+            min(membership.communicator.global_ranks) if membership.is_lockstep_group else 0,
         )
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
         """Give the ranks of a communicator all that one of them has."""
-        course, checkpoint, ledger = self._course, self._checkpoint, self._setting.ledger
-        placement, is_root = course.placement, communicator.rank == root
-        course.begin_taking_over()
+        exchanger, checkpoint, progress = self._exchanger, self._checkpoint, self._context.progress
+        placement, is_root = exchanger.placement, communicator.rank == root
+        exchanger.begin_taking_over()
         send = sender(communicator, f"{name}.broadcast", root)
-        known, state = checkpoint.has_loaded() or ledger.local_steps > 0, checkpoint.state
-        optimizer_state = course.optimizer_state_to_give(state)
-        mine = (ledger.counters, ledger.notes, checkpoint.run, known, state is not None, optimizer_state)
+        known, state = checkpoint.has_loaded() or progress.local_steps > 0, checkpoint.state
+        optimizer_state = exchanger.optimizer_state_to_give(state)
+        mine = (progress.counters, progress.notes, checkpoint.run, known, state is not None, optimizer_state)
         gathered = communicator.broadcast_object(mine, f"{name}.progress", root)
         counters, notes, checkpoint.run, known, whole, optimizer_state = gathered
-        if known and communicator is self._setting.membership.together.group and not placement.everywhere:
+        if known and communicator is self._context.membership.all_ranks.group and not placement.everywhere:
             raise RuntimeError(
                 f"With center={placement.name!r}, ranks that average their gradients hold other parts of the "
                 "center: load the state on every rank"
             )
-        course.tensor_groups.send_values(send)
+        exchanger.tensor_groups.send_values(send)
         if not is_root:
-            ledger.counters, ledger.notes = counters, notes
+            progress.counters, progress.notes = counters, notes
         if known:
-            course.take_over(Legacy(send, is_root, state, whole, optimizer_state))
+            exchanger.take_over(TakeoverState(send, is_root, state, whole, optimizer_state))
         else:  # The parameters may have been loaded since construction.
-            course.restart()
+            exchanger.restart()

@@ -50,7 +50,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Notes:
+class ScheduleState:
     """What a rank keeps from one exchange to the next, besides the counters.
 
     Attributes:
@@ -70,13 +70,13 @@ class Notes:
         """The mean of what was reported; None if nothing was."""
         return self.loss_sum / self.losses if self.losses else None
 
-    def reported(self, loss: float) -> Notes:
+    def reported(self, loss: float) -> ScheduleState:
         """Return the notes with one more loss."""
         return replace(self, loss_sum=self.loss_sum + loss, losses=self.losses + 1)
 
 
 @dataclass(frozen=True)
-class Standpoint:
+class LocalStatus:
     """What one rank knows by itself when it comes to meet the others.
 
     Attributes:
@@ -88,7 +88,7 @@ class Standpoint:
     """
 
     counters: Counters
-    notes: Notes
+    notes: ScheduleState
     learning_rate: float | None = None
     step_seconds: float | None = None
     distance: float | None = None
@@ -109,7 +109,7 @@ class Standpoint:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GlobalStatus:
     """What ranks have learned of each other before an exchange.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.exchanger import check_agreement
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.startup import Moment, warn_of_former
+from hvd_periodic.sync.startup import CallPoint, warn_of_former
 
 V = TypeVar("V")
 
@@ -34,7 +34,7 @@ class ReplicaSynchronizer(Parts[V]):
         They agree, start and are restored like this one; those that exchange do so anyway.
         """
         if group is not None:
-            self.membership.average_within(group, throughout=self.phase.until is None)
+            self.membership.average_within(group, throughout=self.warmup.until is None)
 
     def start(self) -> None:
         """Check that all ranks are about to do the same; give all the root's values, or begin from what was loaded.
@@ -45,7 +45,7 @@ class ReplicaSynchronizer(Parts[V]):
         """
         warn_of_former(self)
         self.check_agreement()
-        self.beginning.start(self.begin)
+        self.startup.start(self.begin)
 
     def check_agreement(self) -> None:
         """Check that all ranks are about to do the same; for asynchronous exchange, make the center.
@@ -54,10 +54,10 @@ class ReplicaSynchronizer(Parts[V]):
             ValueError: ranks differ; raised on all of them.
             RuntimeError: asynchronous exchange is not possible, as the job was launched.
         """
-        check_agreement(self.course, self.policy)
-        self.course.open()
+        check_agreement(self.exchanger, self.policy)
+        self.exchanger.open()
 
-    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training, if it has not begun since construction or since a state was loaded: all ranks together.
 
         The ranks find out who has what:
@@ -78,7 +78,7 @@ class ReplicaSynchronizer(Parts[V]):
             RuntimeError: the states of ranks do not belong together; ranks wait in different places; all are at the
                 end, and have trained without counting a step; one cannot go on. On all ranks.
         """
-        return not self.begun and self.beginning.begin(moment)
+        return not self.begun and self.startup.begin(moment)
 
     def report(self, loss: Any) -> None:
         """Tell schedules the loss of this rank; before the step that it belongs to, at every one or now and then.
@@ -103,7 +103,7 @@ class ReplicaSynchronizer(Parts[V]):
             >>> optimizer.synchronizer.counters.last_exchange
             5
         """
-        self.course.report(loss)
+        self.exchanger.report(loss)
 
     def prepare_gradients(self) -> None:
         """Show the local gradients to the algorithm; call it before every local update.
@@ -114,7 +114,7 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: called inside ``center()``; or as :meth:`begin`.
         """
-        self.view.refuse_inside("step")
+        self.center_reader.require_outside_center_block("step")
         if self.begin():
             self.replica.discard_gradients()
         self.gradients.prepare()
@@ -132,14 +132,14 @@ class ReplicaSynchronizer(Parts[V]):
             RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed and was not
                 shown; or as :meth:`sync`.
         """
-        self.view.refuse_inside("step")
+        self.center_reader.require_outside_center_block("step")
         self.gradients.check(updated)
-        self.begin(Moment.AFTER_UPDATE if updated else Moment.BEFORE_UPDATE)
-        due = self.ledger.count(updated)
-        self.phase.at_its_end(self.restart_center)
+        self.begin(CallPoint.AFTER_UPDATE if updated else CallPoint.BEFORE_UPDATE)
+        due = self.progress.count(updated)
+        self.warmup.on_end(self.restart_center)
         if due:
             self.sync()
-        elif self.ledger.has_to_land:
+        elif self.progress.is_landing_due:
             self.land()
         return bool(due)
 
@@ -149,14 +149,14 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: the parameters changed since construction, or ranks are at different steps; on all ranks.
         """
-        self.view.refuse_inside("sync")
-        self.begin(Moment.AFTER_UPDATE)
-        self.course.exchange()
+        self.center_reader.require_outside_center_block("sync")
+        self.begin(CallPoint.AFTER_UPDATE)
+        self.exchanger.exchange()
 
     def land(self) -> None:
         """Let the replica take an exchange that is under way; call it before other weights are put into the model."""
-        self.view.refuse_inside("land")
-        self.course.land()
+        self.center_reader.require_outside_center_block("land")
+        self.exchanger.land()
 
     def finalize(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center.
@@ -175,11 +175,11 @@ class ReplicaSynchronizer(Parts[V]):
 
     def leave(self) -> None:
         """Do what :meth:`finalize` does among the ranks that exchange."""
-        self.view.refuse_inside("finalize")
-        self.course.check_alive()
-        self.begin(Moment.END)
-        self.course.leave()
-        self.meeting.have_left()
+        self.center_reader.require_outside_center_block("finalize")
+        self.exchanger.check_alive()
+        self.begin(CallPoint.END)
+        self.exchanger.leave()
+        self.handshake.have_left()
         self.tell_end()
 
     def audit(self) -> None:
@@ -188,7 +188,7 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: they do not; names the ranks. Or other ranks have come for something else.
         """
-        self.view.audit()
+        self.center_reader.audit()
 
     def restart_center(self) -> Any:
         """Let exchanges begin: set the center to the parameters, which have to be the same on all ranks.
@@ -196,7 +196,7 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: the parameters are not the same.
         """
-        self.course.discard()
+        self.exchanger.discard()
         self.tensor_groups.restart()
         self.tensor_groups.audit(_AVERAGED_UNTIL_NOW)
 
@@ -210,8 +210,8 @@ class ReplicaSynchronizer(Parts[V]):
             RuntimeError: called inside ``center()``; or a state was loaded on some ranks only, where gradients are
                 averaged, so that local optimizers have to be in the same state.
         """
-        self.view.refuse_inside("broadcast")
-        self.beginning.broadcast()
+        self.center_reader.require_outside_center_block("broadcast")
+        self.startup.broadcast()
 
     @contextmanager
     def center(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ class ReplicaSynchronizer(Parts[V]):
         Raises:
             RuntimeError: blocks are nested.
         """
-        with self.view.center(self.begin):
+        with self.center_reader.center(self.begin):
             yield
 
     def distance(self) -> float:
@@ -231,7 +231,7 @@ class ReplicaSynchronizer(Parts[V]):
 
         Nothing is communicated where the center is on every rank; otherwise all ranks have to ask.
         """
-        return self.view.distance(self.begin)
+        return self.center_reader.distance(self.begin)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training needs to continue exactly, except the parameters and the local optimizer.
@@ -239,7 +239,7 @@ class ReplicaSynchronizer(Parts[V]):
         It holds copies, in tensors, dicts, lists and numbers only; the whole center, wherever that lives. Where it is
         not on every rank, all ranks have to call this, once training has begun.
         """
-        return self.view.state_dict(self.begin)
+        return self.center_reader.state_dict(self.begin)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned: on every rank its own, or all the same; or on the root alone.
@@ -252,6 +252,6 @@ class ReplicaSynchronizer(Parts[V]):
             RuntimeError: called inside ``center()``; or in the middle of asynchronous training, which other ranks would
                 not notice.
         """
-        self.view.refuse_inside("load_state_dict")
+        self.center_reader.require_outside_center_block("load_state_dict")
         self.checkpoint.load(state, self.begun)
-        self.beginning.begun = False
+        self.startup.begun = False

@@ -14,14 +14,14 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.exchanger import Course, Legacy, Setting, failing, start_again
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, failing, reset_to_center
 from hvd_periodic.sync.finite import Finite
-from hvd_periodic.sync.fragment_plan import Due, Since, Turn, Turns
-from hvd_periodic.sync.piggyback import Enclosed, as_integers
+from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
+from hvd_periodic.sync.piggyback import PiggybackedMessages, as_integers
 from hvd_periodic.sync.planner import Plan
-from hvd_periodic.sync.profiling import range_of, ranged
-from hvd_periodic.sync.reporting import measured, tell
-from hvd_periodic.sync.status import Agreement, Notes, Standpoint
+from hvd_periodic.sync.profiling import profiled, profiler_range
+from hvd_periodic.sync.reporting import report_exchange, with_distance
+from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.vectors.store import Store
 
@@ -30,7 +30,7 @@ V = TypeVar("V")
 _BYTES_OF_RECORD = 8 * len(integers(Record(0, 0)))
 
 
-class Synchronous(Course[V]):
+class Synchronous(Exchanger[V]):
     """Exchanges by collectives.
 
     The center of the parameters lives where the user has asked, those of statistics on every rank.
@@ -50,23 +50,23 @@ class Synchronous(Course[V]):
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
         """Allow all of them."""
 
-    def __init__(self, setting: Setting[V], place: type[Placement], use_locking: bool) -> None:
-        membership, exchanged = setting.membership, setting.exchanged
-        self.setting = setting
+    def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
+        membership, exchanged = context.membership, context.exchanged
+        self.context = context
         tensors = exchanged.tensors()
         ranks = membership.communicator, membership.root
         placements = [place(*ranks), *(Replicated(*ranks) for _ in tensors[1:])]
-        self.turns = Turns(setting.fragments, setting.planner.schedule)
-        setting.wire.check(membership.communicator, place.name)
-        if setting.wire.lossy and exchanged.algorithm.reduction != "sum":
+        self.turns = FragmentPlan(context.fragments, context.planner.schedule)
+        context.wire.check(membership.communicator, place.name)
+        if context.wire.lossy and exchanged.algorithm.reduction != "sum":
             raise ValueError(
                 f"`compression` is for sums over ranks, and {type(exchanged.algorithm).__name__} takes another "
-                f"reduction. Received: compression={setting.wire!r}"
+                f"reduction. Received: compression={context.wire!r}"
             )
-        groups = exchanged.groups(tensors, placements, self.overlapped, setting.wire, membership.communicator)
+        groups = exchanged.groups(tensors, placements, self.overlapped, context.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        self.enclosed = Enclosed(self.tensor_groups, exchanged.replica, membership)
-        self.finite = Finite(self.tensor_groups, membership, setting.nonfinite, setting.wire, exchanged.replica)
+        self.enclosed = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
+        self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         self._bind()
 
     def _bind(self) -> None:
@@ -77,9 +77,9 @@ class Synchronous(Course[V]):
 
     def join(self) -> None:
         """Let the groups exchange with other ranks, and another optimizer move the center if that has another share."""
-        membership, replica = self.setting.membership, self.setting.exchanged.replica
+        membership, replica = self.context.membership, self.context.exchanged.replica
         moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
-        self.enclosed = Enclosed(self.tensor_groups, replica, membership)
+        self.enclosed = PiggybackedMessages(self.tensor_groups, replica, membership)
         if moved[0]:
             self._bind()
 
@@ -95,60 +95,62 @@ class Synchronous(Course[V]):
 
     def facts(self) -> dict[str, object]:
         """Return that all ranks exchange like this."""
-        setting = self.setting
+        context = self.context
         return {
             "asynchronous": False,
-            "compression": described(setting.wire),
-            "fragments": len(setting.fragments),
-            "nonfinite": setting.nonfinite,
-            "weight": "of all ranks alike" if setting.meeting.weight.given is None else "of every rank its own",
-            "audit_every": setting.audit_every,
+            "compression": described(context.wire),
+            "fragments": len(context.fragments),
+            "nonfinite": context.nonfinite,
+            "weight": "of all ranks alike" if context.handshake.weight.given is None else "of every rank its own",
+            "audit_every": context.audit_every,
         }
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return when the first exchange takes place, the same on all ranks."""
-        return self.setting.planner.first(records)
+        return self.context.planner.first(records)
 
     def tell_failure(self, error: Exception) -> None:
         """Meet the others, who wait for this rank at their next exchange."""
         try:
-            self.setting.meeting.meet(Purpose.EXCHANGE)
+            self.context.handshake.meet(Purpose.EXCHANGE)
         except RuntimeError:
             raise error from None
 
-    @ranged("exchange")
+    @profiled("exchange")
     def exchange(self, leaving: bool = False) -> Any:
         """Exchange with all ranks; return whether some of them is still training."""
-        setting, ledger = self.setting, self.setting.ledger
+        context, progress = self.context, self.context.progress
         started, purpose = time.perf_counter(), Purpose.LEAVE if leaving else Purpose.EXCHANGE
-        own, problem = setting.meeting.standpoint()
-        problem = problem or setting.exchanged.replica.misfit()
+        own, problem = context.handshake.local_status()
+        problem = problem or context.exchanged.replica.misfit()
         problem = problem or (self._moved_uncounted() if leaving else None)
         not_finite = None if problem else self.finite.problem(own.counters.local_steps)
         left_out = self.finite.skips and not_finite is not None
         problem = problem or (None if left_out else not_finite)
-        own = own if problem or left_out else measured(self, own)
+        own = own if problem or left_out else with_distance(self, own)
         foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and not (problem or left_out) else None
         messages = [] if foreseen is None else self.enclosed.messages(foreseen)
-        with range_of(self, "meeting"):
-            records, enclosures = setting.meeting.meet_with(purpose, problem, as_integers(messages), left_out, own)
-        agreed = setting.meeting.agree(records, own)
-        plan = setting.planner.following(agreed)
-        setting.exchanged.hyperparameters.follow(self._followed(agreed.settings))
+        with profiler_range(self, "meeting"):
+            records, enclosures = context.handshake.handshake_with(
+                purpose, problem, as_integers(messages), left_out, own
+            )
+        agreed = context.handshake.agree(records, own)
+        plan = context.planner.following(agreed)
+        context.exchanged.hyperparameters.follow(self._followed(agreed.settings))
         due = self._whose_turn(agreed, own)
         if foreseen is not None and agreed.weights is None:
             self.enclosed.deliver(foreseen, messages, records, enclosures)
         takes_place, sent = bool(due.turns) and not agreed.nobody, _BYTES_OF_RECORD
-        with failing(setting.meeting, own.counters.local_steps):
+        with failing(context.handshake, own.counters.local_steps):
             if agreed.left_out:
-                start_again(self.tensor_groups, setting, not_finite if left_out else None)
+                reset_to_center(self.tensor_groups, context, not_finite if left_out else None)
             if takes_place:
                 sent += self._run(agreed, due)
                 self._constrain()
-                if setting.audit_every and (ledger.rounds + 1) % setting.audit_every == 0:
+                if context.audit_every and (progress.rounds + 1) % context.audit_every == 0:
                     self.tensor_groups.audit()
-        counters = ledger.counters
-        ledger.counters = replace(
+        counters = progress.counters
+        progress.counters = replace(
             counters,
             local_steps=agreed.step,
             rounds=counters.rounds + takes_place,
@@ -160,37 +162,39 @@ class Synchronous(Course[V]):
             gradients=0,
             exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
         )
-        ledger.notes = self._noted(own, due, plan)
-        setting.meeting.have_exchanged()
-        tell(self, own, lambda: ledger.counters, setting.meeting.came, setting.meeting.waited, due.completes)
-        ledger.time(agreed.step)
+        progress.notes = self._noted(own, due, plan)
+        context.handshake.have_exchanged()
+        report_exchange(
+            self, own, lambda: progress.counters, context.handshake.came, context.handshake.waited, due.completes
+        )
+        progress.time(agreed.step)
         return agreed.training
 
-    def _foreseen(self, own: Standpoint) -> Due | None:
+    def _foreseen(self, own: LocalStatus) -> DueFragments | None:
         """Return whose turn it is if all ranks have come as far as this one; None where data does not travel along."""
-        if not self.enclosed.possible or self.setting.phase.equal or self.setting.meeting.failure is not None:
+        if not self.enclosed.possible or self.context.warmup.equal or self.context.handshake.failure is not None:
             return None
-        counters, size = own.counters, self.setting.membership.communicator.size
+        counters, size = own.counters, self.context.membership.communicator.size
         pending = counters.local_steps - counters.last_exchange
-        passed = Since(own.clock.period, pending, counters.gradients)
+        passed = SinceLastSync(own.clock.period, pending, counters.gradients)
         return self.turns.due(size, own.clock, own.notes.since, passed, training=True)
 
-    def _whose_turn(self, agreed: Agreement, own: Standpoint) -> Due:
+    def _whose_turn(self, agreed: GlobalStatus, own: LocalStatus) -> DueFragments:
         """Return whose turn it is."""
-        passed = Since(agreed.period, agreed.pending, own.counters.gradients)
-        passed = passed if agreed.training or agreed.pending else Since()
-        communicator = self.setting.membership.communicator
+        passed = SinceLastSync(agreed.period, agreed.pending, own.counters.gradients)
+        passed = passed if agreed.training or agreed.pending else SinceLastSync()
+        communicator = self.context.membership.communicator
         due = self.turns.due(communicator.size, agreed.clock, own.notes.since, passed, agreed.training)
         return due if agreed.weights is None else due.weighing(agreed.weights[communicator.rank])
 
-    def _noted(self, own: Standpoint, due: Due, plan: Plan) -> Notes:
+    def _noted(self, own: LocalStatus, due: DueFragments, plan: Plan) -> ScheduleState:
         """Return what is kept until the next exchange; losses are of the period that ends."""
-        return replace(Notes() if due.completes else own.notes, memory=plan.memory, since=due.noted)
+        return replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.noted)
 
-    def _run(self, agreed: Agreement, due: Due) -> Any:
+    def _run(self, agreed: GlobalStatus, due: DueFragments) -> Any:
         """Let data travel; return the bytes handed to collectives."""
-        setting, sent = self.setting, 0
-        if setting.phase.equal:
+        context, sent = self.context, 0
+        if context.warmup.equal:
             self.tensor_groups.restart()
             self.tensor_groups.audit()
             return 0
@@ -203,23 +207,23 @@ class Synchronous(Course[V]):
 
     def _constrain(self) -> None:
         """Let parameters and center obey constraints, after the center has moved."""
-        self.setting.exchanged.replica.constrain(self.tensor_groups.parameters.center)
+        self.context.exchanged.replica.constrain(self.tensor_groups.parameters.center)
 
     def _followed(self, settings: Any) -> Any:
         """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""
         return settings
 
-    def _send(self, turn: Turn, step: int, training: bool) -> Any:
+    def _send(self, turn: FragmentExchange, step: int, training: bool) -> Any:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
         return self.tensor_groups.exchange_parameters(turn.exchange, turn.fragment)
 
     def _exchange_state(self, exchange: Exchange, rounds: Any) -> Any:
         """Exchange the local optimizer's state as its policy asks; return the bytes handed to collectives."""
-        setting = self.setting
-        if setting.optimizer_state is None:
+        context = self.context
+        if context.optimizer_state is None:
             return 0
-        communicator, name = setting.membership.communicator, setting.membership.name
-        return setting.optimizer_state.exchange(communicator, exchange, rounds, name, self._when)
+        communicator, name = context.membership.communicator, context.membership.name
+        return context.optimizer_state.exchange(communicator, exchange, rounds, name, self._when)
 
     def _when(self, condition: Any, run: Callable[[], int]) -> Any:
         """Return what ``run`` does where the condition holds, 0 elsewhere."""
@@ -233,8 +237,13 @@ class Synchronous(Course[V]):
 
     def _moved_uncounted(self) -> str | None:
         """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""
-        counters = self.setting.ledger.counters
-        if counters.local_steps > 0 or counters.rounds > 0 or not self.placement.everywhere or self.setting.phase.equal:
+        counters = self.context.progress.counters
+        if (
+            counters.local_steps > 0
+            or counters.rounds > 0
+            or not self.placement.everywhere
+            or self.context.warmup.equal
+        ):
             return None
         if not self.tensor_groups.distance() > 0:
             return None
@@ -245,11 +254,11 @@ class Synchronous(Course[V]):
 
     @property
     def _outer(self) -> Any:
-        return self.setting.exchanged.center_optimizer
+        return self.context.exchanged.center_optimizer
 
     def optimizer_state(self) -> Any:
         """Return the state of the center's optimizer, of all ranks where each has a part of it."""
-        membership, state = self.setting.membership, self._outer.state()
+        membership, state = self.context.membership, self._outer.state()
         if self.tensor_groups.parameters.total is None:
             return state
         return self.placement.gather(membership.communicator, state, f"{membership.name}.state")
@@ -266,9 +275,9 @@ class Synchronous(Course[V]):
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
         """Return the centers that were loaded, whole; none where this rank has shares only."""
         stores: list[Store[Any]] = []
-        replica, groups = self.setting.exchanged.replica, self.tensor_groups.held_alike
+        replica, groups = self.context.exchanged.replica, self.tensor_groups.held_alike
         for group in (
-            groups[:1] if self.setting.phase.equal else groups
+            groups[:1] if self.context.warmup.equal else groups
         ):  # Statistics differ as long as gradients do not.
             if group.center.layout is group.values.layout:
                 stores.append(group.center)
@@ -285,26 +294,26 @@ class Synchronous(Course[V]):
             return self._outer.state()
         return None if state is None else state["center_optimizer"]
 
-    def take_over(self, legacy: Legacy) -> None:
+    def take_over(self, takeover: TakeoverState) -> None:
         """Give all ranks the workers' vectors and the centers of one of them, or their shares of what it has loaded."""
         for group in self.tensor_groups:
             for store in group.worker.values():
-                self.tensor_groups.send_store(store, legacy.send)
+                self.tensor_groups.send_store(store, takeover.send)
             group.error_feedback.reset()
             if group.placement.everywhere:
                 for store in group.center_state.values():
-                    self.tensor_groups.send_store(store, legacy.send)
-            elif legacy.whole:
-                self._share_out(group, legacy)
-        if not legacy.is_giver and (self.placement.everywhere or legacy.whole):
-            self._load_optimizer_state(legacy.optimizer_state)
+                    self.tensor_groups.send_store(store, takeover.send)
+            elif takeover.whole:
+                self._share_out(group, takeover)
+        if not takeover.is_giver and (self.placement.everywhere or takeover.whole):
+            self._load_optimizer_state(takeover.optimizer_state)
 
-    def _share_out(self, group: TensorGroup[V], legacy: Legacy) -> None:
+    def _share_out(self, group: TensorGroup[V], takeover: TakeoverState) -> None:
         """Give all ranks their shares of the center that one has loaded."""
-        layout, replica = group.values.layout, self.setting.exchanged.replica
-        held = replica.new_temporary_store(layout) if legacy.is_giver else group.values
+        layout, replica = group.values.layout, self.context.exchanged.replica
+        held = replica.new_temporary_store(layout) if takeover.is_giver else group.values
         for key in group.center_state:
-            if legacy.is_giver and legacy.state is not None:
-                replica.load(held, legacy.state["vectors"][group.name][key])
+            if takeover.is_giver and takeover.state is not None:
+                replica.load(held, takeover.state["vectors"][group.name][key])
             for bucket in layout.buckets:
-                group.set_shard(key, bucket, legacy.send(held.read(bucket, out=replica.scratch(bucket, 0))))
+                group.set_shard(key, bucket, takeover.send(held.read(bucket, out=replica.scratch(bucket, 0))))

@@ -60,7 +60,7 @@ class TensorGroups(Generic[V]):
 
         Statistics of groups of ranks differ: every place in the groups has its own.
         """
-        return self._groups if self._membership.together.group is None else self._groups[:1]
+        return self._groups if self._membership.all_ranks.group is None else self._groups[:1]
 
     def reset(self) -> None:
         """Set the centers to the values of this rank, and forget what was accumulated."""
@@ -127,7 +127,7 @@ class TensorGroups(Generic[V]):
             RuntimeError: they do not; names the ranks, and the first tensor.
         """
         audit(
-            self._membership.alike,
+            self._membership.center_replicas,
             "center",
             lambda: (
                 part
@@ -186,7 +186,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchanged(Generic[V]):
+class ExchangeSpec(Generic[V]):
     """The replica of this rank, the algorithm, and what the algorithm asks for.
 
     Attributes:

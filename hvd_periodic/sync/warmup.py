@@ -9,21 +9,21 @@ from hvd_periodic.comm.job import JobCommunicator
 from hvd_periodic.ranks import named
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.sync.planner import Planner
-from hvd_periodic.sync.progress import Ledger
+from hvd_periodic.sync.progress import ProgressTracker
 
 
-class Phase:
+class SynchronousWarmup:
     """Whether something else still averages the gradients of the ranks that exchange.
 
     Their replicas are equal so long, and the center is what they are.
 
     Args:
         planner: knows the schedule.
-        ledger: knows the local steps.
+        progress: knows the local steps.
     """
 
-    def __init__(self, planner: Planner, ledger: Ledger) -> None:
-        self._planner, self._ledger = planner, ledger
+    def __init__(self, planner: Planner, progress: ProgressTracker) -> None:
+        self._planner, self._progress = planner, progress
 
     @property
     def until(self) -> int | None:
@@ -33,16 +33,16 @@ class Phase:
     @property
     def equal(self) -> bool:
         """Whether gradients are still averaged over the ranks that exchange."""
-        return self.until is not None and self._ledger.local_steps < self.until
+        return self.until is not None and self._progress.local_steps < self.until
 
     @property
     def over(self) -> bool:
         """Whether gradients have been averaged over the ranks that exchange, and no longer are."""
-        return self.until is not None and self._ledger.local_steps >= self.until
+        return self.until is not None and self._progress.local_steps >= self.until
 
-    def at_its_end(self, then: Callable[[], object]) -> None:
+    def on_end(self, then: Callable[[], object]) -> None:
         """Call ``then`` if the step that was just counted was the last of the phase."""
-        if self._ledger.local_steps == self.until:
+        if self._progress.local_steps == self.until:
             then()
 
 

@@ -204,7 +204,7 @@ class SaveBestCenter(keras.callbacks.ModelCheckpoint):
     @contextmanager
     def _center_on_root(self) -> Iterator[bool]:
         optimizer = _optimizer_of(self)
-        together = optimizer.synchronizer.course.reads_together
+        together = optimizer.synchronizer.exchanger.reads_together
         with optimizer.center() if optimizer.is_root or together else nullcontext():
             yield optimizer.is_root
 
@@ -307,7 +307,7 @@ class ReportExchanges(keras.callbacks.Callback):
             logs["skipped_updates"] = counters.skipped_updates
             logs["bytes_sent"] = counters.bytes_sent
             logs["exchange_seconds"] = counters.exchange_seconds
-            if synchronizer.course.worker is not None:
+            if synchronizer.exchanger.worker is not None:
                 logs["staleness_mean"] = counters.staleness_mean
                 logs["staleness_max"] = counters.staleness_max
 

@@ -73,8 +73,13 @@ def save(
             MORE: {name: value for name, value in more.items() if not _has_variables(value)},
         }
 
-    refuse_inside, save_files = levels[0].view.refuse_inside, levels[0].checkpoint.save_files
-    return save_files(Path(path), _everyone(levels), refuse_inside, state, Tensors(), keep=keep, background=background)
+    require_outside_center_block, save_files = (
+        levels[0].center_reader.require_outside_center_block,
+        levels[0].checkpoint.save_files,
+    )
+    return save_files(
+        Path(path), _everyone(levels), require_outside_center_block, state, Tensors(), keep=keep, background=background
+    )
 
 
 def load(
@@ -110,7 +115,7 @@ def load(
     levels = _levels(optimizer)
     stateful = {name: value for name, value in more.items() if _has_variables(value)}
 
-    def put_back(saved: dict[str, Any], among_others: bool) -> None:
+    def restore(saved: dict[str, Any], among_others: bool) -> None:
         assigned = [
             *_pairs("local optimizer", _local_variables(optimizer), saved["local"]),
             *_pairs("model", _variables(model), saved["model"]),
@@ -130,7 +135,7 @@ def load(
     def failed(why: str) -> None:
         levels[0].checkpoint.failure = why
 
-    found = resume(Path(path), _everyone(levels), at_step, Tensors(), stateful.keys(), put_back, failed)
+    found = resume(Path(path), _everyone(levels), at_step, Tensors(), stateful.keys(), restore, failed)
     return {name: value for name, value in more.items() if name not in stateful} | found
 
 
@@ -187,7 +192,7 @@ def _levels(optimizer: Trained) -> list[VariableSynchronizer]:
 def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
     memberships = [level.membership for level in levels]
     return TrainingGroup.of_levels(
-        [membership.together for membership in reversed(memberships)], memberships[0].global_root
+        [membership.all_ranks for membership in reversed(memberships)], memberships[0].global_root
     )
 
 
@@ -221,15 +226,15 @@ def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, An
             names = [spec.name for spec in layout.specs]
             alike = len(names) == len(tensors)
             vectors[group.name][key] = dict(zip(names if alike else tensors, tensors.values(), strict=True))
-    under_way, now = state.get("under_way"), [spec.name for spec in level.tensor_groups.parameters.values.layout.specs]
-    if under_way is not None and len(now) == len(under_way["snapshot"]):
-        under_way = under_way | {"snapshot": dict(zip(now, under_way["snapshot"].values(), strict=True))}
-    return state | {"vectors": vectors, "under_way": under_way}
+    in_flight, now = state.get("under_way"), [spec.name for spec in level.tensor_groups.parameters.values.layout.specs]
+    if in_flight is not None and len(now) == len(in_flight["snapshot"]):
+        in_flight = in_flight | {"snapshot": dict(zip(now, in_flight["snapshot"].values(), strict=True))}
+    return state | {"vectors": vectors, "under_way": in_flight}
 
 
 def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, Any]:
     """Return a state in which what is kept of the center's optimizer is that of as many ranks as there are."""
-    if level.course.worker is not None:
+    if level.exchanger.worker is not None:
         return state
     level.checkpoint.check_fragments(state)
     return state | {"center_optimizer": resharded(state["center_optimizer"], level)}

@@ -15,8 +15,8 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.elastic.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
-from hvd_periodic.elastic.shards import Whole
+from hvd_periodic.elastic.commits import Commits, Committable, CommittableOptimizer, CommittedState, refuse_fixed
+from hvd_periodic.elastic.shards import FullCenter
 from hvd_periodic.tensorflow.center_optimizer import is_scheduled
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -89,7 +89,7 @@ class State(CommittedState, ObjectState):
                 _connect(level)
             averages = getattr(value, "gradient_group", None) is not None
             for kept in _kept(value):
-                if isinstance(kept, KeptExchanges):
+                if isinstance(kept, CommittableOptimizer):
                     refuse_fixed(name, kept.synchronizer, averages)
         for each in self._exchanging().values():
             require_divisible(each.synchronizer)
@@ -125,7 +125,7 @@ class State(CommittedState, ObjectState):
         """Commit after every exchange, as long as nobody is at the end, where not all ranks come by here."""
 
         def commit() -> None:
-            if synchronizer.meeting.everyone_trains:
+            if synchronizer.handshake.everyone_trains:
                 self.commit()
 
         synchronizer.after_exchange = commit
@@ -134,16 +134,16 @@ class State(CommittedState, ObjectState):
         synchronizer.watched = [variable for kept in variables for variable in kept.variables()]
         synchronizer.watched += [variable for other in others for variable in other.seen()]
 
-    def _all_kept(self) -> dict[str, Kept]:
+    def _all_kept(self) -> dict[str, Committable]:
         """Return how everything is kept; of optimizers in one another, the outermost first."""
         kept = {name: _kept(value) for name, value in self._tracked.items()}
         return {name + depth * ".inner": each for name, found in kept.items() for depth, each in enumerate(found)}
 
-    def _exchanging(self) -> dict[str, KeptExchanges]:
-        return {name: kept for name, kept in self._all_kept().items() if isinstance(kept, KeptExchanges)}
+    def _exchanging(self) -> dict[str, CommittableOptimizer]:
+        return {name: kept for name, kept in self._all_kept().items() if isinstance(kept, CommittableOptimizer)}
 
 
-class _KeptVariables(Kept):
+class _KeptVariables(Committable):
     """Variables.
 
     Args:
@@ -162,7 +162,7 @@ class _KeptVariables(Kept):
         """Return arrays."""
         return [np.array(variable.numpy()) for variable in self.variables()]
 
-    def put_back(self, copied: Any) -> None:
+    def restore(self, copied: Any) -> None:
         """Assign them."""
         for variable, value in zip(self.variables(), copied, strict=True):
             variable.assign(value)
@@ -174,10 +174,10 @@ class _KeptVariables(Kept):
 
     def take_from(self, giver: int) -> None:
         """Take those of one rank."""
-        self.put_back(_of_rank(self.copied(), giver))
+        self.restore(_of_rank(self.copied(), giver))
 
 
-class _KeptState(Kept):
+class _KeptState(Committable):
     """What has ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, value: Any) -> None:
@@ -187,7 +187,7 @@ class _KeptState(Kept):
         """Return a copy of its state."""
         return copy.deepcopy(self.value.state_dict())
 
-    def put_back(self, copied: Any) -> None:
+    def restore(self, copied: Any) -> None:
         """Load a copy of the copy."""
         self.value.load_state_dict(copy.deepcopy(copied))
 
@@ -200,7 +200,7 @@ class _KeptState(Kept):
         self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
 
 
-class _KeptSynchronizer(KeptExchanges):
+class _KeptSynchronizer(CommittableOptimizer):
     """Exchanges, with variables of optimizers where these are part of one of this package.
 
     Args:
@@ -236,16 +236,16 @@ class _KeptSynchronizer(KeptExchanges):
         """Return the state of the center's optimizer, cut for the ranks that there are now."""
         return resharded(saved, self.synchronizer)
 
-    def completed(self, copied: Any, whole: Whole) -> Any:
+    def completed(self, copied: Any, whole: FullCenter) -> Any:
         """Return the states with the center."""
         local, exchanges = copied
         return local, whole.within(exchanges)
 
-    def put_back(self, copied: Any) -> None:
+    def restore(self, copied: Any) -> None:
         """Load both."""
         local, exchanges = copied
-        self._local.put_back(local)
-        self.synchronizer.beginning.begun = False  # Who has what comes out in ready(): loading is local then.
+        self._local.restore(local)
+        self.synchronizer.startup.begun = False  # Who has what comes out in ready(): loading is local then.
         self.synchronizer.load_state_dict(exchanges)
 
     def begin(self, loaded: bool) -> None:
@@ -275,7 +275,7 @@ def _of_rank(value: Any, rank: int = 0) -> Any:
     return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
-def _kept(value: Any) -> list[Kept]:
+def _kept(value: Any) -> list[Committable]:
     """Return how something is kept: of optimizers in one another each, the outermost first; of plain objects nothing.
 
     What is read when a copy is made may have been replaced since.
@@ -296,7 +296,7 @@ def _kept(value: Any) -> list[Kept]:
     return []
 
 
-def _kept_level(level: PeriodicOptimizer) -> Kept:
+def _kept_level(level: PeriodicOptimizer) -> Committable:
     """Return how an optimizer of this package is kept; the local one is that of the innermost."""
     synchronizer, inner = level.synchronizer, level.inner_optimizer
 

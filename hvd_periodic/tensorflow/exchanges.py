@@ -10,15 +10,15 @@ import tensorflow as tf
 
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import of_exchange
-from hvd_periodic.sync.startup import Moment
+from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.ledger import ADDED, NewVariable
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.plan import Plan
+from hvd_periodic.tensorflow.progress import ADDED, NewVariable
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
 from hvd_periodic.tensorflow.settings import innermost
@@ -119,13 +119,13 @@ class Exchanges:
         self.saved.variables.formerly = named.formerly
         saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
         if saved is not None:
-            synchronizer.course.has_loaded(saved)
+            synchronizer.exchanger.has_loaded(saved)
         self._name_center_optimizer()
         synchronizer.after_join = self._after_join
         if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
             self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
-        self.saved.variables.later = varying | set(synchronizer.ledger.note_variables) | ADDED
+        self.saved.variables.later = varying | set(synchronizer.progress.note_variables) | ADDED
         self.saved.variables.settle()
         self.saved.load_in_flight(synchronizer)
 
@@ -181,17 +181,17 @@ class Exchanges:
         """
         connection, synchronizer = self.connection, self.synchronizer
         derived = synchronizer.replica.derived_from()
-        replaced = synchronizer.begin(Moment.BEFORE_UPDATE if variables else Moment.END)
+        replaced = synchronizer.begin(CallPoint.BEFORE_UPDATE if variables else CallPoint.END)
         changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before or [], strict=False))
         replaced |= connection.any_in_group(changed)
         stale = before is None and derived != synchronizer.replica.derived_from()
         if stale:  # The others hear of it where they meet next.
-            synchronizer.meeting.failure = (
+            synchronizer.handshake.failure = (
                 "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken over, "
                 "and the step that is being compiled has the old values: call "
                 "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
             )
-            raise ValueError(synchronizer.meeting.failure)
+            raise ValueError(synchronizer.handshake.failure)
         self._forget_sums_of_others()
         synchronizer.opened = True
         return replaced

@@ -52,7 +52,7 @@ class FitEnd:
             for callback in self._restoring
             if callback.best_weights is not None and callback.best_weights is not self._centers.get(id(callback))
         ]
-        if found or (self._restoring and self._optimizer.synchronizer.course.reads_together):
+        if found or (self._restoring and self._optimizer.synchronizer.exchanger.reads_together):
             with self._optimizer.center():
                 center = self._model.get_weights()
             for callback in found:

@@ -50,9 +50,9 @@ class GradientPreparation:
     def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the means of gradients over the ranks of a DistributedOptimizer, as long as it averages."""
         average, synchronizer = self._average, self._synchronizer
-        if average is None or (tf.executing_eagerly() and synchronizer.phase.over):
+        if average is None or (tf.executing_eagerly() and synchronizer.warmup.over):
             return gradients
-        if tf.executing_eagerly() or synchronizer.phase.until is None:
+        if tf.executing_eagerly() or synchronizer.warmup.until is None:
             return average(gradients, variables)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         shown = [gradients[i] for i in present]

@@ -12,18 +12,18 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.forms import Forms
-from hvd_periodic.sync.startup import Moment
+from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, as_elastic_jobs_heed
 from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
-from hvd_periodic.tensorflow.ledger import NewVariable, VariableLedger
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
-from hvd_periodic.tensorflow.reading import GraphGradients, VariableCheckpoint, VariableView
+from hvd_periodic.tensorflow.progress import NewVariable, VariableProgress
+from hvd_periodic.tensorflow.reading import GraphGradients, VariableCenterReader, VariableCheckpoint
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.tensorflow.resharding import resharded
 from hvd_periodic.vectors.store import Store
@@ -53,8 +53,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     """
 
     replica: Any
-    ledger: VariableLedger
-    view: VariableView
+    progress: VariableProgress
+    center_reader: VariableCenterReader
     checkpoint: VariableCheckpoint
     opening: Callable[[], object] | None = None
     started = opened = False
@@ -67,32 +67,32 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         replica: VariableReplica,
         *arguments: Any,
         learning_rate: Callable[[], Any] | None = None,
-        courses: tuple[type[Course[Any]], type[Course[Any]]] = (Synchronous, Asynchronous),
+        exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous),
         **options: Any,
     ) -> None:
         forms = Forms(
-            lambda schedule: VariableLedger(
+            lambda schedule: VariableProgress(
                 new_variable, schedule, learning_rate, replica.values, lands=options.get("overlap", 0) != 0
             ),
-            courses,
+            exchangers,
             GraphGradients,
             VariableCheckpoint,
-            VariableView,
+            VariableCenterReader,
             cuts=False,
         )
         super().__init__(replica, *arguments, **options | {"forms": forms})
         self.watched: list[tf.Variable] = []
         self._local: KerasOptimizerState | None = options.get("local_optimizer")
-        alone = self.course.worker is not None
+        alone = self.exchanger.worker is not None
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, alone)
         follower, self._share = self.exchanged.hyperparameters, None
         if isinstance(follower, FollowsRate) and not alone:
             follower.maximum = self._maximum
-        if self.course.reads_together:
+        if self.exchanger.reads_together:
             self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
-            self.meeting.checks.append(self._share_problem)
-            self.view.share_problem = self._share_problem
-        self.ledger.make_notes()
+            self.handshake.checks.append(self._share_problem)
+            self.center_reader.share_problem = self._share_problem
+        self.progress.make_notes()
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Be one of these ranks, and no longer of those before; communicates nothing.
@@ -103,20 +103,20 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             name: prefix of the names of collectives.
         """
         self.membership.join(communicator, root, name)
-        self.course.join()
+        self.exchanger.join()
         if self.after_join is not None:
             self.after_join()
 
     def held(self) -> list[tf.Variable]:
         """Return the variables that there are, notes last, in the order in which construction makes them."""
-        groups, ledger = self.tensor_groups, self.ledger
+        groups, progress = self.tensor_groups, self.progress
         stores = [
             store
             for group in groups
             for store in (*group.vectors.values(), group.error_feedback.second_hop_residual, group.total)
         ]
-        found = [*ledger.variables.values(), *(v for store in stores if store is not None for v in store.tensors())]
-        found += [*([] if self._share is None else [self._share]), *ledger.note_variables.values()]
+        found = [*progress.variables.values(), *(v for store in stores if store is not None for v in store.tensors())]
+        found += [*([] if self._share is None else [self._share]), *progress.note_variables.values()]
         return list({id(variable): variable for variable in found}.values())
 
     def rejoin(self, name: str) -> None:
@@ -138,8 +138,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
         self.join(communicator, self.membership.asked_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
-        self.meeting.rejoin()
-        self.beginning.begun, self.started, self.opened = False, True, True
+        self.handshake.rejoin()
+        self.startup.begun, self.started, self.opened = False, True, True
         if self._share is not None and not cut_for_others:
             self._share.assign(self._place)
         if loaded is not None:
@@ -147,10 +147,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def take_from(self, giver: int) -> None:
         """Take over all that one rank has, see :meth:`broadcast`, which takes it from the root; then :meth:`begin`."""
-        self.beginning.take_from(giver)
-        self.beginning.begun = False
+        self.startup.take_from(giver)
+        self.startup.begun = False
 
-    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
         if self.begun or in_session():
             return False
@@ -177,8 +177,8 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             super().sync()
             return
         refuse_xla()
-        self.view.refuse_inside("sync")
-        self.begin(Moment.AFTER_UPDATE)
+        self.center_reader.require_outside_center_block("sync")
+        self.begin(CallPoint.AFTER_UPDATE)
         self._in_python(self._exchange_now)()
 
     def leave(self) -> None:
@@ -235,33 +235,35 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             ValueError: XLA compilation.
         """
         if tf.executing_eagerly():
-            self.membership.refuse_others()
+            self.membership.require_same_ranks()
             exchanged = super().step(updated)
             if exchanged and self.after_exchange is not None:
                 self.after_exchange()
             return exchanged
         refuse_xla()
-        self.view.refuse_inside("step")
+        self.center_reader.require_outside_center_block("step")
         self.gradients.check(updated is not False)
         self.begin()  # What is being compiled has not run yet.
         due = self.count(updated)
         restart, exchange = self._in_python(self.restart_center), apart(self._in_python(self._exchange_or_land))
-        if self.phase.until is not None:
+        if self.warmup.until is not None:
             tf.cond(tf.equal(self.steps_to_switch(), 0), restart, lambda: tf.constant(False))
-        has_to_land = self.ledger.has_to_land
-        if has_to_land is False:
+        is_landing_due = self.progress.is_landing_due
+        if is_landing_due is False:
             return tf.cond(due, exchange, lambda: tf.constant(False))
-        with tf.control_dependencies([tf.cond(tf.logical_or(due, has_to_land), exchange, lambda: tf.constant(False))]):
+        with tf.control_dependencies(
+            [tf.cond(tf.logical_or(due, is_landing_due), exchange, lambda: tf.constant(False))]
+        ):
             return tf.identity(due)
 
     def count(self, updated: Any = True) -> Any:
         """Count one iteration in a graph; return whether an exchange is due then, as a boolean scalar."""
-        with tf.control_dependencies(self.view.checks()):
-            return self.ledger.count(updated)
+        with tf.control_dependencies(self.center_reader.checks()):
+            return self.progress.count(updated)
 
     def steps_to_switch(self) -> tf.Tensor:
         """Return for how many local steps gradients will still be averaged over the ranks that exchange, in a graph."""
-        return self.ledger.steps_to(self.phase.until or 0)
+        return self.progress.steps_to(self.warmup.until or 0)
 
     def _in_python(self, run: Callable[[], object]) -> Callable[[], tf.Tensor]:
         """Return a function that lets a graph wait for Python, and returns True."""
@@ -271,16 +273,16 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def _exchange_or_land(self) -> None:
         """Exchange, or let the replica take an exchange that is in flight, for a compiled step."""
-        if self.ledger.is_due:
+        if self.progress.is_due:
             self._exchange_now()
         else:
             self.land()
 
     def _exchange_now(self) -> None:
         """Exchange, for a compiled step, with the ranks that there are now."""
-        self.membership.refuse_others()
-        self.view.refuse_inside("step")
-        self.course.exchange()
+        self.membership.require_same_ranks()
+        self.center_reader.require_outside_center_block("step")
+        self.exchanger.exchange()
         if self.after_exchange is not None:
             self.replica.values.release()
             self.after_exchange()
@@ -293,7 +295,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def stores(self) -> list[Store[Any]]:
         """Return all variables that exchanges read or write, but for those of local and outer optimizers."""
-        found = [self.ledger.store()]
+        found = [self.progress.store()]
         for group in self.tensor_groups:
             more = (group.total, group.error_feedback.second_hop_residual)
             found += [group.values, *group.worker.values(), *group.center_state.values()]
@@ -317,14 +319,14 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
                 ]
         others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
         if self._local is not None:
-            if self.course.setting.optimizer_state is not None or self.course.finite.skips:
+            if self.exchanger.context.optimizer_state is not None or self.exchanger.finite.skips:
                 stores += self._local.stores()
             state = self._local.variables()
             others += state if self.after_exchange is not None else [v for v in state if v.shape.rank == 0]
         if not replica.in_host_memory:
             others += [variable for store in (*stores, *lent) for variable in store.tensors()]
             stores, lent = [], []
-        return [self.ledger.store(), *{id(store): store for store in stores}.values()], others, lent
+        return [self.progress.store(), *{id(store): store for store in stores}.values()], others, lent
 
     def _open(self) -> None:
         if self.opening is not None:

@@ -253,7 +253,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         if not self.built and only_makes(variables):
             return
         replaced = self._open(variables)
-        self.synchronizer.view.refuse_inside("step")
+        self.synchronizer.center_reader.require_outside_center_block("step")
         self._check_variables_are_known(variables)
         if replaced:
             self._count_skipped()

@@ -10,19 +10,19 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.sync.center_reader import View
+from hvd_periodic.sync.center_reader import CenterReader
 from hvd_periodic.sync.checkpoint import Checkpoint
-from hvd_periodic.sync.exchanger import Course
+from hvd_periodic.sync.exchanger import Exchanger
 from hvd_periodic.sync.gradients import Gradients
-from hvd_periodic.sync.startup import Beginning
+from hvd_periodic.sync.startup import Startup
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.host import in_session
-from hvd_periodic.tensorflow.ledger import VariableLedger
+from hvd_periodic.tensorflow.progress import VariableProgress
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.space import in_form_of
 
 
-class VariableView(View[Any]):
+class VariableCenterReader(CenterReader[Any]):
     """Reading the center, which steps that were compiled before notice as well.
 
     Attributes:
@@ -31,8 +31,8 @@ class VariableView(View[Any]):
 
     share_problem: Callable[[], str | None] | None = None
 
-    def __init__(self, course: Course[Any], checkpoint: Checkpoint[Any], beginning: Beginning[Any]) -> None:
-        super().__init__(course, checkpoint, beginning)
+    def __init__(self, exchanger: Exchanger[Any], checkpoint: Checkpoint[Any], startup: Startup[Any]) -> None:
+        super().__init__(exchanger, checkpoint, startup)
         self._held: tf.Variable | None = None
         if not in_session():
             with tf.init_scope():
@@ -50,11 +50,11 @@ class VariableView(View[Any]):
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
-        with self._course.setting.membership.communicator.tracker.at("distance()"):
+        with self._exchanger.context.membership.communicator.tracker.at("distance()"):
             self.meet_to_read()
-            self._course.arrive()
+            self._exchanger.arrive()
             self.follow_equal_replicas()
-            return float(self._course.tensor_groups.distance())
+            return float(self._exchanger.tensor_groups.distance())
 
     def misfit(self) -> str | None:
         """Return why this rank cannot read the center, or None."""
@@ -83,7 +83,7 @@ class VariableCheckpoint(Checkpoint[Any]):
 
     def has_loaded(self) -> bool:
         """Return whether a state was loaded, in whatever way."""
-        return self.loaded or self._course.setting.ledger.local_steps > 0 or self.saved_center is not None
+        return self.loaded or self._exchanger.context.progress.local_steps > 0 or self.saved_center is not None
 
     def adopt(self) -> None:
         """Let training begin from the asynchronous center that a checkpoint held."""
@@ -91,19 +91,19 @@ class VariableCheckpoint(Checkpoint[Any]):
 
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
         """Return what was loaded, of an asynchronous center as well."""
-        saved, replica = self.saved_center, self._course.setting.exchanged.replica
+        saved, replica = self.saved_center, self._exchanger.context.exchanged.replica
         if saved is None:
             return super().save_before_training(begin)
         vectors = {
             group.name: saved["vectors"][group.name] | {key: replica.save(store) for key, store in group.worker.items()}
-            for group in self._course.tensor_groups
+            for group in self._exchanger.tensor_groups
         }
         return self.assembled(vectors, saved["center_optimizer"])
 
     def load(self, state: dict[str, Any], begun: bool) -> None:
         """Restore what ``save()`` returned, as in the core; also where other statistics were averaged then."""
-        named = cast(VariableReplica, self._course.setting.exchanged.replica).named
-        super().load(_translated(state, self._course.tensor_groups, named), begun)
+        named = cast(VariableReplica, self._exchanger.context.exchanged.replica).named
+        super().load(_translated(state, self._exchanger.tensor_groups, named), begun)
 
     def forget(self) -> None:
         """Forget what was loaded: training has begun from it."""
@@ -116,8 +116,8 @@ class GraphGradients(Gradients[Any]):
 
     def show(self) -> None:
         """Run the local rule, where exchanges have begun."""
-        setting = self.course.setting
-        until, replica = setting.phase.until, cast(VariableReplica, setting.exchanged.replica)
+        setting = self.exchanger.context
+        until, replica = setting.warmup.until, cast(VariableReplica, setting.exchanged.replica)
         if tf.executing_eagerly() or until is None:
             super().show()
             return
@@ -134,7 +134,7 @@ class GraphGradients(Gradients[Any]):
         def leave() -> list[Any]:
             return [in_form_of(form, gradients[i]) for i, form in zip(present, shown, strict=True)]
 
-        begun = cast(VariableLedger, setting.ledger).steps_to(until) <= 0
+        begun = cast(VariableProgress, setting.progress).steps_to(until) <= 0
         for i, gradient in zip(present, tf.cond(begun, show, leave), strict=True):
             gradients[i] = gradient
         replica.gradients = gradients

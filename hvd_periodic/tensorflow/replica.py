@@ -17,7 +17,7 @@ from hvd_periodic.replica import SOME, Replica
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues, blocks_of, empty
 from hvd_periodic.tensorflow.hosted import is_in_host_memory
-from hvd_periodic.tensorflow.ledger import NewVariable
+from hvd_periodic.tensorflow.progress import NewVariable
 from hvd_periodic.tensorflow.space import HostSpace, TensorSpace
 from hvd_periodic.tensorflow.store import ArrayStore, CenterStore, VariableStore, array_of, layout_of
 from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES, Bucket, Layout

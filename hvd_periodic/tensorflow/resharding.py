@@ -28,7 +28,7 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
 def require_divisible(synchronizer: ReplicaSynchronizer[Any]) -> None:
     """Raise a ValueError where the state of the center's optimizer could not be cut for other ranks."""
     first = _first(synchronizer)
-    if first is not None and isinstance(synchronizer.course.placement, Sharded):
+    if first is not None and isinstance(synchronizer.exchanger.placement, Sharded):
         first.slots(1)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from hvd_periodic.centers.error_feedback import RESIDUAL, SECOND_HOP_RESIDUAL
 from hvd_periodic.sync.tensor_groups import TensorGroups
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
-from hvd_periodic.tensorflow.ledger import MEMORY, SINCE
+from hvd_periodic.tensorflow.progress import MEMORY, SINCE
 
 _CENTER = "asynchronous_center"
 """Begins the names under which an asynchronous center is saved."""
@@ -167,7 +167,7 @@ class SavedExchanges:
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
         self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
         if synchronizer is not None:
-            synchronizer.course.discard()  # It would move the center that is loaded.
+            synchronizer.exchanger.discard()  # It would move the center that is loaded.
         self.variables.load(values)
         if synchronizer is not None:
             self.load_in_flight(synchronizer)
@@ -195,22 +195,22 @@ class SavedExchanges:
         Raises:
             ValueError: no exchange can be in flight here.
         """
-        saved, self._in_flight, under_way = self._in_flight, {}, None
+        saved, self._in_flight, in_flight = self._in_flight, {}, None
         if saved:
             specs = synchronizer.tensor_groups.parameters.values.layout.specs
-            under_way = json.loads(saved[_IN_FLIGHT].tobytes())
-            under_way["snapshot"] = {spec.name: saved[f"{_IN_FLIGHT}.{i}"] for i, spec in enumerate(specs)}
-        synchronizer.course.check_under_way(under_way)
-        synchronizer.course.load_under_way(under_way)
+            in_flight = json.loads(saved[_IN_FLIGHT].tobytes())
+            in_flight["snapshot"] = {spec.name: saved[f"{_IN_FLIGHT}.{i}"] for i, spec in enumerate(specs)}
+        synchronizer.exchanger.check_in_flight(in_flight)
+        synchronizer.exchanger.load_in_flight_exchange(in_flight)
 
 
 def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
     """Return the exchange in flight, by the names under which it is saved; nothing where the model holds the center."""
-    under_way = synchronizer.course.under_way()
-    if under_way is None or synchronizer.view.inside:
+    in_flight = synchronizer.exchanger.in_flight()
+    if in_flight is None or synchronizer.center_reader.inside:
         return {}
-    snapshot = under_way.pop("snapshot")
-    values = {_IN_FLIGHT: np.frombuffer(json.dumps(under_way).encode(), np.uint8)}
+    snapshot = in_flight.pop("snapshot")
+    values = {_IN_FLIGHT: np.frombuffer(json.dumps(in_flight).encode(), np.uint8)}
     return values | {f"{_IN_FLIGHT}.{i}": value for i, value in enumerate(snapshot.values())}
 
 

@@ -11,7 +11,7 @@ FOLLOWED = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
 """Settings of a local optimizer that also its copy for the center follows."""
 
 
-def _setting(name: str) -> property:
+def _context(name: str) -> property:
     def read(self: ForwardedSettings) -> Any:
         return getattr(self.plain_optimizer, name) if self._forwards else None
 
@@ -33,14 +33,14 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     _forwards = False  # While Keras constructs or builds the wrapper itself, which has no such settings.
     _center: Any = None
 
-    weight_decay = _setting("weight_decay")
-    clipnorm = _setting("clipnorm")
-    clipvalue = _setting("clipvalue")
-    global_clipnorm = _setting("global_clipnorm")
-    use_ema = _setting("use_ema")
-    ema_momentum = _setting("ema_momentum")
-    ema_overwrite_frequency = _setting("ema_overwrite_frequency")
-    gradient_accumulation_steps = _setting("gradient_accumulation_steps")
+    weight_decay = _context("weight_decay")
+    clipnorm = _context("clipnorm")
+    clipvalue = _context("clipvalue")
+    global_clipnorm = _context("global_clipnorm")
+    use_ema = _context("use_ema")
+    ema_momentum = _context("ema_momentum")
+    ema_overwrite_frequency = _context("ema_overwrite_frequency")
+    gradient_accumulation_steps = _context("gradient_accumulation_steps")
 
     @property
     def plain_optimizer(self) -> Any:

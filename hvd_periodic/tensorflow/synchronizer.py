@@ -15,7 +15,7 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.comm.subset import require_possible
 from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.schedules import Schedule, as_schedule
-from hvd_periodic.sync.startup import Moment
+from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import communicator_of
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -128,7 +128,7 @@ class Synchronizer(VariableSynchronizer):
         self.started = True
         self.start()
 
-    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
         with outside():
             if not self.started:
@@ -144,6 +144,6 @@ class Synchronizer(VariableSynchronizer):
         The list stays the same object: a ``tf.train.Checkpoint`` of variables that are no more refuses to save.
         """
         moving = [] if self._moved is None else [variable.value for variable in self._moved.variables]
-        held, notes = self.held(), len(self.ledger.note_variables)
+        held, notes = self.held(), len(self.progress.note_variables)
         kept = len(held) - notes
         self.variables[:] = [*held[:kept], *moving, *held[kept:]]  # Checkpoints of version 0.1 have no notes.

@@ -79,8 +79,13 @@ def save(
         return saved
 
     synchronizer, everyone = _levels(optimizer)[0], _everyone(optimizer)
-    refuse_inside, save_files = synchronizer.view.refuse_inside, synchronizer.checkpoint.save_files
-    return save_files(Path(path), everyone, refuse_inside, state, Tensors(), keep=keep, background=background)
+    require_outside_center_block, save_files = (
+        synchronizer.center_reader.require_outside_center_block,
+        synchronizer.checkpoint.save_files,
+    )
+    return save_files(
+        Path(path), everyone, require_outside_center_block, state, Tensors(), keep=keep, background=background
+    )
 
 
 @neutrally
@@ -201,7 +206,7 @@ def _levels(optimizer: Trained) -> list[Synchronizer]:
 
 def _everyone(optimizer: Trained) -> TrainingGroup:
     levels = [level.membership for level in _levels(optimizer)]
-    return TrainingGroup.of_levels([membership.together for membership in reversed(levels)], levels[0].global_root)
+    return TrainingGroup.of_levels([membership.all_ranks for membership in reversed(levels)], levels[0].global_root)
 
 
 def _check(model: Any, optimizer: Any) -> None:
@@ -233,7 +238,7 @@ def _reshard_saved(levels: Sequence[Synchronizer], saved: dict[str, Any]) -> Non
     """Reshard the saved state of the center optimizer of every level to the current number of ranks."""
     own = saved.get(STATE_KEY, saved)
     for level in levels:
-        if level.course.worker is None:
+        if level.exchanger.worker is None:
             level.checkpoint.check_fragments(own)
             own["center_optimizer"] = resharded(own["center_optimizer"], level)
         own = own.get(INSIDE_KEY)

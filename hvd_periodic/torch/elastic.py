@@ -11,8 +11,8 @@ import torch
 from horovod.common.elastic import ObjectState
 
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.elastic.commits import Commits, CommittedState, Kept, KeptExchanges, refuse_fixed
-from hvd_periodic.elastic.shards import Share, Whole
+from hvd_periodic.elastic.commits import Commits, Committable, CommittableOptimizer, CommittedState, refuse_fixed
+from hvd_periodic.elastic.shards import FullCenter, Share
 from hvd_periodic.torch.communicator import communicator_of
 from hvd_periodic.torch.copies import settings_of
 from hvd_periodic.torch.gradient_averaging import innermost
@@ -100,9 +100,9 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
         """Return the current ranks."""
         return communicator_of(None)
 
-    def _all_kept(self) -> dict[str, Kept]:
+    def _all_kept(self) -> dict[str, Committable]:
         """Return a keeper for every object with a state; for nested optimizers, the outermost first."""
-        found: dict[str, Kept] = {}
+        found: dict[str, Committable] = {}
         for name, value in self._tracked.items():
             levels = _levels(value) if isinstance(value, PeriodicOptimizer) else []
             found |= {name + depth * ".inner": _KeptOptimizer(level) for depth, level in enumerate(levels)}
@@ -112,14 +112,14 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
 
     def _after_exchange(self) -> None:
         """Commit, unless some rank has finished training: then not all ranks make this call."""
-        if self._optimizer.synchronizer.meeting.everyone_trains:
+        if self._optimizer.synchronizer.handshake.everyone_trains:
             self.commit()
 
     def _periodic(self) -> dict[str, PeriodicOptimizer]:
         return {name: value for name, value in self._tracked.items() if isinstance(value, PeriodicOptimizer)}
 
 
-class _KeptState(Kept):
+class _KeptState(Committable):
     """An object with ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, value: Any) -> None:
@@ -129,7 +129,7 @@ class _KeptState(Kept):
         """Return a copy of its state."""
         return copy.deepcopy(self.value.state_dict())
 
-    def put_back(self, copied: Any) -> None:
+    def restore(self, copied: Any) -> None:
         """Load a copy of the copy."""
         self.value.load_state_dict(copy.deepcopy(copied))
 
@@ -148,7 +148,7 @@ class _KeptState(Kept):
             self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
 
 
-class _KeptOptimizer(_KeptState, KeptExchanges):
+class _KeptOptimizer(_KeptState, CommittableOptimizer):
     """An optimizer of this package; of nested ones, the innermost keeps the local optimizer."""
 
     value: PeriodicOptimizer
@@ -167,7 +167,7 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         local = {} if self._local is None else copy.deepcopy(self._local.state_dict())
         return local | {STATE_KEY: self.own()}
 
-    def put_back(self, copied: Any) -> None:
+    def restore(self, copied: Any) -> None:
         """Load a copy of the copy."""
         local = copy.deepcopy(copied)
         exchanges = local.pop(STATE_KEY)
@@ -189,7 +189,7 @@ class _KeptOptimizer(_KeptState, KeptExchanges):
         """Return the state of the center's optimizer, resharded for the current ranks."""
         return resharded(saved, self.synchronizer)
 
-    def completed(self, copied: Any, whole: Whole) -> Any:
+    def completed(self, copied: Any, whole: FullCenter) -> Any:
         """Return the state with the center added."""
         return {**copied, STATE_KEY: whole.within(copied[STATE_KEY])}
 

@@ -10,8 +10,8 @@ import torch
 
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.job import JobCommunicator
-from hvd_periodic.sync.progress import Ledger
-from hvd_periodic.sync.warmup import Phase
+from hvd_periodic.sync.progress import ProgressTracker
+from hvd_periodic.sync.warmup import SynchronousWarmup
 
 _NEVER_REACHED = 2**60
 """Backward passes between averages of a DistributedOptimizer that must leave the gradients alone."""
@@ -23,8 +23,8 @@ class GradientAveraging:
     Args:
         inner: the wrapped optimizer, which may be a DistributedOptimizer or contain one.
         group: the ranks whose gradients the DistributedOptimizer averages, if there is one.
-        phase: the phase of training in which gradients are averaged.
-        ledger: reports changes of the local steps.
+        warmup: the phase of training in which gradients are averaged.
+        progress: reports changes of the local steps.
 
     Attributes:
         present: whether there is a DistributedOptimizer.
@@ -32,26 +32,30 @@ class GradientAveraging:
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, group: JobCommunicator | None, phase: Phase, ledger: Ledger
+        self,
+        inner: torch.optim.Optimizer,
+        group: JobCommunicator | None,
+        phase: SynchronousWarmup,
+        progress: ProgressTracker,
     ) -> None:
         self._inner: Any = inner
-        self._phase = phase
+        self._warmup = phase
         self.present = group is not None
         self.done = False
         self._direct = self.present and not hasattr(inner, "synchronizer")
         self._passes = getattr(inner, "backward_passes_per_step", 1)
-        if self._direct and self._phase.until is not None:
-            ledger.changed = self._follow_phase
+        if self._direct and self._warmup.until is not None:
+            progress.changed = self._follow_phase
             self._follow_phase()
 
     @property
     def in_flight(self) -> bool:
         """Whether averages of gradients are in flight, from the backward pass on."""
-        return self.present and not self.done and not self._phase.over
+        return self.present and not self.done and not self._warmup.over
 
     def wait(self) -> None:
         """Wait for the averages, unless the phase is over: replicas then differ, and nothing is averaged."""
-        if self.present and not self._phase.over:
+        if self.present and not self._warmup.over:
             self._inner.synchronize()
 
     @contextmanager
@@ -74,14 +78,14 @@ class GradientAveraging:
         """Reset the gradients of the wrapped optimizer; Horovod's does not take ``set_to_none``."""
         if not self._direct:
             self._inner.zero_grad(set_to_none=set_to_none)
-        elif self._phase.over:
+        elif self._warmup.over:
             torch.optim.Optimizer.zero_grad(self._inner, set_to_none)  # Horovod's requires a step that averages.
         else:
             self._inner.zero_grad()
 
     def _follow_phase(self) -> None:
         """Make the DistributedOptimizer leave the gradients alone while the replicas may differ."""
-        passes = _NEVER_REACHED if self._phase.over else self._passes
+        passes = _NEVER_REACHED if self._warmup.over else self._passes
         if self._inner.backward_passes_per_step != passes:
             self._inner.set_backward_passes_per_step(passes)
 

@@ -248,12 +248,12 @@ def _check_saving(args: TrainingArguments, optimizer: PeriodicOptimizer) -> None
     """Refuse to save if the root would wait for the other ranks, which never read the optimizer's state."""
     level: torch.optim.Optimizer = optimizer
     while not args.save_only_model and isinstance(level, PeriodicOptimizer):
-        course = level.synchronizer.course
-        if course.reads_together:
+        exchanger = level.synchronizer.exchanger
+        if exchanger.reads_together:
             raise ValueError(
                 "A Trainer saves the state of an optimizer on the root alone, so that its center must be on every "
                 'rank: pass center="replicated" to the optimizer; or TrainingArguments(save_only_model=True), which '
-                f'saves the center as the model, or save_strategy="no". Received: center={course.placement.name!r}'
+                f'saves the center as the model, or save_strategy="no". Received: center={exchanger.placement.name!r}'
             )
         level = level.inner
 
@@ -263,7 +263,7 @@ def _check_asked_late(args: TrainingArguments, optimizer: PeriodicOptimizer) -> 
     _check_saving(args, optimizer)
     level: torch.optim.Optimizer = optimizer
     while isinstance(level, PeriodicOptimizer):
-        if level.synchronizer.course.reads_together:
+        if level.synchronizer.exchanger.reads_together:
             raise ValueError(
                 "A callback after PeriodicTrainerCallback has requested a checkpoint, but only all ranks together can "
                 "read a center that is not on every rank: put PeriodicTrainerCallback last, trainer.add_callback(...)"

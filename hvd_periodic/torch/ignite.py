@@ -123,7 +123,7 @@ class PeriodicHandler:
     @property
     def _in_step(self) -> bool:
         """Whether ranks exchange at the same steps."""
-        return self._centers.synchronizers[0].course.steps_agree
+        return self._centers.synchronizers[0].exchanger.steps_agree
 
     def _begin_epoch(self, trainer: Engine) -> None:
         """Note the last step of the epoch, if all ranks have the same number of batches, one step each."""

@@ -75,8 +75,8 @@ class InnerSteps:
             if self.counted or self._calling or synchronizer is None:
                 return method(*args, **kwargs)
             if name.endswith("step"):
-                synchronizer.view.refuse_inside(name)
-                synchronizer.membership.refuse_others()
+                synchronizer.center_reader.require_outside_center_block(name)
+                synchronizer.membership.require_same_ranks()
                 if synchronizer.begin():
                     synchronizer.replica.discard_gradients()
             self._calling, self._stepped = True, False

@@ -196,8 +196,8 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         if not self.state and makes_state_only():
             make_state(self)
             return None
-        self.synchronizer.view.refuse_inside("step")
-        self.synchronizer.membership.refuse_others()
+        self.synchronizer.center_reader.require_outside_center_block("step")
+        self.synchronizer.membership.require_same_ranks()
         stale = self.synchronizer.begin() and closure is None
         averaging = self._averaging
         if closure is not None and averaging.present:
@@ -231,7 +231,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: as :meth:`step`.
         """
-        self.synchronizer.view.refuse_inside("skip")
+        self.synchronizer.center_reader.require_outside_center_block("skip")
         self.synchronizer.begin()
         self._count(updated=False)
 
@@ -327,7 +327,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         owner = self.synchronizer
-        self._averaging = GradientAveraging(self.inner, owner.gradient_group, owner.phase, owner.ledger)
+        self._averaging = GradientAveraging(self.inner, owner.gradient_group, owner.warmup, owner.progress)
         self._steps.stop()
         self._steps = InnerSteps(self.inner, owner, type(self).__name__)
 

@@ -62,9 +62,9 @@ class Reporter(Listener):
             raise ValueError(f"`every` must be an int of at least 1. Received: every={every!r}")
         self._sinks = [_sink_of(place) for place in places]
         self._every, self._heard = every, 0
-        course = self._synchronizer.course
-        at_hand = course.placement.everywhere or course.worker is not None
-        self._distance = distance and at_hand and not course.setting.overlap
+        exchanger = self._synchronizer.exchanger
+        at_hand = exchanger.placement.everywhere or exchanger.worker is not None
+        self._distance = distance and at_hand and not exchanger.context.overlap
         self._synchronizer.journal.listeners.append(self)
 
     def exchanged(self, report: Report) -> None:
@@ -80,7 +80,7 @@ class Reporter(Listener):
             "step_seconds": report.step_seconds,
             "loss": report.loss,
             "learning_rate": report.learning_rate,
-            "staleness": report.missed if self._synchronizer.course.worker is not None else None,
+            "staleness": report.missed if self._synchronizer.exchanger.worker is not None else None,
             "center_distance": self._synchronizer.distance() if self._distance else None,
         }
         values = {name: value for name, value in shown.items() if value is not None}
@@ -136,12 +136,12 @@ class SaveBestCenter:
         measured, membership = float(value), self._synchronizer.membership
         better = not math.isnan(measured) and (self.best is None or self._sign * (measured - self.best) > 0)
         found = better, measured if better else self.best
-        if self._synchronizer.course.reads_together:
+        if self._synchronizer.exchanger.reads_together:
             found = membership.communicator.broadcast_object(found, f"{membership.name}.best", membership.root)
         better, self.best = found
         if not better:
             return False
-        if membership.is_root or self._synchronizer.course.reads_together:
+        if membership.is_root or self._synchronizer.exchanger.reads_together:
             state = center_state_dict(self._model, self._synchronizer)
             if membership.is_root:
                 write_whole(self._path, lambda stream: torch.save(state, stream))

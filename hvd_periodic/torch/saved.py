@@ -30,10 +30,10 @@ def translated(state: Any, groups: TensorGroups[Any], named: NamedTensors) -> An
         then = vectors.get(group.name, {}).get("center", {})
         kept = {name: value for name, value in then.items() if name in present or name not in buffers}
         vectors[group.name] = {"center": {name: value.clone() for name, value in present.items()} | kept}
-    under_way = state.get("under_way")
-    if under_way is not None:
-        under_way = under_way | {"snapshot": _renamed(under_way["snapshot"])}
-    return state | {"vectors": vectors, "under_way": under_way}
+    in_flight = state.get("under_way")
+    if in_flight is not None:
+        in_flight = in_flight | {"snapshot": _renamed(in_flight["snapshot"])}
+    return state | {"vectors": vectors, "under_way": in_flight}
 
 
 def _renamed(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def with_sharded_tensors(
         return {name: like(name, tensor) for name, tensor in tensors.items()}
 
     vectors = state["vectors"] | {"parameters": {k: of_names(v) for k, v in state["vectors"]["parameters"].items()}}
-    under_way, moving = state["under_way"], state["center_optimizer"]
-    if under_way is not None:
-        under_way = under_way | {"snapshot": of_names(under_way["snapshot"])}
+    in_flight, moving = state["under_way"], state["center_optimizer"]
+    if in_flight is not None:
+        in_flight = in_flight | {"snapshot": of_names(in_flight["snapshot"])}
     if isinstance(outer, TorchOuterOptimizer) and moving is not None and "state" in moving:
         owners = [names[number] for group in outer.grouping() for number in group]
         kept = {
@@ -93,4 +93,4 @@ def with_sharded_tensors(
             if isinstance(i, int)  # State that belongs to no parameter has another key.
         }
         moving = moving | {"state": moving["state"] | kept}
-    return state | {"vectors": vectors, "under_way": under_way, "center_optimizer": moving}
+    return state | {"vectors": vectors, "under_way": in_flight, "center_optimizer": moving}

@@ -25,7 +25,7 @@ from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
 from hvd_periodic.sync.finite import SKIP
 from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.startup import Moment
+from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.torch.center_optimizer import CenterOptimizerLike
@@ -158,12 +158,12 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             self.start()
         _watch(self)
 
-    def begin(self, moment: Moment = Moment.BEFORE_UPDATE) -> bool:
+    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training unless it has begun, as in the base class."""
         return not self.begun and self._begin(moment)
 
     @neutrally
-    def _begin(self, moment: Moment) -> bool:
+    def _begin(self, moment: CallPoint) -> bool:
         refuse_averaging(self.replica.tensors, self.membership.communicator.global_ranks)
         with self.replica.evaluating():
             if self._alone:
@@ -192,7 +192,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             ValueError: hyper-parameters that are invalid for this number of ranks.
         """
         loaded = self.state_dict() if self.checkpoint.has_loaded() else None
-        self.meeting.rejoin()
+        self.handshake.rejoin()
         _, moving, arguments = self._constructed()
         communicator = self.membership.communicator.rebuild(communicator_of(None))
         changed = {"communicator": communicator, "name": name, "journal": self.journal}
@@ -204,7 +204,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     @neutrally
     def take_from(self, giver: int) -> None:
         """Give all ranks the state of one rank; :meth:`broadcast` gives them the root's."""
-        self.beginning.take_from(giver)
+        self.startup.take_from(giver)
 
     prepare_gradients = eagerly(ReplicaSynchronizer.prepare_gradients)
     step = eagerly(ReplicaSynchronizer.step)
@@ -266,7 +266,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
 
     def _constructed(self) -> tuple[Any, ...]:
         """Return the arguments of ``_restore``."""
-        if self.course.worker is not None:
+        if self.exchanger.worker is not None:
             raise TypeError("An asynchronous synchronizer cannot be copied or pickled: save its state_dict()")
         if self.gradient_group is None and self.averaging is not None:
             raise TypeError("A DistributedDataParallel's optimizer cannot be copied or pickled: save its state_dict()")
@@ -280,14 +280,14 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "communicator": membership.communicator,
             "root": membership.asked_root,
             "name": membership.name,
-            "center": self.course.placement.name,
+            "center": self.exchanger.placement.name,
             "optimizer_state": self.policy,
-            "overlap": self.course.setting.overlap,
-            "compression": self.course.setting.wire,
-            "fragments": len(self.course.setting.fragments),
-            "nonfinite": self.course.setting.nonfinite,
-            "weight": self.meeting.weight.given,
-            "audit_every": self.course.setting.audit_every,
+            "overlap": self.exchanger.context.overlap,
+            "compression": self.exchanger.context.wire,
+            "fragments": len(self.exchanger.context.fragments),
+            "nonfinite": self.exchanger.context.nonfinite,
+            "weight": self.handshake.weight.given,
+            "audit_every": self.exchanger.context.audit_every,
             "timeout_seconds": membership.communicator.tracker.timeout,
             "run_log": self.run_log or False,
         }
@@ -340,11 +340,11 @@ def _check_levels(inner: Any, overlap: int | str) -> None:
     """Refuse exchanges in flight while another level exchanges: both would remove the same difference."""
     while inner is not None:
         level = vars(inner).get("synchronizer")
-        if isinstance(level, Synchronizer) and not overlap == level.course.setting.overlap == 0:
+        if isinstance(level, Synchronizer) and not overlap == level.exchanger.context.overlap == 0:
             raise ValueError(
                 "`overlap` needs a single level: an exchange of one would be in flight while the other moves the "
                 f"replica. Received: overlap={overlap!r} around an optimizer with "
-                f"overlap={level.course.setting.overlap!r}"
+                f"overlap={level.exchanger.context.overlap!r}"
             )
         inner = vars(inner).get("inner")
 

@@ -66,12 +66,12 @@ class Centers:
     @property
     def inside(self) -> bool:
         """Whether the model holds the centers."""
-        return all(synchronizer.view.inside for synchronizer in self.synchronizers)
+        return all(synchronizer.center_reader.inside for synchronizer in self.synchronizers)
 
     @property
     def left(self) -> bool:
         """Whether, at the last exchange of an optimizer, another rank was leaving training."""
-        return not all(synchronizer.meeting.everyone_trains for synchronizer in self.synchronizers)
+        return not all(synchronizer.handshake.everyone_trains for synchronizer in self.synchronizers)
 
     def enter(self) -> None:
         """Hold the centers in the model until :meth:`leave`; do nothing if it holds them already."""
@@ -91,7 +91,7 @@ class Centers:
         """Return a block, already entered, in which the model holds the centers: all of them, or none."""
         with ExitStack() as block:
             for synchronizer in self.synchronizers:
-                if not synchronizer.view.inside:
+                if not synchronizer.center_reader.inside:
                     block.enter_context(synchronizer.center())
             return block.pop_all()
 

@@ -29,7 +29,7 @@ def around_a_ring(task: Task, model: nn.Module, period: int) -> Method:
     to_next, from_previous = neighbours()
     message, received = np.ones(nbytes, "u1"), memoryview(np.ones(nbytes, "u1"))
     threads = ThreadPoolExecutor(2)
-    under_way: list[Future[None]] = []
+    in_flight: list[Future[None]] = []
     steps = 0
 
     def receive() -> None:
@@ -41,8 +41,8 @@ def around_a_ring(task: Task, model: nn.Module, period: int) -> Method:
             place += count
 
     def finish() -> None:
-        while under_way:
-            under_way.pop().result()
+        while in_flight:
+            in_flight.pop().result()
 
     def step() -> None:
         nonlocal steps
@@ -52,7 +52,7 @@ def around_a_ring(task: Task, model: nn.Module, period: int) -> Method:
             finish()
         if steps % period == 0:
             finish()
-            under_way.extend((threads.submit(to_next.sendall, message.data), threads.submit(receive)))
+            in_flight.extend((threads.submit(to_next.sendall, message.data), threads.submit(receive)))
 
     def leave() -> None:
         finish()

@@ -136,7 +136,7 @@ def test_it_goes_on_exactly_where_it_was_saved(schedule: Any) -> None:
             optimizer.synchronizer.report((2.0 + communicator.rank) / (1 + step))
             optimizer.step([np.ones(1)])
             counters = optimizer.synchronizer.counters
-            seen.append((counters.last_exchange, counters.next_exchange, optimizer.synchronizer.ledger.notes))
+            seen.append((counters.last_exchange, counters.next_exchange, optimizer.synchronizer.progress.notes))
         return seen
 
     plain = run_ranks(2, lambda communicator: work(communicator, resume=False))

@@ -161,7 +161,7 @@ def descriptions(mode: str) -> Any:
     """Which way a rank says that it takes."""
     synchronizer = elastic(mode, awkward(0)).synchronizer
     synchronizer.finalize()
-    return synchronizer.course.worker.transport.description
+    return synchronizer.exchanger.worker.transport.description
 
 
 @on_all(transports, hosts)
@@ -708,7 +708,7 @@ def across_hosts() -> Any:
     with patch.dict(os.environ):
         os.environ.pop(VARIABLE, None)
         optimizer = hvdp.ElasticAverageOptimizer(inner, [("w", parameter)], 2, asynchronous=True)
-    description = optimizer.synchronizer.course.worker.transport.description
+    description = optimizer.synchronizer.exchanger.worker.transport.description
     optimizer.synchronizer.finalize()
     return description, attempt(lambda: elastic("window", [torch.nn.Parameter(torch.zeros(3))]))
 

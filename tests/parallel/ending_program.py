@@ -178,7 +178,7 @@ if __name__ == "__main__":
     optimizer, train = {"torch": of_torch, "tensorflow": of_tensorflow, "numpy": of_numpy}[FRAMEWORK]()
     made.append(optimizer)
     if MODE and PLACE == "exchange":
-        transport = optimizer.synchronizer.course.worker.transport
+        transport = optimizer.synchronizer.exchanger.worker.transport
         transport.exchange = breaking(transport.exchange)
     train()
     if MODE == ["asynchronous", "broadcast"] and ranks != [1]:

@@ -539,7 +539,7 @@ def test_a_set_that_is_being_written_is_not_loaded(tmp_path: Path) -> None:
 
 def test_a_set_whose_ranks_are_lost_stays_incomplete(tmp_path: Path) -> None:
     """As under elastic Horovod."""
-    meeting = ModelAverageOptimizer(SGD(0.1), {"x": np.zeros(1)}, 2).synchronizer.meeting
+    meeting = ModelAverageOptimizer(SGD(0.1), {"x": np.zeros(1)}, 2).synchronizer.handshake
     saving = meeting.background_save = save(tmp_path, LocalCommunicator(), 1, background=True)
     meeting.rejoin()
     meeting.have_left()

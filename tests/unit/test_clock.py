@@ -174,7 +174,7 @@ def test_a_resumed_run_exchanges_at_the_same_steps(schedule: Any, saved_at: int,
             optimizer.step([np.ones(1)])
             if optimizer.synchronizer.counters.last_exchange == step:
                 found.append(step)
-                kept.append(optimizer.synchronizer.ledger.notes.memory)
+                kept.append(optimizer.synchronizer.progress.notes.memory)
         return found, kept
 
     expected = run_ranks(2, lambda communicator: train(communicator, resume=False))
@@ -215,7 +215,11 @@ def test_what_can_be_reported() -> None:
     synchronizer = optimizer_of_one(5).synchronizer
     for loss in (1, 2.0, np.float32(3.0), np.array(4.0), np.ones(2) @ np.ones(2) * 2.5):
         synchronizer.report(loss)
-    assert (synchronizer.ledger.notes.loss_sum, synchronizer.ledger.notes.losses, synchronizer.ledger.notes.loss) == (
+    assert (
+        synchronizer.progress.notes.loss_sum,
+        synchronizer.progress.notes.losses,
+        synchronizer.progress.notes.loss,
+    ) == (
         15.0,
         5,
         3.0,

@@ -162,7 +162,7 @@ def test_an_error_of_one_rank_leaves_all_as_they_were(algorithm: str) -> None:
 
         before = all_values()
         if communicator.rank == 1:
-            optimizer.synchronizer.meeting.checks.append(lambda: "out of order")
+            optimizer.synchronizer.handshake.checks.append(lambda: "out of order")
         try:
             optimizer.synchronizer.sync()
         finally:

@@ -16,7 +16,7 @@ from hvd_periodic import AGN, EASGD, Averaging, Clock, Compression, Doubling, Ev
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.numpy import SGD, PeriodicOptimizer
 from hvd_periodic.schedules.conversion import as_schedule
-from hvd_periodic.sync.fragment_plan import Streamed
+from hvd_periodic.sync.fragment_plan import FragmentSchedule
 from hvd_periodic.sync.planner import forecast
 from hvd_periodic.vectors.fragments import cut_into_fragments
 from hvd_periodic.vectors.layout import Layout, TensorSpec
@@ -255,7 +255,7 @@ def test_traffic_is_spread() -> None:
     ids=lambda schedule: type(schedule).__name__,
 )
 def test_the_last_fragment_is_exchanged_when_the_schedule_says(schedule: Schedule) -> None:
-    whole, parts = forecast(schedule, 4), forecast(Streamed(schedule, 3), 12)
+    whole, parts = forecast(schedule, 4), forecast(FragmentSchedule(schedule, 3), 12)
     assert parts[2::3] == whole
     starts = [schedule.synchronous_until or 0, *whole]
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
@@ -276,7 +276,7 @@ def test_schedules_of_the_learning_rate_and_the_loss_are_asked_once_in_a_period(
         def remember(self, clock: Clock) -> dict[str, float]:
             return {"last": float(clock.step)}
 
-    schedule, clock = Streamed(Asking(), 2), Clock()
+    schedule, clock = FragmentSchedule(Asking(), 2), Clock()
     for _ in range(5):
         steps, memory = schedule(clock), schedule.remember(clock)
         assert set(memory) <= set(schedule.remembers)

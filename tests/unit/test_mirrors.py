@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hvd_periodic import Communicator, DiLoCo
-from hvd_periodic.elastic.backups import Mirror, keepers, mirrored, recovered
-from hvd_periodic.elastic.shards import Whole, own_share, whole_of
+from hvd_periodic.elastic.backups import ShardBackup, backup_ranks, mirrored, recovered
+from hvd_periodic.elastic.shards import FullCenter, full_center, own_share
 from hvd_periodic.numpy import SGD, AGNOptimizer, ElasticAverageOptimizer, PeriodicOptimizer
 from tests.helpers import errors, read_center, run_ranks
 
@@ -30,7 +30,7 @@ def make(name: str, communicator: Communicator, center: str) -> tuple[Any, list[
     return MAKE[name](named, process_set=communicator, center=center), values
 
 
-def train(name: str, size: int, center: str) -> list[tuple[Mirror, dict[str, Any], list[np.ndarray]]]:
+def train(name: str, size: int, center: str) -> list[tuple[ShardBackup, dict[str, Any], list[np.ndarray]]]:
     """Return what every rank has kept after five steps, the state that all have together, and the center."""
 
     def work(communicator: Communicator) -> Any:
@@ -43,10 +43,10 @@ def train(name: str, size: int, center: str) -> list[tuple[Mirror, dict[str, Any
     return run_ranks(size, work)
 
 
-def recover(name: str, center: str, mirrors: Sequence[Mirror | None]) -> list[Whole]:
+def recover(name: str, center: str, mirrors: Sequence[ShardBackup | None]) -> list[FullCenter]:
     """Return the center as each of as many ranks finds it."""
 
-    def work(communicator: Communicator) -> Whole:
+    def work(communicator: Communicator) -> FullCenter:
         optimizer, _ = make(name, communicator, center)
         return recovered(communicator, optimizer.synchronizer, mirrors[communicator.rank], None)
 
@@ -79,7 +79,7 @@ def test_the_optimizer_of_the_roots_center() -> None:
     assert repr(whole.optimizer_state) == repr(expected)
 
 
-def elements(mirror: Mirror) -> list[int]:
+def elements(mirror: ShardBackup) -> list[int]:
     """Return how many elements of the center each share has that a rank keeps."""
     of_shares = [share.vectors["parameters"]["center"] for share in mirror.shares.values()]
     return sorted(sum(stop - start for _, start, stop, _ in stretches) for stretches in of_shares)
@@ -116,15 +116,15 @@ def test_who_had_a_share_does_not_matter_where_the_root_has_all() -> None:
 def test_copies_are_on_other_hosts() -> None:
     """Horovod gives up a host of which a rank was lost."""
     for hosts in ([0, 0, 0, 3, 3, 3], [0, 0, 2, 3, 3, 3], [0, 1], [0, 0, 2], [0, 1, 1, 1, 4, 4]):
-        for rank, keeper in enumerate(keepers(hosts)):
+        for rank, keeper in enumerate(backup_ranks(hosts)):
             assert hosts[rank] != hosts[keeper]
     for hosts in ([0, 1, 2, 3], [0, 0, 2, 3, 3, 5], [0, 1, 2, 3, 4], list(range(9))):
         order = list(dict.fromkeys(hosts))
-        for rank, keeper in enumerate(keepers(hosts)):
+        for rank, keeper in enumerate(backup_ranks(hosts)):
             apart = abs(order.index(hosts[rank]) - order.index(hosts[keeper]))
             assert 2 <= apart <= len(order) - 2, "neither the same host nor a neighbour"
-    assert sorted(keepers([0, 0, 0, 3, 3, 3])) == list(range(6)), "every rank keeps one"
-    assert keepers([0]) == [0]
+    assert sorted(backup_ranks([0, 0, 0, 3, 3, 3])) == list(range(6)), "every rank keeps one"
+    assert backup_ranks([0]) == [0]
 
 
 def test_some_have_all_of_it() -> None:
@@ -132,9 +132,9 @@ def test_some_have_all_of_it() -> None:
     found = train("diloco", 3, "sharded")
     mirror, state, _ = found[1]
 
-    def work(communicator: Communicator) -> Whole:
+    def work(communicator: Communicator) -> FullCenter:
         optimizer, _ = make("diloco", communicator, "sharded")
-        whole = whole_of(optimizer.synchronizer, state)
+        whole = full_center(optimizer.synchronizer, state)
         mirrors, wholes = [mirror, None, None], [None, whole, None]
         rank = communicator.rank
         return recovered(communicator, optimizer.synchronizer, mirrors[rank], wholes[rank])

@@ -10,11 +10,11 @@ import pytest
 from hvd_periodic import Communicator
 from hvd_periodic.comm.handshake import Purpose, Record, describe_conflict, integers, unpack_records
 from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
-from hvd_periodic.sync.startup import Moment, Standing, Start, decide
+from hvd_periodic.sync.startup import CallPoint, LoadStatus, Start, decide
 from tests.helpers import errors, run_ranks
 
-NEW = Standing(False, 0, (0, 10), "", "", "replica")
-OLD = Standing(True, 40, (40, 50), "run", "center", "replica")
+NEW = LoadStatus(False, 0, (0, 10), "", "", "replica")
+OLD = LoadStatus(True, 40, (40, 50), "run", "center", "replica")
 
 
 def test_records_travel_as_integers() -> None:
@@ -49,8 +49,8 @@ def test_cross_purposes(first: Record, second: Record, message: str | None) -> N
 
 def test_what_training_starts_from() -> None:
     assert decide({0: NEW, 1: NEW}, 0) is Start.ANEW
-    moved = replace(NEW, moment=Moment.AFTER_UPDATE)
-    assert decide({0: moved, 1: replace(NEW, moment=Moment.END)}, 0) is Start.AS_CONSTRUCTED
+    moved = replace(NEW, moment=CallPoint.AFTER_UPDATE)
+    assert decide({0: moved, 1: replace(NEW, moment=CallPoint.END)}, 0) is Start.AS_CONSTRUCTED
     assert decide({0: moved, 1: NEW}, 0) is Start.ANEW
     assert decide({0: OLD, 1: OLD}, 0) is Start.AS_LOADED
     assert decide({0: OLD, 1: NEW}, 0) is Start.FROM_ROOT
@@ -68,7 +68,7 @@ def test_what_training_starts_from() -> None:
         (replace(OLD, center="another"), "center another on rank 1"),
     ],
 )
-def test_states_that_do_not_belong_together(second: Standing, message: str) -> None:
+def test_states_that_do_not_belong_together(second: LoadStatus, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         decide({0: OLD, 1: second}, 0)
 

@@ -95,7 +95,7 @@ def test_a_saved_model_goes_on_at_the_same_steps(case: str, loop: str, tmp_path:
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     loaded.optimizer.attach(loaded, LocalCommunicator())
     assert loaded.optimizer._schedule == schedule
-    assert loaded.optimizer.synchronizer.ledger.notes == optimizer.synchronizer.ledger.notes
+    assert loaded.optimizer.synchronizer.progress.notes == optimizer.synchronizer.progress.notes
     assert before + exchanges(loaded, loaded.optimizer, LOSSES[9:], LOOPS[loop]) == expected
 
 

@@ -239,7 +239,7 @@ def test_copies_keep_the_policy(way: str) -> None:
     )
     made = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
     assert made.synchronizer.policy == optimizer.synchronizer.policy
-    assert made.synchronizer.meeting._optimizer_state is not None
+    assert made.synchronizer.handshake._optimizer_state is not None
 
 
 def test_counters_in_the_shape_of_parameters_are_left_alone() -> None:

@@ -41,16 +41,16 @@ def test_statistics_go_where_they_go_without_overlap() -> None:
 
 def test_copies_of_an_optimizer_have_their_exchanges_one_after_the_other() -> None:
     """They have the same names for their collectives, of which only one may be under way."""
-    under_way: set[tuple[int, str]] = set()
+    in_flight: set[tuple[int, str]] = set()
 
     class Strict(Late):
         def allreduce(self, buffer: Any, name: str, op: str = "sum") -> Callable[[], Any]:
-            assert (self.rank, name) not in under_way
-            under_way.add((self.rank, name))
+            assert (self.rank, name) not in in_flight
+            in_flight.add((self.rank, name))
             wait = super().allreduce(buffer.numpy(), name, op)
 
             def finish() -> Any:
-                under_way.discard((self.rank, name))
+                in_flight.discard((self.rank, name))
                 wait()
                 return buffer
 

@@ -97,7 +97,7 @@ class AGNOptimizer(InitializedByTask):
             return graph.get_operations()[before:]
 
         counted = tf.function(count, autograph=False)(*(gradient for gradient, _ in present))
-        if synchronizer.phase.until is None:
+        if synchronizer.warmup.until is None:
             return [counted, *add()]
         with control_flow_v1():
             begun = synchronizer.steps_to_switch() <= 0

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.training_group import TrainingGroup
-from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
+from hvd_periodic.tensorflow.contrib_opt.startup import ROOT
 
 
 class Initialization:

@@ -12,10 +12,9 @@ from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
-from hvd_periodic.tensorflow.contrib_opt.beginning import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
 from hvd_periodic.tensorflow.contrib_opt.counters import CounterVariables
-from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous, SessionSynchronous
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous, SessionSynchronous
 from hvd_periodic.tensorflow.contrib_opt.getters import belongs_to_optimizer
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
@@ -32,6 +31,7 @@ from hvd_periodic.tensorflow.contrib_opt.replica import (
 from hvd_periodic.tensorflow.contrib_opt.request import Request, spelled_as
 from hvd_periodic.tensorflow.contrib_opt.saver import saver_of_centers
 from hvd_periodic.tensorflow.contrib_opt.shared_center import SharedCenter
+from hvd_periodic.tensorflow.contrib_opt.startup import ROOT, Start
 from hvd_periodic.tensorflow.contrib_opt.step_end import StepEnd
 from hvd_periodic.tensorflow.contrib_opt.synchronous_phase import SynchronousPhase
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
@@ -84,7 +84,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         self._hooks: list[InitializationHook] = []
         until = self._schedule.synchronous_until
         self._counters = CounterVariables(self, self._getter.collection, saved=until is not None)
-        self._phase = SynchronousPhase(
+        self._warmup = SynchronousPhase(
             self._opt,
             self._averaged is not None,
             until,
@@ -96,7 +96,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Pairs:
         """Return the (gradient, variable) pairs of the wrapped optimizer, whose arguments these are."""
-        pairs = self._phase.compute_gradients(*args, **kwargs)
+        pairs = self._warmup.compute_gradients(*args, **kwargs)
         if self._adopts:
             self._getter.adopt(trained_by(pairs))
         return pairs
@@ -135,7 +135,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         synchronizer.average_within(self._averaged)
         synchronizer.check_agreement()
         turn = SessionTurns.of(synchronizer.membership)
-        self._initialization.begin_within(synchronizer.membership.together, prefix, global_step)
+        self._initialization.begin_within(synchronizer.membership.all_ranks, prefix, global_step)
         with tf.device(None), self._getter.paused():
             self._create_slots_of(pairs)
             made = [*self.variables(), *(self._getter.made() if self._adopts else [])]
@@ -318,18 +318,18 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             center_file=self._center_file,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
-            courses=(SessionSynchronous, SessionAsynchronous),
+            exchangers=(SessionSynchronous, SessionAsynchronous),
         )
-        course, groups = synchronizer.course, synchronizer.tensor_groups
-        if isinstance(course, SessionAsynchronous):
+        exchanger, groups = synchronizer.exchanger, synchronizer.tensor_groups
+        if isinstance(exchanger, SessionAsynchronous):
             centers = [self._getter.centers[reference] for reference in references]
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
             layout, as_read = groups.parameters.values.layout, self._as_read(references)
             stores = [ArrayStore(layout, variables, replica.values) for variables in (as_read, centers) if variables]
-            course.keep(stores[0] if as_read else None, stores[-1])
-        elif isinstance(course, SessionSynchronous):
-            course.how_to_start = _HOW_TO_START[self._adopts]
+            exchanger.keep(stores[0] if as_read else None, stores[-1])
+        elif isinstance(exchanger, SessionSynchronous):
+            exchanger.how_to_start = _HOW_TO_START[self._adopts]
             for group in groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.start_buffers(pairs)

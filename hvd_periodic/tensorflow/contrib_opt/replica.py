@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.tensorflow.contrib_opt.getters import GLOBAL_VARIABLE_NAME
-from hvd_periodic.tensorflow.ledger import NewVariable
 from hvd_periodic.tensorflow.outer import VariableOuterOptimizer
+from hvd_periodic.tensorflow.progress import NewVariable
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.store import ArrayStore
 from hvd_periodic.vectors.layout import Layout

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.comm.handshake import Purpose
-from hvd_periodic.sync.startup import Standing, Start, decide, replaces
+from hvd_periodic.sync.startup import LoadStatus, Start, decide, parameters_replaced
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
@@ -21,7 +21,7 @@ logger = logging.getLogger("hvd_periodic")
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Startup:
     """What a graph has to do before its first step; boolean scalars.
 
     Attributes:
@@ -37,7 +37,7 @@ class Beginning:
 
 def begin_in_graph(
     synchronizer: VariableSynchronizer, turn: SessionTurn, center: tf.Tensor, replica: tf.Tensor
-) -> Beginning:
+) -> Startup:
     """Find out on all ranks who has what, as :meth:`ReplicaSynchronizer.begin`, when the graph of a session runs.
 
     State that was loaded shows by its local steps.
@@ -54,9 +54,9 @@ def begin_in_graph(
             return begin(center, replica)
 
     def begin(center: np.ndarray, replica: np.ndarray) -> list[np.ndarray]:
-        synchronizer.meeting.meet(Purpose.START)
-        counters, membership = synchronizer.ledger.counters, synchronizer.membership
-        standing = Standing(
+        synchronizer.handshake.meet(Purpose.START)
+        counters, membership = synchronizer.progress.counters, synchronizer.membership
+        standing = LoadStatus(
             counters.local_steps > 0,
             counters.local_steps,
             (counters.last_exchange, counters.next_exchange),
@@ -64,16 +64,16 @@ def begin_in_graph(
             f"{center:014x}",
             f"{replica:014x}",
         )
-        standings = membership.together.gather((standing, membership.in_groups), "start")
+        standings = membership.all_ranks.gather((standing, membership.in_groups), "start")
         return [np.array(_decide(synchronizer, standings))]
 
-    stores = [synchronizer.ledger.store()]
+    stores = [synchronizer.progress.store()]
     (decided,), _ = python_call(begin_in_turn, synchronizer.replica.values, stores, [center, replica], [tf.bool])
     anew, given, replaced = tf.unstack(tf.ensure_shape(decided, [3]))
-    return Beginning(anew, given, replaced)
+    return Startup(anew, given, replaced)
 
 
-def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[Standing, bool]]) -> list[bool]:
+def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[LoadStatus, bool]]) -> list[bool]:
     """Return whether training starts anew, whether all take over the root's values, and whether others than its own
     are new to this rank.
     """
@@ -82,10 +82,10 @@ def _decide(synchronizer: VariableSynchronizer, found: Mapping[int, tuple[Standi
     root, own = membership.global_root, membership.global_rank
     start = decide(standings, root)  # The root brings the state of the local optimizer as well.
     most = max(standing.local_steps for standing in standings.values())
-    averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.phase.until or 0)
+    averaging = any(in_groups for _, in_groups in found.values()) or most < (synchronizer.warmup.until or 0)
     different = len({standing.replica for standing in standings.values()}) > 1
     given = start is Start.FROM_ROOT or (start is Start.ANEW and different)
-    replaced = replaces(start, standings, own, root, averaging)
+    replaced = parameters_replaced(start, standings, own, root, averaging)
     if given and own == root:
         logger.warning("The ranks have not started alike: all take over what rank %d has", root)
     return [start is Start.ANEW, given, replaced]

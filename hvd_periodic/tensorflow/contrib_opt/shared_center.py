@@ -23,15 +23,15 @@ class SharedCenter:
     def __init__(
         self, synchronizer: VariableSynchronizer, centers: Sequence[tf.Variable], statistics: Sequence[tf.Variable]
     ) -> None:
-        course = synchronizer.course
-        if course.worker is None:
+        exchanger = synchronizer.exchanger
+        if exchanger.worker is None:
             raise ValueError("The synchronizer is not asynchronous")
-        self._worker = course.worker
+        self._worker = exchanger.worker
         self._is_root = synchronizer.membership.is_root
-        self._centers = TensorStore(course.tensor_groups.parameters.values.layout, centers)
+        self._centers = TensorStore(exchanger.tensor_groups.parameters.values.layout, centers)
         self._stores = [self._centers]
         if statistics:
-            self._stores.append(TensorStore(course.tensor_groups.statistics[0].values.layout, statistics))
+            self._stores.append(TensorStore(exchanger.tensor_groups.statistics[0].values.layout, statistics))
 
     def write(self) -> tf.Operation:
         """Return the operation that lets the root set the center to the values of the variables."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_periodic.sync.reporting import count_of, tell_beginning
+from hvd_periodic.sync.reporting import report_start, to_counts
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
-from hvd_periodic.tensorflow.contrib_opt.courses import SessionAsynchronous
+from hvd_periodic.tensorflow.contrib_opt.exchangers import SessionAsynchronous
 from hvd_periodic.tensorflow.contrib_opt.python_call import python_call
 from hvd_periodic.tensorflow.contrib_opt.replica import GraphOuterOptimizer
 from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn
@@ -68,14 +68,14 @@ class StepEnd:
 
     def end(self) -> tf.Operation:
         """Return the operation that tells the journal that training is over, if it has begun there."""
-        journal, ledger = self._synchronizer.journal, self._synchronizer.ledger
+        journal, progress = self._synchronizer.journal, self._synchronizer.progress
 
         def tell() -> None:
             if journal.begun:
-                journal.ended(count_of(ledger.counters))
+                journal.ended(to_counts(progress.counters))
 
         with control_flow_v1():
-            _, assigned = python_call(tell, self._synchronizer.replica.values, [ledger.store()])
+            _, assigned = python_call(tell, self._synchronizer.replica.values, [progress.store()])
             return tf.group(*assigned)
 
     def _increment(self) -> Assigned:
@@ -85,7 +85,7 @@ class StepEnd:
     def _center_following(self, due: tf.Tensor) -> list[tf.Tensor]:
         """Return what an exchange waits for: in a synchronous phase, that the center is what the replicas are."""
         synchronizer = self._synchronizer
-        if synchronizer.phase.until is None:
+        if synchronizer.warmup.until is None:
             return [due]
         with tf.control_dependencies([due]):
             remaining = synchronizer.steps_to_switch()
@@ -104,11 +104,11 @@ class StepEnd:
 
     def _exchange_now(self) -> None:
         """Exchange, in Python. Nothing has told the journal that training has begun: sessions begin by themselves."""
-        course = self._synchronizer.course
+        exchanger = self._synchronizer.exchanger
         if not self._synchronizer.journal.begun:
-            before = self._synchronizer.ledger.counters
-            tell_beginning(course, replace(before, local_steps=before.last_exchange))
-        course.exchange()
+            before = self._synchronizer.progress.counters
+            report_start(exchanger, replace(before, local_steps=before.last_exchange))
+        exchanger.exchange()
 
     def _call(self, run: Callable[[], object]) -> Assigned:
         """Return what assigns what Python makes of all variables of an exchange."""
@@ -118,7 +118,7 @@ class StepEnd:
         def in_turn(*values: np.ndarray) -> None:
             if self._outer is not None:
                 self._outer.given = values
-            with self._turn.turn() if synchronizer.course.steps_agree else nullcontext():
+            with self._turn.turn() if synchronizer.exchanger.steps_agree else nullcontext():
                 run()
 
         _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(given.values()))
@@ -126,10 +126,10 @@ class StepEnd:
 
     def _stores(self) -> list[Store[Any]]:
         """Return all variables that an exchange reads or writes."""
-        synchronizer, course = self._synchronizer, self._synchronizer.course
+        synchronizer, exchanger = self._synchronizer, self._synchronizer.exchanger
         stores = synchronizer.stores()
-        if isinstance(course, SessionAsynchronous):
-            stores += [store for store in (course.as_read, course.as_left) if store is not None]
+        if isinstance(exchanger, SessionAsynchronous):
+            stores += [store for store in (exchanger.as_read, exchanger.as_left) if store is not None]
         state = [] if self._outer is None else self._outer.state_variables()
         if state:
             layout = layout_of([(variable.op.name, variable) for variable in state], DEFAULT_BUCKET_BYTES)

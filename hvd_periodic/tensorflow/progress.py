@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.schedules import Clock, Schedule
-from hvd_periodic.sync.fragment_plan import Since, Streamed
+from hvd_periodic.sync.fragment_plan import FragmentSchedule, SinceLastSync
 from hvd_periodic.sync.planner import ask
-from hvd_periodic.sync.progress import Ledger
-from hvd_periodic.sync.status import Counters, Notes
+from hvd_periodic.sync.progress import ProgressTracker
+from hvd_periodic.sync.status import Counters, ScheduleState
 from hvd_periodic.tensorflow.host import in_session
 from hvd_periodic.tensorflow.host_values import HostValues
 from hvd_periodic.tensorflow.store import ArrayStore, layout_of
@@ -38,13 +38,13 @@ MEMORY = "memory."
 SINCE = "since"
 """Names what has happened since every fragment was exchanged; with an index, each number of it."""
 
-_PER_FRAGMENT = len(Since._fields)
+_PER_FRAGMENT = len(SinceLastSync._fields)
 
 _NEVER = 2**63 - 1
 """As a local step: later than any."""
 
 
-class VariableLedger(Ledger):
+class VariableProgress(ProgressTracker):
     """The ledger of the core with its numbers in variables.
 
     Outside of graphs it is read and set like that of the core; in a graph, numbers are tensors.
@@ -75,7 +75,7 @@ class VariableLedger(Ledger):
             with tf.init_scope():
                 self._landing = tf.Variable(_NEVER, dtype=tf.int64, trainable=False)
         self._new_variable, self._remembers, self._values = new_variable, schedule.remembers, values
-        self._fragments = schedule.fragments if isinstance(schedule, Streamed) else 1
+        self._fragments = schedule.fragments if isinstance(schedule, FragmentSchedule) else 1
         self.learning_rate = learning_rate
         self.variables: dict[str, tf.Variable] = {}
         self.note_variables: dict[str, tf.Variable] = {}
@@ -110,7 +110,7 @@ class VariableLedger(Ledger):
                 self.variables[field.name] = self._new_variable(field.name, (), dtype, value)
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> ScheduleState:
         """What this rank keeps for its schedule; outside of graphs."""
         with tf.init_scope():
             numbers: Numbers = {}
@@ -119,7 +119,7 @@ class VariableLedger(Ledger):
             return _notes_of(numbers)
 
     @notes.setter
-    def notes(self, notes: Notes) -> None:
+    def notes(self, notes: ScheduleState) -> None:
         numbers = self.noted(notes)
         for name, variable in self.note_variables.items():
             self._set(variable, [numbers[each] for each in self._names(name)])
@@ -194,7 +194,7 @@ class VariableLedger(Ledger):
         return self._is_reached(self.variables["next_exchange"])
 
     @property
-    def has_to_land(self) -> Any:
+    def is_landing_due(self) -> Any:
         """Whether the replica has to take an exchange in flight now; in a graph, a boolean scalar."""
         return False if self._landing is None else self._is_reached(self._landing)
 
@@ -219,9 +219,9 @@ class VariableLedger(Ledger):
         self.note_variables["loss_sum"].assign_add(tf.cast(reported, tf.float64))
         self.note_variables["losses"].assign_add(1)
 
-    def noted(self, notes: Notes) -> Numbers:
+    def noted(self, notes: ScheduleState) -> Numbers:
         """Return what is to be kept, by name; None where the schedule has nothing to remember."""
-        since = notes.since or [Since()] * self._fragments
+        since = notes.since or [SinceLastSync()] * self._fragments
         numbers: Numbers = {f"{SINCE}.{i}": number for i, number in enumerate(chain(*since))}
         numbers |= {MEMORY + name: notes.memory.get(name) for name in self._remembers}
         numbers |= {"loss_sum": notes.loss_sum, "losses": notes.losses}
@@ -233,7 +233,7 @@ class VariableLedger(Ledger):
         return [f"{SINCE}.{i}" for i in range(count)] if variable == SINCE else [variable]
 
 
-def _notes_of(values: Mapping[str, Any]) -> Notes:
+def _notes_of(values: Mapping[str, Any]) -> ScheduleState:
     """Return notes from the values of their variables, some of which may not be there."""
     memory = {
         name.removeprefix(MEMORY): value
@@ -243,4 +243,4 @@ def _notes_of(values: Mapping[str, Any]) -> Notes:
     losses = values.get("loss_sum", 0.0)
     since = [values[f"{SINCE}.{i}"] for i in range(sum(name.startswith(f"{SINCE}.") for name in values))]
     kept = [since[i : i + _PER_FRAGMENT] for i in range(0, len(since), _PER_FRAGMENT)] if any(since) else ()
-    return Notes(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)
+    return ScheduleState(float("nan") if losses is None else losses, values.get("losses", 0), memory, kept)

@@ -7,8 +7,8 @@ from typing import Any
 from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.sync.asynchronous import Asynchronous
-from hvd_periodic.sync.fragment_plan import Due
-from hvd_periodic.sync.status import Agreement
+from hvd_periodic.sync.fragment_plan import DueFragments
+from hvd_periodic.sync.status import GlobalStatus
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
@@ -23,8 +23,8 @@ class SessionSynchronous(Synchronous[Any]):
 
     how_to_start = ""
 
-    def _run(self, agreed: Agreement, due: Due) -> Any:
-        if self.setting.ledger.rounds == 0 and not self.setting.phase.equal:
+    def _run(self, agreed: GlobalStatus, due: DueFragments) -> Any:
+        if self.context.progress.rounds == 0 and not self.context.warmup.equal:
             self.tensor_groups.audit(self.how_to_start)
         return super()._run(agreed, due)
 
@@ -50,7 +50,7 @@ class SessionAsynchronous(Asynchronous[Any]):
             self.as_read.write(bucket, center)
         if self.as_left is None:
             return
-        algorithm, space = group.algorithm, self.setting.exchanged.replica.space
+        algorithm, space = group.algorithm, self.context.exchanged.replica.space
         if not algorithm.reads_after:
             message, _ = algorithm.message(space, group.values.read(bucket), {}, center, exchange)
             center = algorithm.move(space, {"center": center}, message, exchange)["center"]
