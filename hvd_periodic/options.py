@@ -118,9 +118,9 @@ def takes(declared: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
         ...     def __init__(self, size, **options):
         ...         self.options = options
         >>> Setup(3).options
-        {'center': 'replicated', 'optimizer_state': 'local', 'compression': Plain(), 'fragments': 1, ...}
+        {'center': 'replicated', 'optimizer_state': 'local', 'overlap': 0, 'compression': Plain(), ...}
         >>> list(inspect.signature(Setup).parameters)
-        ['size', 'center', 'optimizer_state', 'compression', 'fragments', 'nonfinite', 'weight', ...]
+        ['size', 'center', 'optimizer_state', 'overlap', 'compression', 'fragments', 'nonfinite', ...]
         >>> Setup(3, centre="root")
         Traceback (most recent call last):
         TypeError: Setup() got an unexpected keyword argument 'centre'. It takes size, center, ..., run_log
