@@ -87,7 +87,7 @@ class Recorder(keras.callbacks.Callback):
     def __init__(self, optimizer: keras.optimizers.Optimizer, progress: tqdm, center_accuracy: Any) -> None:
         super().__init__()
         self.center_accuracy = center_accuracy
-        self.exchanger: list[tuple[int, float]] = []
+        self.course: list[tuple[int, float]] = []
         self.losses: list[float] = []
         self.distances: list[float] = []
         self.exchange_steps: list[int] = []
@@ -109,7 +109,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record the accuracy of the center."""
-        self.exchanger.append((int(self.rounds), self.center_accuracy()))
+        self.course.append((int(self.rounds), self.center_accuracy()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Record one step of ``model.fit``, which tells the mean of the losses since the start of the epoch."""
