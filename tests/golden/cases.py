@@ -112,11 +112,11 @@ class Case:
 
     def steps(self, rank: int) -> int:
         """Return the number of batches of a rank."""
-        return (3, 8, 5)[rank] if self.exchanger == "uneven" else STEPS
+        return (3, 8, 5)[rank] if self.course == "uneven" else STEPS
 
     def skips(self, rank: int, step: int) -> bool:
         """Return whether a rank leaves out the update of a step."""
-        return self.exchanger == "skip" and step in (1, 2 + rank)
+        return self.course == "skip" and step in (1, 2 + rank)
 
     def _arrays(self, value: Any) -> list[Array]:
         arrays, first = [], 0
