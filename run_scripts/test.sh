@@ -3,7 +3,7 @@
 #
 #   bash run_scripts/test.sh [--use-current-env] [--all] [ARGUMENT...]
 #
-# Runs tests of every kind, in forty minutes on two idle cores; with --all, also those that repeat them with other numbers
+# Runs tests of every kind, in half an hour on two idle cores; with --all, also those that repeat them with other numbers
 # (marked as thorough), in over an hour; slow cores take twice as long. Further arguments go to pytest. --use-current-env: see
 # setup.sh --help.
 

@@ -42,7 +42,7 @@ def backup_ranks(hosts: Sequence[int]) -> list[int]:
         hosts: of the ranks, each by a number.
 
     Example:
-        >>> keepers([0, 0, 0]), keepers([0, 0, 2, 2]), keepers([0, 1, 2, 3])
+        >>> backup_ranks([0, 0, 0]), backup_ranks([0, 0, 2, 2]), backup_ranks([0, 1, 2, 3])
         ([1, 2, 0], [2, 3, 0, 1], [2, 3, 0, 1])
     """
     if len(set(hosts)) == 1:

@@ -55,7 +55,7 @@ class FragmentSchedule(Schedule):
 
     Example:
         >>> from hvd_periodic import Clock, Every
-        >>> schedule, clock, exchanges = Streamed(Every(10), 4), Clock(), []
+        >>> schedule, clock, exchanges = FragmentSchedule(Every(10), 4), Clock(), []
         >>> for _ in range(5):
         ...     step, memory = clock.step + schedule(clock), schedule.remember(clock)
         ...     clock = Clock(step=step, round=clock.round + 1, memory=memory)
@@ -200,12 +200,12 @@ class FragmentPlan:
 
     Example:
         >>> from hvd_periodic import Every
-        >>> turns = Turns([Fragment(0, ()), Fragment(1, ())], Streamed(Every(9), 2))
+        >>> turns = FragmentPlan([Fragment(0, ()), Fragment(1, ())], FragmentSchedule(Every(9), 2))
         >>> memory = turns.schedule.remember(Clock())
-        >>> due = turns.due(3, Clock(step=5, round=1, memory=memory), [], Since(5, 5, 4), training=True)
+        >>> due = turns.due(3, Clock(step=5, round=1, memory=memory), [], SinceLastSync(5, 5, 4), training=True)
         >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
         ([(0, 4)], False, [[0, 0, 0], [5, 5, 4]])
-        >>> due = turns.due(3, Clock(step=8, round=2, memory=memory), due.noted, Since(4, 3, 3), training=False)
+        >>> due = turns.due(3, Clock(step=8, round=2, memory=memory), due.noted, SinceLastSync(4, 3, 3), training=False)
         >>> [(turn.fragment.index, turn.exchange.gradients) for turn in due.turns], due.completes, due.noted
         ([(0, 3), (1, 7)], True, [])
     """

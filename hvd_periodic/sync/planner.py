@@ -59,7 +59,7 @@ def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
         of_all: the clocks of all ranks, in an order that all know.
 
     Example:
-        >>> united_clock(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
+        >>> merge_clocks(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
         Clock(step=0, round=0, learning_rate=None, step_seconds=0.5, loss=2.0, period=0, memory={})
     """
     rates = [other.learning_rate for other in of_all if other.learning_rate is not None]
@@ -116,7 +116,7 @@ def predict(schedule: Schedule, clock: Clock) -> int | None:
 
     Example:
         >>> from hvd_periodic import QSR, Every
-        >>> foresee(Every(4), Clock(step=8)), foresee(QSR(), Clock(step=8))
+        >>> predict(Every(4), Clock(step=8)), predict(QSR(), Clock(step=8))
         (12, None)
     """
     try:

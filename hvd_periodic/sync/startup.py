@@ -79,8 +79,8 @@ def decide(
         RuntimeError: the ranks have loaded states that do not belong together, or one has failed to; names them.
 
     Example:
-        >>> new = Standing(False, 0, (0, 10), "", "", "")
-        >>> old = Standing(True, 40, (40, 50), "", "a digest", "")
+        >>> new = LoadStatus(False, 0, (0, 10), "", "", "")
+        >>> old = LoadStatus(True, 40, (40, 50), "", "a digest", "")
         >>> decide({0: old, 1: new}, root=0)
         <Start.FROM_ROOT: 'what the root has loaded'>
     """
@@ -130,8 +130,8 @@ def parameters_replaced(
     Where gradients are averaged over ranks, those of one rank spoil those of all.
 
     Example:
-        >>> old, other = (Standing(False, 0, (0, 10), "", "", digest) for digest in ("a", "b"))
-        >>> [replaces(Start.ANEW, {0: old, 1: other}, rank, root=0, averaging=False) for rank in (0, 1)]
+        >>> old, other = (LoadStatus(False, 0, (0, 10), "", "", digest) for digest in ("a", "b"))
+        >>> [parameters_replaced(Start.ANEW, {0: old, 1: other}, rank, root=0, averaging=False) for rank in (0, 1)]
         [False, True]
     """
     if start not in (Start.ANEW, Start.FROM_ROOT):

@@ -73,8 +73,8 @@ class GraphCoding(Coding[Any]):
         return tf.reduce_max(tf.abs(x), axis=-1, keepdims=True)
 
     def quotient(self, x: Any, y: Any) -> Any:
-        """Return the integers nearest to ``x / y``; 0 where ``y`` is."""
-        return tf.round(x / tf.where(tf.equal(y, 0), tf.ones_like(y), y))
+        """Return the integers nearest to ``x / y``; 0 where ``y`` is 0."""
+        return tf.round(tf.math.divide_no_nan(x, y))
 
     def to_bytes(self, x: Any) -> Any:
         """Return the memory of every row."""

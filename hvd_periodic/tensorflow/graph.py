@@ -293,13 +293,18 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         found = [*(variable for store in stores for variable in store.tensors()), *others]
         return list({id(variable): variable for variable in found}.values())
 
-    def stores(self) -> list[Store[Any]]:
-        """Return all variables that exchanges read or write, but for those of local and outer optimizers."""
+    def stores(self, of_center: bool = True) -> list[Store[Any]]:
+        """Return all variables that exchanges read or write, but for those of local and outer optimizers.
+
+        Args:
+            of_center: also the center, and what else depends on the number of ranks.
+        """
         found = [self.progress.store()]
         for group in self.tensor_groups:
-            more = (group.total, group.error_feedback.second_hop_residual)
-            found += [group.values, *group.worker.values(), *group.center_state.values()]
-            found += [store for store in more if store is not None]
+            found += [group.values, *group.worker.values()]
+            if of_center:
+                more = (group.total, group.error_feedback.second_hop_residual)
+                found += [*group.center_state.values(), *(store for store in more if store is not None)]
         return list({id(store): store for store in found}.values())
 
     def _hosted_variables(self) -> tuple[list[Store[Any]], list[tf.Variable], list[Store[Any]]]:
@@ -307,16 +312,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
         Where ranks may change, the center may have other variables then, and is read and assigned by Python itself.
         """
-        replica, groups = self.replica, list(self.tensor_groups)
-        lent: list[Store[Any]] = []
-        stores = [store for group in groups for store in (group.values, *group.worker.values())]
-        if not self.membership.communicator.elastic:
-            for group in groups:
-                moved = group.total is None or group.algorithm.reads_before
-                (stores if moved else lent).extend(group.center_state.values())  # else its optimizer alone reads it
-                stores += [
-                    store for store in (group.total, group.error_feedback.second_hop_residual) if store is not None
-                ]
+        replica, lent = self.replica, list[Store[Any]]()
+        whole = not self.membership.communicator.elastic
+        for group in self.tensor_groups if whole else ():
+            if group.total is not None and not group.algorithm.reads_before:  # Its optimizer alone reads the center.
+                lent += group.center_state.values()
+        counters, *stores = self.stores(of_center=whole)
+        stores = [store for store in stores if all(store is not other for other in lent)]
         others = [*([] if replica.constants is None else replica.constants.tensors()), *self.watched]
         if self._local is not None:
             if self.exchanger.context.optimizer_state is not None or self.exchanger.finite.skips:
@@ -326,7 +328,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if not replica.in_host_memory:
             others += [variable for store in (*stores, *lent) for variable in store.tensors()]
             stores, lent = [], []
-        return [self.progress.store(), *{id(store): store for store in stores}.values()], others, lent
+        return [counters, *{id(store): store for store in stores}.values()], others, lent
 
     def _open(self) -> None:
         if self.opening is not None:

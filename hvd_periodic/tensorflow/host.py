@@ -1,4 +1,4 @@
-"""Decisions in Python while a graph runs: what goes there and comes back are scalars with names."""
+"""Python and the graphs that it builds or serves: which of them runs, in which threads, and calls between them."""
 
 from __future__ import annotations
 

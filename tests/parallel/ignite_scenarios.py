@@ -180,7 +180,7 @@ def stops_early_on_all() -> list[int]:
 def an_evaluator_that_fails() -> list[bool]:
     """Training goes on with the replica, and the evaluation where it was, with the center."""
     job, inside = Job(), []
-    view = job.optimizer.synchronizer.view
+    view = job.optimizer.synchronizer.center_reader
 
     def fail(engine: Engine) -> None:
         inside.append(view.inside)

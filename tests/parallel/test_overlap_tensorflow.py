@@ -119,6 +119,28 @@ def overlapped_in_fit() -> Any:
 
 
 @scenario
+def one_rank_looks() -> Any:
+    """One rank alone reads the center in mid-flight, which an optimizer moves by a rate on a schedule.
+
+    Returns the center at the end.
+    """
+    w = keras.Variable(np.array([1.0, 2.0]) + hvd.rank(), dtype="float64", name="w")
+    rate = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    optimizer = hvdp.PeriodicOptimizer(keras.optimizers.SGD(rate), None, hvdp.AGN("average"), 2, overlap="period")
+    optimizer.build([w])
+    step = tf.function(lambda: optimizer.apply([tf.ones_like(w.value)], [w]))
+    for _ in range(3):
+        step()
+    if hvd.rank() == 0:
+        with optimizer.center():
+            pass
+    step()
+    optimizer.finalize()
+    with optimizer.center():
+        return w.numpy().tolist()
+
+
+@scenario
 def overlap_refused() -> Any:
     """Overlaps that make no sense, on all ranks or on the last one."""
     last = hvd.rank() == hvd.size() - 1
@@ -176,6 +198,12 @@ def test_in_fit(ranks: list[dict[str, Any]]) -> None:
         tolerance = 0 if len(ranks) <= 2 else 1e-4
         for each in loaded:
             assert each == pytest.approx(original, rel=tolerance, abs=tolerance), case
+
+
+def test_the_center_moves_by_the_rate_of_the_step_at_which_the_exchange_began(ranks: list[dict[str, Any]]) -> None:
+    """Gradients of ones, normalized: c loses the rates after two and after four steps, 1/8 and 1/32."""
+    for center in column(ranks, "one_rank_looks"):
+        assert center == pytest.approx([1 - 5 / 32, 2 - 5 / 32])
 
 
 def test_refused(ranks: list[dict[str, Any]]) -> None:

@@ -263,3 +263,41 @@ def test_a_run_log_of_sessions(asynchronous: bool, tmp_path: Any, monkeypatch: p
     # An exchange takes half of the distance away: a quarter by the replica, and a quarter by the center.
     assert [line["distance"] for line in exchanged] == pytest.approx([2**0.5, 1.5 * 2**0.5])
     assert len(summarize([read_run(tmp_path)])) == 1
+
+
+@pytest.mark.parametrize("kind", ["tensor", "function", "number"])
+def test_the_center_optimizer_takes_the_rate_of_now(kind: str) -> None:
+    """AGN of gradient 1 every two steps, with slots of momentum: c loses the rate of its round times the momentum."""
+    getter, step = contrib_opt.AGNCustomGetter(""), tf.train.get_or_create_global_step()
+    w = variable(getter)
+    rate = tf.train.piecewise_constant(step, [0], [0.5, 0.25]) if kind != "number" else 0.5
+    local = tf.train.MomentumOptimizer((lambda: rate) if kind == "function" else rate, 0.5)
+    optimizer = contrib_opt.AGNOptimizer(local, 1, getter, 2)
+    train = optimizer.minimize(tf.reduce_sum(w), global_step=step)
+    center = next(v for v in tf.global_variables() if v.op.name == "global_center_variable/w")
+    seen = []
+    with tf.Session() as session:
+        start(session, optimizer)
+        for _ in range(3):
+            session.run(train)
+            session.run(train)
+            seen.append(session.run(center).tolist()[0])
+    rates, expected, momentum, c = [0.5, 0.25, 0.25] if kind != "number" else [0.5] * 3, [], 0.0, 1.0
+    for rate_of_round in rates:
+        momentum = 0.5 * momentum + 1.0
+        c -= rate_of_round * momentum
+        expected.append(c)
+    assert seen == pytest.approx(expected)
+
+
+def test_a_local_optimizer_that_has_been_used_moves_the_center() -> None:
+    """What it has made of its hyper-parameters is made anew for the center."""
+    getter = contrib_opt.AGNCustomGetter("")
+    w, local = variable(getter), tf.train.AdamOptimizer(0.5, beta1=0.0, beta2=0.0)
+    local.apply_gradients([(tf.constant([1.0, 1.0]), tf.get_variable("other", initializer=tf.constant([1.0, 2.0])))])
+    optimizer = contrib_opt.AGNOptimizer(local, 1, getter, 1)
+    train = optimizer.minimize(tf.reduce_sum(w), var_list=[w])
+    with tf.Session() as session:
+        start(session, optimizer)
+        session.run(train)
+        assert session.run(w).tolist() == pytest.approx([0.5, 1.5], abs=1e-5)

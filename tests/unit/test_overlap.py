@@ -133,6 +133,17 @@ def test_looking_changes_nothing(name: str) -> None:
         assert looked == plain
 
 
+def test_replicas_are_not_kept_while_messages_travel() -> None:
+    """What local steps change meanwhile would be copied, where memory is shared."""
+    optimizer = PeriodicOptimizer(SGD(0.1), {"x": np.ones(3)}, AGN(), 2, overlap=3)
+    for _ in range(2):
+        optimizer.step([np.ones(3)])
+    (part,) = optimizer.synchronizer.exchanger._under_way  # type: ignore[attr-defined]
+    assert part.pending
+    for pending in part.pending:
+        assert all((block.x, block.published, block.worker) == (None, None, {}) for block in pending.blocks)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_is_under_way_is_saved_and_resumed(name: str) -> None:
     """At every step of two periods, in new objects: the same to the bit."""

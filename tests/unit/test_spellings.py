@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,40 @@ def test_members_of_placements_replicas_and_stores_of_users_had_other_names() ->
     assert replica({"x": np.zeros(2)}).offload(1) == -1
     with pytest.warns(DeprecationWarning, match=r"^`Mine\.away` .*: write `offloaded`$"):
         assert type("Mine", (FlatStore,), {"away": True}).offloaded
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_names_of_members_are_those_of_their_classes() -> None:
+    """Read, called by ``super()``, from a mixin, as a field of a dataclass, and set."""
+
+    class Ranks(LocalCommunicator):
+        def lost(self) -> list[int]:
+            return [*super().lost(), 7]
+
+        @property
+        def meets_with(self) -> Any:
+            return super().meets_with
+
+    ranks = Ranks()
+    assert ranks.dead_ranks() == ranks.lost() == [7]
+    assert ranks.handshake_group is ranks.meets_with is ranks
+
+    class Mixin:
+        def hand_out(self, space: Any, center: Any, exchange: Exchange) -> Any:
+            return center["center"] + 2
+
+    class Mixed(Mixin, Averaging):
+        pass
+
+    assert Mixed().publish(None, {"center": 1}, Exchange(2, 1)) == 3
+    assert (Averaging().keeps_error, Averaging().spent) == (True, None)
+
+    @dataclass
+    class Away(FlatStore):
+        layout: Any = None
+        away: bool = True
+
+    store = Away()
+    assert store.offloaded
+    store.away = False
+    assert not store.offloaded

@@ -43,7 +43,6 @@ class SessionTurns:
         self._condition = Condition()
         self._busy = False
         self._done: dict[int, int] = {}
-        self._agreed = False
         self.constructed = 0
 
     @classmethod
@@ -62,8 +61,9 @@ class SessionTurns:
                 self._busy = True
             if self.constructed == 1 or self._communicator.size == 1:
                 return
-            first = self._smallest(number)
-            if first == number and self._agreed:
+            numbers = self._numbers_of_all(number)
+            first = min(numbers)
+            if first == max(numbers):
                 return
             with self._condition:
                 done = self._done.get(first, 0)
@@ -72,14 +72,14 @@ class SessionTurns:
                 if waits and not self._condition.wait_for(partial(self._has_exchanged, first, done), _PATIENCE_SECONDS):
                     number = _GIVES_UP
 
-    def _smallest(self, number: int) -> int:
-        """Return the smallest number of those that ranks are about to exchange.
+    def _numbers_of_all(self, number: int) -> list[int]:
+        """Return the numbers of the optimizers that ranks are about to exchange.
 
         Raises:
             RuntimeError: on all ranks, if one has waited too long for the exchange of another.
         """
         try:
-            numbers = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").reshape(-1)
+            numbers: list[int] = self._communicator.gather_integers(np.array([number]), "hvd_periodic.turn").tolist()
             if _GIVES_UP in numbers:
                 raise RuntimeError(
                     "Ranks waited for exchanges of different optimizers. Run the train ops of the same optimizers on "
@@ -90,8 +90,7 @@ class SessionTurns:
             with self._condition:
                 self._end()
             raise
-        self._agreed = bool((numbers == numbers[0]).all())
-        return int(min(numbers))
+        return numbers
 
     def _has_exchanged(self, number: int, before: int) -> bool:
         return self._done.get(number, 0) > before
