@@ -23,7 +23,7 @@ from hvd_periodic.elastic.shards import (
     start_from_center,
 )
 from hvd_periodic.ranks import titled
-from hvd_periodic.sync.parts import Parts
+from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 _KEPT = 2
 """Commits: a rank may be lost between those of two others, which are never further apart."""
@@ -424,7 +424,7 @@ class CommittedState(ABC):
         """Return the ranks that there are now."""
 
 
-def refuse_fixed(name: str, synchronizer: Parts[Any], averages: bool) -> None:
+def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bool) -> None:
     """Raise a ValueError where the ranks of an optimizer cannot change.
 
     Args:

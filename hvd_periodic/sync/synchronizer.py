@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from hvd_periodic.algorithms.base import Algorithm
+from hvd_periodic.arguments import require_int
+from hvd_periodic.centers import placement_of
+from hvd_periodic.centers.learning_rates import LearningRates
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.sync.exchanger import check_agreement
-from hvd_periodic.sync.parts import Parts
-from hvd_periodic.sync.startup import CallPoint, warn_of_former
+from hvd_periodic.journal import Journal
+from hvd_periodic.journal.files import requested_folder
+from hvd_periodic.local_state import LocalStateLike, as_local_state
+from hvd_periodic.options import PathLike, WeightLike
+from hvd_periodic.outer.framework import OuterOptimizer
+from hvd_periodic.outer.per_fragment import CloneableOptimizer
+from hvd_periodic.replica import Replica
+from hvd_periodic.schedules.base import Clock, Schedule
+from hvd_periodic.schedules.conversion import as_schedule
+from hvd_periodic.sync.asynchronous import Asynchronous
+from hvd_periodic.sync.center_reader import CenterReader
+from hvd_periodic.sync.checkpoint import Checkpoint
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, check_agreement
+from hvd_periodic.sync.finite import RAISE, SKIP, as_nonfinite
+from hvd_periodic.sync.fragment_plan import by_fragments
+from hvd_periodic.sync.gradients import Gradients
+from hvd_periodic.sync.handshake import Handshake, Weight
+from hvd_periodic.sync.membership import Membership
+from hvd_periodic.sync.optimizer_state import OptimizerState, state_exchange
+from hvd_periodic.sync.overlapped import Overlapped, as_overlap
+from hvd_periodic.sync.planner import Planner
+from hvd_periodic.sync.progress import ProgressTracker
+from hvd_periodic.sync.reporting import new_journal, to_counts
+from hvd_periodic.sync.startup import CallPoint, Startup, warn_of_former
+from hvd_periodic.sync.status import Counters
+from hvd_periodic.sync.synchronous import Synchronous
+from hvd_periodic.sync.tensor_groups import ExchangeSpec, TensorGroups
+from hvd_periodic.sync.warmup import SynchronousWarmup
+from hvd_periodic.vectors.fragments import cut_into_fragments
+from hvd_periodic.wires import as_wire
+from hvd_periodic.wires.compression import Compression
 
 V = TypeVar("V")
 
@@ -19,14 +53,168 @@ _AVERAGED_UNTIL_NOW = (
 )
 
 
-class ReplicaSynchronizer(Parts[V]):
+class ReplicaSynchronizer(Generic[V]):
     """Runs one algorithm on one replica, whenever its schedule says so.
 
-    Construction, with the arguments of :class:`~hvd_periodic.sync.parts.Parts`, is local; :meth:`start` is the first
-    call that communicates, and gives all ranks the root's values. Until the first step others may be loaded, into the
-    model or as a state: :meth:`begin` then finds out who has what. Every rank calls :meth:`prepare_gradients` before
-    each local update, :meth:`step` once per iteration, and :meth:`finalize` at the end.
+    Construction is local; :meth:`start` is the first call that communicates, and gives all ranks the root's values.
+    Until the first step other values may be loaded, into the model or as a state: :meth:`begin` then finds out which
+    rank has loaded which. Every rank calls :meth:`prepare_gradients` before each local update, :meth:`step` once per
+    iteration, and :meth:`finalize` at the end.
+
+    Args:
+        replica: the parameters of this rank, as a front end provides them.
+        algorithm: what an exchange computes.
+        schedule: when to exchange: a schedule, a function of the clock, or local steps.
+        communicator: with whom.
+        root: the rank, within the communicator, whose values all start from.
+        name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
+            to draw equally often.
+        center: where the center of the parameters lives: ``"replicated"`` on every rank; ``"root"``, on the root alone;
+            ``"sharded"``, one n-th of it on every rank. The last two make :meth:`center`, :meth:`distance` and
+            :meth:`state_dict` collective: all ranks call them. Statistics are replicated always.
+        asynchronous: exchange with one center, on the root, without waiting for other ranks. The center is then in
+            shared memory where all ranks are on one host; otherwise on the root, or with ``center="sharded"`` one n-th
+            of it on every rank. :meth:`center`, :meth:`distance` and :meth:`state_dict` are not collective.
+        use_locking: whether asynchronous exchanges in shared memory exclude each other; without it, additions that
+            collide may be lost.
+        outer: an optimizer of the framework that moves the center, for algorithms that take one.
+        rates: the learning rates of the local optimizer, for algorithms that ask for them.
+        optimizer_state: what becomes of the local optimizer's state at an exchange.
+        local_optimizer: that state, for policies that touch it.
+        overlap: local steps for which an exchange may be under way, or ``"period"``.
+        compression: how the messages of the parameters travel.
+        fragments: in how many parts, one after another within a period.
+        nonfinite: what becomes of a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        weight: how much this rank counts in means over ranks; None: all alike.
+        audit_every: exchanges after which ranks compare their centers; 0: never.
+        timeout_seconds: for which a rank waits for others in one place; None: for ever.
+        center_file: in which an asynchronous center lies, which outlives the job.
+        run_log: folder of the run log; None: that of the environment, if there is one; False: none.
+        journal: hears of exchanges. Default: a new one.
+
+    Attributes:
+        exchangers: the strategies of exchange, synchronous and asynchronous.
+        gradients_type, checkpoint_type, center_reader_type: further classes that a front end may replace by its own.
+        cuts_tensors: an outer optimizer can have parts of tensors.
+        exchanged: the replica and the algorithm.
+        membership: the ranks.
+        progress: counters, and the state of the schedule.
+        planner: asks the schedule.
+        warmup: whether all gradients are still averaged.
+        handshake: exchanges small records with the other ranks.
+        exchanger: the strategy of exchange that this synchronizer uses.
+        startup: agrees with the other ranks on the values to start from.
+        checkpoint: saves and loads the state.
+        center_reader: shows the center.
+        gradients: shows gradients to the algorithm.
+        journal: notifies listeners of exchanges.
+
+    Raises:
+        ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
+        RuntimeError: asynchronous exchange is not possible between these ranks.
     """
+
+    exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous)
+    gradients_type: ClassVar[type[Gradients[Any]]] = Gradients
+    checkpoint_type: ClassVar[type[Checkpoint[Any]]] = Checkpoint
+    center_reader_type: ClassVar[type[CenterReader[Any]]] = CenterReader
+    cuts_tensors: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        replica: Replica[V],
+        algorithm: Algorithm,
+        schedule: int | Schedule | Callable[[Clock], int],
+        communicator: Communicator,
+        root: int = 0,
+        name: str | None = None,
+        center: str = "replicated",
+        asynchronous: bool = False,
+        use_locking: bool = True,
+        outer: OuterOptimizer | None = None,
+        rates: LearningRates | None = None,
+        optimizer_state: LocalStateLike = "local",
+        local_optimizer: OptimizerState[V] | None = None,
+        overlap: int | str = 0,
+        compression: Any = Compression.none,
+        fragments: int = 1,
+        nonfinite: str = RAISE,
+        weight: WeightLike = None,
+        audit_every: int = 0,
+        timeout_seconds: float | None = None,
+        center_file: PathLike | None = None,
+        run_log: PathLike | bool | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        wire, overlaps = as_wire(compression), as_overlap(overlap) != 0
+        require_int(fragments, "`fragments`", minimum=1)
+        require_int(audit_every, "`audit_every`", minimum=0)
+        counts = Weight(weight)
+        if asynchronous:
+            _refuse(overlaps, "overlap", overlap, "no rank waits for another")
+            _refuse(fragments > 1, "fragments", fragments, "no rank waits for another")
+            _refuse(wire.lossy, "compression", compression, "ranks read and write the center itself")
+            _refuse(audit_every > 0, "audit_every", audit_every, "there is one center")
+            _refuse(weight is not None, "weight", weight, "no mean is taken")
+        exchanger = Overlapped if overlaps else self.exchangers[bool(asynchronous)]
+        whole_tensors = outer is not None and not self.cuts_tensors
+        replica.parameters.layout, cut = cut_into_fragments(replica.parameters.layout, fragments, whole_tensors)
+        outer = cast(CloneableOptimizer, outer).per_fragment(cut) if outer is not None and len(cut) > 1 else outer
+        self.policy = as_local_state(optimizer_state)
+        schedule = by_fragments(as_schedule(schedule, "schedule"), len(cut))
+        self.replica, self.exchanged = (
+            replica,
+            ExchangeSpec(replica, exchanger.suited(algorithm, communicator.size), outer, rates),
+        )
+        exchanger.check(schedule, self.policy)
+        self.algorithm = self.exchanged.algorithm
+        if weight is not None and not self.algorithm.takes_mean:
+            raise ValueError(
+                "`weight` is for algorithms that take the mean over ranks: averaging, DiLoCo, SlowMo, BMUF, and AGN "
+                f"with op='average'. Received: {self.algorithm!r}"
+            )
+        self.membership = Membership(communicator, root, communicator.unique_name() if name is None else name)
+        state = state_exchange(self.policy, local_optimizer, replica, self.membership)
+        self.progress = self.new_progress(schedule)
+        self.planner = Planner(schedule, self.membership)
+        self.warmup = SynchronousWarmup(self.planner, self.progress)
+        follower = self.exchanged.hyperparameters
+        self.handshake = Handshake(self.membership, self.progress, self.planner, follower, state, counts)
+        communicator.tracker.limit(timeout_seconds)
+        reset = local_optimizer if as_nonfinite(nonfinite) == SKIP else None
+        if reset is not None:
+            reset.learn_start()
+        self.run_log = requested_folder(run_log)
+        self.journal = journal or new_journal(lambda: self.membership, self.run_log)
+        context = ExchangeContext(
+            self.exchanged,
+            self.membership,
+            self.progress,
+            self.planner,
+            self.warmup,
+            self.handshake,
+            optimizer_state=state,
+            fragments=cut,
+            overlap=overlap,
+            wire=wire,
+            local_optimizer=reset,
+            nonfinite=nonfinite,
+            audit_every=audit_every,
+            center_file=_as_center_file(center_file, bool(asynchronous)),
+            journal=self.journal,
+        )
+        self.exchanger = exchanger(context, placement_of(center), use_locking)
+        self.gradients = self.gradients_type(self.exchanger)
+        self.checkpoint = self.checkpoint_type(self.exchanger)
+        self.startup = Startup(self.exchanger, self.checkpoint, self.gradients.assigned)
+        self.center_reader = self.center_reader_type(self.exchanger, self.checkpoint, self.startup)
+        self.handshake.checks += [replica.changes, self.gradients.assigned.name_parameters]
+        if self.progress.is_new:
+            self.exchanger.tensor_groups.reset()
+
+    def new_progress(self, schedule: Schedule) -> ProgressTracker:
+        """Return what keeps the counters; a front end may keep them elsewhere."""
+        return ProgressTracker(schedule)
 
     def average_within(self, group: Communicator | None) -> None:
         """Take notice of the ranks that average their gradients with this one at every step, before :meth:`start`.
@@ -255,3 +443,84 @@ class ReplicaSynchronizer(Parts[V]):
         self.center_reader.require_outside_center_block("load_state_dict")
         self.checkpoint.load(state, self.begun)
         self.startup.begun = False
+
+    @property
+    def tensor_groups(self) -> TensorGroups[V]:
+        """What is exchanged: the parameters, and statistics of several kinds, with their centers."""
+        return self.exchanger.tensor_groups
+
+    @property
+    def counters(self) -> Counters:
+        """Steps, rounds, bytes and seconds so far."""
+        return self.progress.counters
+
+    @property
+    def local_steps(self) -> int:
+        """Iterations so far."""
+        return self.progress.local_steps
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far."""
+        return self.progress.rounds
+
+    @property
+    def learning_rate(self) -> Callable[[], Any] | None:
+        """Returns the learning rate of the local optimizer, for schedules; set where that optimizer is known."""
+        return self.progress.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Callable[[], Any] | None) -> None:
+        self.progress.learning_rate = learning_rate
+
+    def tell_end(self) -> None:
+        """Tell the journal that training is over."""
+        self.journal.ended(to_counts(self.counters))
+
+    @property
+    def begun(self) -> bool:
+        """Whether training has begun, since construction and since a state was loaded."""
+        return self.startup.begun
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse copies and pickles, whose functions would still be those of the original: of its learning rate, say.
+
+        Raises:
+            TypeError: always; a front end that can do better overrides this.
+        """
+        raise TypeError(
+            f"A {type(self).__name__} cannot be copied or pickled: construct another one on all ranks, and load "
+            "into it what state_dict() returns"
+        )
+
+    def center_tensors(self) -> list[Any]:
+        """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
+        self.exchanger.arrive()
+        return self.tensor_groups.parameters.center.tensors()
+
+
+def _refuse(given: bool, option: str, received: object, why: str) -> None:
+    """Raise a ValueError where an option is given that makes no sense with asynchronous exchange."""
+    if given:
+        raise ValueError(
+            f"`{option}` is for synchronous exchange: with asynchronous=True {why}. Received: {option}={received!r}"
+        )
+
+
+def _as_center_file(center_file: PathLike | None, asynchronous: bool) -> Path | None:
+    """Return the absolute path of the file that holds the center, if there is one.
+
+    Raises:
+        TypeError: not a path.
+        ValueError: exchange is synchronous.
+    """
+    if center_file is None:
+        return None
+    if not isinstance(center_file, (str, os.PathLike)):
+        raise TypeError(f"`center_file` must be a path, or None. Received: {center_file!r}")
+    if not asynchronous:
+        raise ValueError(
+            "`center_file` is for asynchronous exchange, in which a center moves outside of all replicas: save "
+            f"checkpoints of synchronous training. Received: center_file={str(center_file)!r}"
+        )
+    return Path(center_file).absolute()

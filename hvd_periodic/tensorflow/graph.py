@@ -11,9 +11,9 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
+from hvd_periodic.schedules.base import Schedule
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.exchanger import Exchanger
-from hvd_periodic.sync.forms import Forms
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.synchronous import Synchronous
@@ -39,7 +39,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     Args:
         new_variable: makes the variables of the counters.
         replica: the variables of this rank.
-        arguments, options: those of :class:`hvd_periodic.sync.parts.Parts`.
+        arguments, options: those of :class:`~hvd_periodic.sync.synchronizer.ReplicaSynchronizer`.
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
 
     Attributes:
@@ -56,6 +56,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     progress: VariableProgress
     center_reader: VariableCenterReader
     checkpoint: VariableCheckpoint
+    gradients_type = GraphGradients
+    checkpoint_type = VariableCheckpoint
+    center_reader_type = VariableCenterReader
+    cuts_tensors = False
     opening: Callable[[], object] | None = None
     started = opened = False
     after_exchange: Callable[[], object] | None = None
@@ -70,17 +74,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         exchangers: tuple[type[Exchanger[Any]], type[Exchanger[Any]]] = (Synchronous, Asynchronous),
         **options: Any,
     ) -> None:
-        forms = Forms(
-            lambda schedule: VariableProgress(
-                new_variable, schedule, learning_rate, replica.values, lands=options.get("overlap", 0) != 0
-            ),
-            exchangers,
-            GraphGradients,
-            VariableCheckpoint,
-            VariableCenterReader,
-            cuts=False,
-        )
-        super().__init__(replica, *arguments, **options | {"forms": forms})
+        self.exchangers = exchangers
+        self._new_variable, self._rate, self._lands = new_variable, learning_rate, options.get("overlap", 0) != 0
+        self._values = replica.values
+        super().__init__(replica, *arguments, **options)
         self.watched: list[tf.Variable] = []
         self._local: KerasOptimizerState | None = options.get("local_optimizer")
         alone = self.exchanger.worker is not None
@@ -93,6 +90,10 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             self.handshake.checks.append(self._share_problem)
             self.center_reader.share_problem = self._share_problem
         self.progress.make_notes()
+
+    def new_progress(self, schedule: Schedule) -> VariableProgress:
+        """Return counters in variables."""
+        return VariableProgress(self._new_variable, schedule, self._rate, self._values, self._lands)
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Be one of these ranks, and no longer of those before; communicates nothing.

@@ -24,7 +24,6 @@ from hvd_periodic.options import of_exchange, takes
 from hvd_periodic.outer.per_fragment import PerFragmentOptimizer
 from hvd_periodic.schedules import Schedule, Seconds, as_schedule
 from hvd_periodic.sync.finite import SKIP
-from hvd_periodic.sync.parts import Parts
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 from hvd_periodic.sync.warmup import schedule_around
@@ -414,7 +413,7 @@ def _assemble(
     synchronizer: Synchronizer, replica: TorchReplica, moving: torch.optim.Optimizer | None, arguments: dict[str, Any]
 ) -> None:
     """Put the parts together."""
-    Parts.__init__(
+    ReplicaSynchronizer.__init__(
         synchronizer,
         replica,
         outer=None if moving is None else TorchOuterOptimizer(moving, replica.optimizer, replica.tensors),
