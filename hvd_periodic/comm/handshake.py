@@ -108,16 +108,9 @@ def integers(record: Record) -> list[int]:
         >>> integers(Record(Purpose.START, optimizer=1))[:5]
         [1, 1, 0, 0, 0]
     """
-    values = (getattr(record, field.name) for field in fields(Record))
-    numbers = [_number(code, value) for code, value in zip(_CODES, values, strict=True)]
+    values = [getattr(record, field.name) for field in fields(Record)]
+    numbers = [math.nan if value is None else value for value in values]
     return list(_INTEGERS.unpack(_VALUES.pack(*numbers)))
-
-
-def _number(code: str, value: Any) -> int | float:
-    """Return a value of the type that ``struct`` packs for a code; NaN for None."""
-    if code == "q":
-        return int(value)
-    return math.nan if value is None else float(value)
 
 
 def _record(packed: Sequence[int]) -> Record:

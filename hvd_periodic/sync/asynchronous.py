@@ -15,10 +15,9 @@ from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, failing, reset_to_center
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.planner import Plan
-from hvd_periodic.sync.profiling import profiled
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -97,43 +96,33 @@ class Asynchronous(Exchanger[V]):
         """Return when this rank exchanges first."""
         return self.context.planner.first_async(self.context.progress.current_rate())
 
-    @profiled("exchange")
-    def exchange(self, leaving: bool = False) -> Any:
+    def exchange(self, leaving: bool = False) -> bool:
         """Exchange with the center, without the other ranks."""
         context, progress = self.context, self.context.progress
-        came, started, counters, own = time.time(), time.perf_counter(), progress.counters, progress.snapshot()
-        not_finite = self.finite.problem(counters.local_steps)
-        left_out = self.finite.skips and not_finite is not None
-        problem = context.handshake.problem(own, Purpose.EXCHANGE) or (None if left_out else not_finite)
-        if problem is not None:
-            raise RuntimeError(problem)
-        own = own if left_out else with_distance(self, own)
-        plan = context.planner.next_async(own)
-        exchange = Exchange(context.membership.communicator.size, own.clock.period, max(counters.gradients, 1))
-        sent = missed = 0
-        with failing(context.handshake, counters.local_steps):
-            if left_out:
-                self.worker.resume_training()
-                reset_to_center(self.tensor_groups, context, not_finite)
-            else:
-                sent = self.worker.exchange(list(self.tensor_groups), exchange)
-                missed = self.worker.transport.missed
-        progress.counters = replace(
-            counters,
-            rounds=counters.rounds + (not left_out),
-            left_out=counters.left_out + left_out,
-            bytes_sent=counters.bytes_sent + sent,
-            last_exchange=counters.local_steps,
-            next_exchange=plan.next_exchange,
-            gradients=0,
-            pushes_missed=counters.pushes_missed + missed,
-            staleness_max=max(counters.staleness_max, missed),
-            exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
-        )
-        progress.notes = ScheduleState(memory=plan.memory)
-        context.handshake.have_exchanged()
-        report_exchange(self, own, lambda: progress.counters, came, None)
-        progress.time(counters.local_steps)
+        came, started, sent, missed = time.time(), time.perf_counter(), 0, 0
+        with context.exchanged.replica.range("hvd_periodic.exchange"):
+            own = progress.snapshot()
+            step = own.counters.local_steps
+            not_finite = self.finite.problem(step)
+            excluded = not_finite if self.finite.skips else None
+            problem = context.handshake.problem(own, Purpose.EXCHANGE) or (None if excluded else not_finite)
+            if problem is not None:
+                raise RuntimeError(problem)
+            own = own if excluded else with_distance(self, own)
+            plan = context.planner.next_async(own)
+            size, gradients = context.membership.communicator.size, max(own.counters.gradients, 1)
+            with context.handshake.remember_failure(step):
+                if excluded:
+                    self.worker.resume_training()
+                    reset_to_center(self.tensor_groups, context, excluded)
+                else:
+                    sent = self.worker.exchange(list(self.tensor_groups), Exchange(size, own.clock.period, gradients))
+                    missed = self.worker.transport.missed
+            notes = ScheduleState(memory=plan.memory)
+            progress.advance(step, plan.next_exchange, notes, started, not excluded, bool(excluded), sent, missed)
+            context.handshake.have_exchanged()
+            report_exchange(self, own, came, None)
+            progress.time(step)
         return False
 
     def check_alive(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -166,8 +165,8 @@ class Exchanger(ABC, Generic[V]):
         """Tell the other ranks that this one fails, where they would wait for it."""
 
     @abstractmethod
-    def exchange(self, leaving: bool = False) -> Any:
-        """Exchange; return whether some rank is still training that this one waits for."""
+    def exchange(self, leaving: bool = False) -> bool:
+        """Exchange; return whether any rank for which this one waits is still training."""
 
     def land(self) -> None:
         """Let the replica take what is under way."""
@@ -251,16 +250,6 @@ class TakeoverState:
     state: dict[str, Any] | None
     whole: bool
     optimizer_state: Any
-
-
-@contextmanager
-def failing(handshake: Handshake, local_steps: int) -> Iterator[None]:
-    """Remember an error that ends an exchange half-way: this rank cannot go on after it."""
-    try:
-        yield
-    except Exception as error:
-        handshake.failure = f"The exchange at step {local_steps} failed: {error}"
-        raise
 
 
 def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], problem: str | None) -> None:

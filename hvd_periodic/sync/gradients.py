@@ -51,6 +51,8 @@ class Assigned(Generic[V]):
         """Note the parameters without gradients as they are now, which an exchange has changed."""
         if self._before is None or self._named_parameters:
             return
+        if not self._never:
+            return
         if len(self._never) < self._count:
             self._before |= self._without_gradient()
         else:  # Where nobody shows gradients, looking at all would be in vain; what they are now is not known then.
@@ -103,7 +105,7 @@ class Assigned(Generic[V]):
     def _without_gradient(self) -> dict[str, np.ndarray]:
         """Return some elements of the parameters that have had no gradient, by name."""
         values = self._groups.parameters.values
-        tensors = values.tensors() if self._never else []
+        tensors = values.tensors()
         return {values.layout.specs[i].name: self._replica.some_of(tensors[i]) for i in sorted(self._never)}
 
     def _watched(self) -> Iterable[tuple[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -140,49 +141,53 @@ class Handshake:
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
         """Return what all ranks have come for, and where they stand; as :meth:`handshake_with`."""
-        return self.handshake_with(purpose, problem)[0]
+        own = self.local_status()
+        return self.handshake_with(purpose, replace(own, problem=problem or own.problem))[0]
 
-    def local_status(self) -> tuple[LocalStatus, str | None]:
-        """Return what this rank knows by itself, and an error for all ranks if its learning rate cannot be read."""
+    def local_status(self) -> LocalStatus:
+        """Return the status of this rank; if its learning rate cannot be read, that is its problem."""
         try:
-            return self._progress.snapshot(), None
+            return self._progress.snapshot()
         except Exception as error:
             problem = f"The learning rate of the local optimizer cannot be read: {type(error).__name__}: {error}"
-            return LocalStatus(self._progress.counters, self._progress.notes), problem
+            return LocalStatus(self._progress.counters, self._progress.notes, problem=problem)
 
     def handshake_with(
-        self,
-        purpose: Purpose,
-        problem: str | None,
-        enclosed: np.ndarray | None = None,
-        left_out: bool = False,
-        own: LocalStatus | None = None,
+        self, purpose: Purpose, own: LocalStatus, piggyback: np.ndarray | None = None
     ) -> tuple[list[Record], list[np.ndarray]]:
-        """Return what all ranks have come for and where they stand, and what they have enclosed.
+        """Return the records of all ranks, and the integers that travel with them.
 
         Args:
-            purpose: what this rank has come for.
-            problem: why it cannot go on, if it knows already.
-            enclosed: integers that travel along.
-            left_out: its replica is not finite, and it is left out.
-            own: the result of :meth:`local_status`, if the caller has it.
+            purpose: the call in which this rank is.
+            own: the status of this rank.
+            piggyback: integers that travel with its record.
 
         Raises:
-            RuntimeError: on all ranks, if one cannot go on, or if they have come for different things.
+            RuntimeError: on all ranks, if one cannot go on, or if they are in different calls.
         """
-        if own is None:
-            own, unknown = self.local_status()
-            problem = problem or unknown
-        self.weigh(own, purpose)
-        problem = problem or self.problem(own, purpose)
+        predicted, problem = None, own.problem or self.problem(own, purpose)
+        try:
+            predicted = self._planner.foreseen(own, purpose) if problem is None else None
+        except Exception as error:
+            problem = f"The schedule failed: {type(error).__name__}: {error}"
         failure = None if problem is None else RuntimeError(problem)
-        record, communicator = self.record(own, purpose, problem, left_out), self._membership.communicator
+        record, communicator = self._record(own, purpose, predicted, problem), self._membership.communicator
         communicator.tracker.follow_steps(self._membership.number, self._progress)
         self.came, came = time.time(), time.perf_counter()
-        met = communicator.handshake(record, failure, enclosed)
+        met = communicator.handshake(record, failure, piggyback)
         self.waited = time.perf_counter() - came
-        self.have_met(purpose)
+        if self.background_save is not None:
+            self.have_met(purpose)
         return met
+
+    @contextmanager
+    def remember_failure(self, local_steps: int) -> Iterator[None]:
+        """Remember an error that ends an exchange half-way: this rank cannot go on after it."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = f"The exchange at step {local_steps} failed: {error}"
+            raise
 
     def have_met(self, purpose: Purpose) -> None:
         """Do what waits for a moment at which all ranks are in one place: complete a save in the background.
@@ -225,18 +230,14 @@ class Handshake:
         communicator.tracker.follow_steps(self._membership.number, self._progress)
         communicator.handshake(record, None if problem is None else RuntimeError(problem))
 
-    def weigh(self, own: LocalStatus, purpose: Purpose) -> None:
-        """Find out how much this rank counts: once at every exchange, before :meth:`problem` and :meth:`record`."""
-        if purpose in _EXCHANGING:
-            idle = purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange
-            self.weight.measure(idle)
-
-    def record(self, own: LocalStatus, purpose: Purpose, problem: str | None, left_out: bool = False) -> Record:
-        """Return what this rank tells the others before any data travels."""
+    def _record(self, own: LocalStatus, purpose: Purpose, predicted: int | None, problem: str | None) -> Record:
+        """Return the record that this rank sends before any data travels."""
         settings = self._hyperparameters.settings()
         rates = {key: value for key, value in settings.items() if key.startswith(("lr ", "learning_rate "))}
         others = {key: value for key, value in settings.items() if key not in rates}
-        counters = own.counters
+        counters, state = own.counters, {}
+        if self._optimizer_state is not None and problem is None and purpose in _EXCHANGING:
+            state = self._optimizer_state.facts()
         return Record(
             purpose=purpose,
             optimizer=self._membership.number,
@@ -250,25 +251,25 @@ class Handshake:
             learning_rate=own.learning_rate,
             step_seconds=own.step_seconds,
             loss=own.notes.loss,
-            optimizer_state=self._state_fingerprint() if problem is None and purpose in _EXCHANGING else 0,
+            optimizer_state=_fingerprint(state) if state else 0,
             weight=self.weight.value,
-            left_out=int(left_out),
-            foreseen=(self._planner.foreseen(own, purpose) or 0) if problem is None else 0,
+            left_out=int(own.excluded is not None),
+            foreseen=predicted or 0,
         )
 
     def problem(self, own: LocalStatus, purpose: Purpose) -> str | None:
-        """Return why this rank cannot do what it has come for, or None."""
+        """Return the reason why this rank cannot go on, or None; where it exchanges, measure its weight."""
+        if purpose in _EXCHANGING:
+            self.weight.measure(purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange)
         if not math.isfinite(own.notes.loss_sum):
             steps = own.counters.local_steps
             return f"The losses reported until step {steps} are not all finite: {own.notes.loss_sum}"
         try:
-            self._planner.foreseen(own, purpose)
-        except Exception as error:
-            return f"The schedule failed: {type(error).__name__}: {error}"
-        try:
             found = self._membership.communicator.changed() or self.failure or self.weight.problem
             found = found or next(filter(None, (check() for check in self.checks)), None)
-            return found or (self._state_problem() if purpose in _EXCHANGING else None)
+            if found is None and self._optimizer_state is not None and purpose in _EXCHANGING:
+                found = self._optimizer_state.problem()
+            return found
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -296,13 +297,14 @@ class Handshake:
             )
         step = max(record.local_steps for record in deciding)
         period = max(record.period for record in deciding)
+        predicted = {record.foreseen for record in deciding}
         return GlobalStatus(
             bool(training),
             own.counters.local_steps if training else step,
             pending=max(record.pending for record in records),
             period=period,
             clock=agreed_clock(deciding, replace(own.clock, step=step, period=period)),
-            unforeseen=not deciding[0].foreseen or len({record.foreseen for record in deciding}) > 1,
+            predicted=(predicted.pop() or None) if len(predicted) == 1 else None,
             settings=self._settings_of(records, deciding),
             states_are_there=len(states) == 1,
             weights=relative_weights(exchanging),
@@ -336,14 +338,6 @@ class Handshake:
                 named(communicator.global_ranks[rank] for rank in others),
             )
         return of_ranks[decides]
-
-    def _state_problem(self) -> str | None:
-        return None if self._optimizer_state is None else self._optimizer_state.problem()
-
-    def _state_fingerprint(self) -> int:
-        """Return a number that is the same where local optimizers keep the same; 0 where this one keeps nothing yet."""
-        facts = {} if self._optimizer_state is None else self._optimizer_state.facts()
-        return _fingerprint(facts) if facts else 0
 
 
 def _fingerprint(settings: dict[str, object]) -> int:

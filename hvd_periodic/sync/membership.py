@@ -21,6 +21,7 @@ class Membership:
 
     Attributes:
         asked_root: as given.
+        number: of the optimizer among those of its ranks, from its name: 1 for the first.
         together: all ranks that train together, those that average gradients with one that exchanges included.
         in_groups: gradients are averaged at every step inside of groups, between which ranks exchange.
     """
@@ -31,6 +32,8 @@ class Membership:
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Be a member of these ranks, and no longer of those before."""
         self.communicator, self.asked_root, self.name = communicator, root, name
+        last = name.rpartition(".")[2]
+        self.number = int(last) if last.isdigit() else 0
         self.root = root if root < communicator.size else 0
         self.all_ranks = TrainingGroup(communicator.handshake_group)
         self.in_groups = False
@@ -46,12 +49,6 @@ class Membership:
         self.in_groups = group.size > 1 and throughout
         if not set(group.global_ranks) <= set(self.communicator.global_ranks):
             self.all_ranks.average_within(group)
-
-    @property
-    def number(self) -> int:
-        """Which optimizer of its ranks this is, as the name says: 1 for the first."""
-        last = self.name.rpartition(".")[2]
-        return int(last) if last.isdigit() else 0
 
     @property
     def log(self) -> Log:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvd_periodic.algorithms.base import Exchange
@@ -49,10 +49,6 @@ class OptimizerState(Protocol[V]):
         """Set all entries to what they are before the first step."""
 
 
-When = Callable[[Any, Callable[[], int]], Any]
-"""``when(condition, run)`` returns what ``run`` does if the condition holds, and 0 otherwise; in a graph, a tensor."""
-
-
 class OptimizerStateExchange(Generic[V]):
     """What a policy makes of the state of a local optimizer.
 
@@ -88,14 +84,15 @@ class OptimizerStateExchange(Generic[V]):
             return str(error)
         return None
 
-    def exchange(self, communicator: Communicator, exchange: Exchange, rounds: Any, prefix: str, when: When) -> Any:
+    def exchange(self, communicator: Communicator, exchange: Exchange, rounds: int, prefix: str) -> int:
         """Average what is due after so many exchanges, or begin anew; return the bytes handed to collectives."""
         entries, sent = self._state.entries(), 0
         for entry, every in (self._policy.averaged(list(entries)) if entries else {}).items():
             if not any(math.prod(tensor.shape) for _, tensor in entries[entry]):
                 continue
             group = self._group(entry, entries[entry], every)
-            sent += when(group.due(rounds), lambda group=group: group.exchange(communicator, exchange, prefix))  # type: ignore[misc]
+            if group.due(rounds):
+                sent += group.exchange(communicator, exchange, prefix)
         if self._policy.resets:
             self._state.reset()
         return sent

@@ -14,9 +14,8 @@ from hvd_periodic.arguments import require_int
 from hvd_periodic.centers.base import Placement
 from hvd_periodic.centers.in_flight import InFlightExchange
 from hvd_periodic.centers.saved_vectors import check_names
-from hvd_periodic.sync.exchanger import ExchangeContext, failing
+from hvd_periodic.sync.exchanger import ExchangeContext
 from hvd_periodic.sync.fragment_plan import FragmentExchange
-from hvd_periodic.sync.profiling import profiled, profiler_range
 from hvd_periodic.sync.status import Counters
 from hvd_periodic.sync.synchronous import Synchronous
 
@@ -79,7 +78,7 @@ class Overlapped(Synchronous[V]):
         """Return that all ranks exchange like this."""
         return super().facts() | {"overlap": self.context.overlap}
 
-    def exchange(self, leaving: bool = False) -> Any:
+    def exchange(self, leaving: bool = False) -> bool:
         """Take what is under way, then exchange."""
         if self.context.handshake.failure is None:  # Otherwise the others hear of it where they meet.
             self.land()
@@ -102,7 +101,8 @@ class Overlapped(Synchronous[V]):
         if not any(part.pending for part in self._under_way):
             return
         try:
-            with failing(context.handshake, self._begun), profiler_range(self, "arrive"):
+            profiled = context.exchanged.replica.range("hvd_periodic.arrive")
+            with context.handshake.remember_failure(self._begun), profiled:
                 for part in self._under_way:
                     part.wait_and_update_center()
                 self._constrain()
@@ -121,18 +121,18 @@ class Overlapped(Synchronous[V]):
     def land(self) -> None:
         """Let the replica take what is under way; where that fails, tell the others, who would wait."""
         try:
-            self._land()
+            with self.context.exchanged.replica.range("hvd_periodic.land"):
+                self._land()
         except Exception as error:
             self.tell_failure(error)
             raise
 
-    @profiled("land")
     def _land(self) -> None:
         self.arrive()
         if not self._under_way:
             return
         context, started = self.context, time.perf_counter()
-        with failing(context.handshake, self._begun):
+        with context.handshake.remember_failure(self._begun):
             misfit = context.exchanged.replica.misfit()
             if misfit is not None:
                 raise RuntimeError(misfit)
@@ -205,11 +205,7 @@ class Overlapped(Synchronous[V]):
         if not any(part.pending for part in self._under_way):
             super()._constrain()
 
-    def _followed(self, settings: Any) -> Any:
-        """Return the settings of this exchange for all of its duration: schedulers go on meanwhile."""
-        return self.context.exchanged.hyperparameters.hyperparameters() if settings is None else settings
-
-    def _send(self, turn: FragmentExchange, step: int, training: bool) -> Any:
+    def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Let an exchange begin at a step; where nobody trains on, let it end as well."""
         if not training:
             return super()._send(turn, step, training)
@@ -220,7 +216,7 @@ class Overlapped(Synchronous[V]):
         if twin is not None and twin is not self:
             twin.arrive()
         _SENDING[used] = self
-        with profiler_range(self, "begin"):
+        with self.context.exchanged.replica.range("hvd_periodic.begin"):
             part = InFlightExchange(
                 self.tensor_groups.parameters, communicator, turn.exchange, name, turn.fragment
             ).begin()

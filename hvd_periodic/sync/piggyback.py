@@ -22,10 +22,10 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "max": np.ma
 
 
 class PiggybackedMessages(Generic[V]):
-    """Encloses the messages of an exchange, where all of them together are small, and delivers their sums.
+    """Sends the messages of an exchange with the handshake where they are small, and delivers their sums.
 
-    Where some rank comes for something else than the others, as at the end of training, all exchange as usual: every
-    rank sees from the records whether all have enclosed the same. Sums are taken in the order of ranks.
+    Where ranks are in different calls, as at the end of training, all exchange as usual: every rank sees from the
+    records whether all have packed messages of the same exchange. Sums are taken in the order of ranks.
 
     Args:
         groups: what is exchanged.
@@ -35,6 +35,7 @@ class PiggybackedMessages(Generic[V]):
 
     def __init__(self, groups: TensorGroups[V], replica: Replica[V], membership: Membership) -> None:
         self._groups, self._replica, self._root = groups, replica, membership.root
+        self._packed: tuple[DueFragments, list[np.ndarray]] | None = None
         communicator = membership.communicator
         nbytes = sum(bucket.nbytes for group in groups for bucket in group.values.layout.buckets)
         self.possible = (
@@ -44,32 +45,38 @@ class PiggybackedMessages(Generic[V]):
             and all(group.can_piggyback for group in groups)
         )
 
-    def messages(self, due: DueFragments) -> list[np.ndarray]:
-        """Return the messages of an exchange; changes nothing. Empty, where there are none or they cannot be formed."""
-        if not self.possible:
-            return []
-        try:
-            return [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
-        except Exception:  # It comes again in the exchange, where the other ranks hear of it.
-            return []
+    def pack(self, due: DueFragments) -> np.ndarray | None:
+        """Return the messages of an exchange as integers, for the handshake; None if they cannot be formed.
 
-    def deliver(
-        self, due: DueFragments, own: Sequence[np.ndarray], records: Sequence[Record], enclosures: Sequence[np.ndarray]
-    ) -> None:
-        """Hand out the sums of messages, where all ranks have enclosed theirs for the same exchange.
+        It changes no tensor.
 
         Args:
-            due: the exchange.
-            own: the messages of this rank.
+            due: the fragments that are due if all ranks have the status of this one.
+        """
+        self._packed = None
+        if not self.possible:
+            return None
+        try:
+            messages = [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
+        except Exception:  # The exchange raises it again, where the other ranks learn of it.
+            return None
+        self._packed = due, messages
+        return as_integers(messages)
+
+    def deliver(self, records: Sequence[Record], piggybacks: Sequence[np.ndarray]) -> None:
+        """Keep the sums of messages for their buckets, if all ranks have packed theirs for the same exchange.
+
+        Args:
             records: of all ranks.
-            enclosures: of all ranks.
+            piggybacks: the integers of all ranks.
         """
         places = {(record.purpose, record.pending, record.period, record.piggyback_length) for record in records}
-        if len(places) > 1 or not records[0].piggyback_length or records[0].purpose != Purpose.EXCHANGE:
+        if self._packed is None or len(places) > 1 or records[0].purpose != Purpose.EXCHANGE:
             return
-        memory = [enclosure.view(np.uint8) for enclosure in enclosures]
+        (due, messages), self._packed = self._packed, None
+        memory = [integers.view(np.uint8) for integers in piggybacks]
         start = 0
-        for message, (group, bucket, _) in zip(own, self._sent(due), strict=True):
+        for message, (group, bucket, _) in zip(messages, self._sent(due), strict=True):
             of_ranks = [part[start : start + message.nbytes].view(message.dtype) for part in memory]
             start += message.nbytes + -message.nbytes % 8
             reduction = group.algorithm.reduction

@@ -73,14 +73,14 @@ def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
     )
 
 
-def ask(schedule: Schedule, clock: Clock) -> Plan:
-    """Return what a schedule answers.
+def ask(schedule: Schedule, clock: Clock, predicted: int | None = None) -> Plan:
+    """Return what a schedule answers; the next exchange may have been predicted.
 
     Raises:
         RuntimeError: it failed, or did not return an int of at least 1, or remembers what it has not announced.
     """
     try:
-        return Plan(next_exchange(schedule, clock), _remembered(schedule, clock))
+        return Plan(predicted or next_exchange(schedule, clock), _remembered(schedule, clock))
     except Exception as error:
         raise RuntimeError(f"The schedule failed: {type(error).__name__}: {error}") from error
 
@@ -183,8 +183,10 @@ class Planner:
 
     def first(self, records: Sequence[Record]) -> Plan:
         """Return the first exchange of ranks that have met: by the learning rate of now, not that of construction."""
-        compare = not all(record.foreseen for record in records)
-        return self._same_on_all(Clock(learning_rate=leading(records).learning_rate), compare)
+        clock = Clock(learning_rate=leading(records).learning_rate)
+        if all(record.foreseen for record in records):
+            return ask(self.schedule, clock)
+        return self._same_on_all(clock)
 
     def first_async(self, learning_rate: float | None) -> Plan:
         """Return the first exchange of a rank that exchanges on its own clock."""
@@ -199,39 +201,39 @@ class Planner:
         Raises:
             RuntimeError: the schedule failed, or says different things on different ranks.
         """
-        if handshake.training:
-            return self._same_on_all(handshake.clock, compare=handshake.unforeseen)
+        clock = handshake.clock
         try:
-            if handshake.pending:
-                return ask(self.schedule, handshake.clock)
+            if handshake.training and handshake.predicted is None:
+                return self._same_on_all(clock)
+            if handshake.training or handshake.pending:
+                return ask(self.schedule, clock, handshake.predicted)
         except RuntimeError as error:
+            if handshake.training:
+                raise
             self._membership.log.debug("Where training has ended, the period stays as it was: %s", error)
-        return Plan(handshake.step + max(handshake.period, 1), handshake.clock.memory)
+        return Plan(handshake.step + max(handshake.period, 1), clock.memory)
 
     def next_async(self, own: LocalStatus) -> Plan:
         """Return what the schedule says to a rank that exchanges on its own clock."""
         return ask(self.schedule, own.clock)
 
-    def _same_on_all(self, clock: Clock, compare: bool) -> Plan:
-        """Return what the schedule says; where ranks have to, they compare, those of all groups that train together.
+    def _same_on_all(self, clock: Clock) -> Plan:
+        """Return what the schedule says, which ranks compare, those of all groups that train together.
 
         Raises:
-            RuntimeError: it failed, or says different things on different ranks; on all of them, where they compare.
+            RuntimeError: it failed, or says different things on different ranks; on all of them.
         """
         together = self._membership.all_ranks
-        if compare and together.group is not None:
+        if together.group is not None:
             clock = merge_clocks(clock, together.allgather_object(clock, "clock"))
-        plan, failure = None, None
+        plan, failure = Plan(0, {}), None
         try:
             plan = ask(self.schedule, clock)
         except RuntimeError as error:
             failure = error
-        planned = 0 if plan is None else plan.next_exchange
-        answers = together.allgather_object(planned, "plan") if compare else [planned]
-        if compare and 0 in answers:
+        answers = together.allgather_object(plan.next_exchange, "plan")
+        if 0 in answers:
             raise_on_all(together, "plan", failure)
-        if plan is None:
-            raise RuntimeError("The schedule failed") if failure is None else failure
         if len(set(answers)) > 1:
             raise RuntimeError(
                 f"The schedule says different things on different ranks: the next exchange at step {answers[0]} on "

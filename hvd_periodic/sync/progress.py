@@ -107,6 +107,46 @@ class ProgressTracker:
         """Whether the replica has to take the exchange in flight after the local steps so far."""
         return self.landing is not None and self.local_steps >= self.landing
 
+    def advance(
+        self,
+        step: int,
+        next_exchange: int,
+        notes: ScheduleState,
+        started: float,
+        exchanged: bool,
+        excluded: bool = False,
+        sent: int = 0,
+        missed: int = 0,
+    ) -> None:
+        """Count an exchange that has ended.
+
+        Args:
+            step: local steps at which this rank goes on; more than its own where it has run out of data before others.
+            next_exchange: local steps at which the next exchange is due.
+            notes: what the schedule keeps.
+            started: when the exchange began, by ``time.perf_counter()``.
+            exchanged: false where no rank counted, or this one was excluded from an asynchronous exchange.
+            excluded: this rank was excluded, as its replica is not finite.
+            sent: bytes that it handed to collectives.
+            missed: pushes of other ranks since its own last one, where no rank waits.
+        """
+        counters = self.counters
+        self.counters = replace(
+            counters,
+            local_steps=step,
+            rounds=counters.rounds + exchanged,
+            left_out=counters.left_out + excluded,
+            bytes_sent=counters.bytes_sent + sent,
+            skipped_updates=counters.skipped_updates + step - counters.local_steps,
+            last_exchange=step,
+            next_exchange=next_exchange,
+            gradients=0,
+            pushes_missed=counters.pushes_missed + missed,
+            staleness_max=max(counters.staleness_max, missed),
+            exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
+        )
+        self.notes = notes
+
     def report(self, loss: Any) -> None:
         """Note a loss of this rank.
 
@@ -124,7 +164,7 @@ class ProgressTracker:
 
     def current_rate(self) -> float | None:
         """Return the learning rate of the local optimizer; None where it is unknown, or no number."""
-        return rate_of(None if self.learning_rate is None else self.learning_rate())
+        return None if self.learning_rate is None else rate_of(self.learning_rate())
 
     def snapshot(self) -> LocalStatus:
         """Return what this rank knows by itself."""

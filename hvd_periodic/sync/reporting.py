@@ -105,26 +105,25 @@ def to_counts(counters: Counters) -> Counts:
 
 
 def with_distance(exchanger: Exchanger[Any], own: LocalStatus) -> LocalStatus:
-    """Return where this rank stands with its distance to the center, if that is wanted, and can be known here."""
-    if exchanger.reads_together or exchanger.context.warmup.equal:
+    """Return the status with the distance of the replica to the center, if a listener wants it and this rank can."""
+    journal = exchanger.context.journal
+    if not journal.listeners or exchanger.reads_together or exchanger.context.warmup.equal:
         return own
-    return replace(own, distance=exchanger.context.journal.measure_distance(exchanger.tensor_groups.distance))
+    return replace(own, distance=journal.measure_distance(exchanger.tensor_groups.distance))
 
 
 def report_exchange(
     exchanger: Exchanger[Any],
     own: LocalStatus,
-    counters: Callable[[], Counters],
     came: float,
     waited: float | None,
     completes: bool = True,
 ) -> None:
-    """Tell of an exchange that is over.
+    """Tell of an exchange that is over, once it is counted.
 
     Args:
         exchanger: that ran it.
         own: where this rank stood before it.
-        counters: returns them as they are after it.
         came: when this rank was ready to meet the others, in seconds since 1970.
         waited: seconds until all ranks had come; None where none waits.
         completes: it ends a period, in which all fragments have had their turn.
@@ -136,6 +135,6 @@ def report_exchange(
         size = context.membership.communicator.size
         closes = context.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
         closes = 1.0 if context.warmup.equal else closes
-    count = to_counts(counters())
+    count = to_counts(context.progress.counters)
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
     context.journal.exchanged(count, came, waited, closes, *known)

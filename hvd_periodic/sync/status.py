@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hvd_periodic.schedules.base import Clock
@@ -85,6 +86,9 @@ class LocalStatus:
         learning_rate: of its local optimizer; None where it is unknown.
         step_seconds: seconds per local step since its last exchange; None where there was none.
         distance: of its replica to the center; None where it was not measured.
+        problem: the reason why this rank cannot go on; None if it can.
+        excluded: the description of a tensor that is not finite, because of which this rank takes no part in an
+            exchange; None if it takes part.
     """
 
     counters: Counters
@@ -92,8 +96,10 @@ class LocalStatus:
     learning_rate: float | None = None
     step_seconds: float | None = None
     distance: float | None = None
+    problem: str | None = None
+    excluded: str | None = None
 
-    @property
+    @cached_property
     def clock(self) -> Clock:
         """The clock of this rank alone, at an exchange."""
         counters = self.counters
@@ -119,7 +125,8 @@ class GlobalStatus:
         period: local steps that the schedule planned between the last exchange and the next; where some rank is still
             training, for those that are.
         clock: what all have agreed on, for the schedule.
-        unforeseen: the schedule could not be asked before, so that ranks have to compare what it says now.
+        predicted: the next exchange, which all have predicted before the handshake; None where ranks have to ask the
+            schedule, and compare.
         settings: hyper-parameters for the step of the center optimizer, where those of ranks differ.
         states_are_there: all local optimizers have stepped, or none has: what they keep can be exchanged.
         weights: how much every rank counts in means, 1 on average; None where all count alike.
@@ -131,13 +138,8 @@ class GlobalStatus:
     pending: int
     period: int
     clock: Clock
-    unforeseen: bool = False
+    predicted: int | None = None
     settings: Any = None
     states_are_there: bool = True
     weights: Sequence[float] | None = None
     left_out: Sequence[int] = ()
-
-    @property
-    def nobody(self) -> bool:
-        """Whether no rank counts, so that nothing is exchanged."""
-        return self.weights is not None and not any(self.weights)

@@ -266,7 +266,7 @@ class ReplicaSynchronizer(Generic[V]):
             RuntimeError: the states of ranks do not belong together; ranks wait in different places; all are at the
                 end, and have trained without counting a step; one cannot go on. On all ranks.
         """
-        return not self.begun and self.startup.begin(moment)
+        return not self.startup.begun and self.startup.begin(moment)
 
     def report(self, loss: Any) -> None:
         """Tell schedules the loss of this rank; before the step that it belongs to, at every one or now and then.

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from hvd_periodic.algorithms.base import Algorithm, Exchange
+from hvd_periodic.algorithms.base import Algorithm
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
-from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, failing, reset_to_center
+from hvd_periodic.sync.exchanger import ExchangeContext, Exchanger, TakeoverState, reset_to_center
 from hvd_periodic.sync.finite import Finite
 from hvd_periodic.sync.fragment_plan import DueFragments, FragmentExchange, FragmentPlan, SinceLastSync
-from hvd_periodic.sync.piggyback import PiggybackedMessages, as_integers
+from hvd_periodic.sync.piggyback import PiggybackedMessages
 from hvd_periodic.sync.planner import Plan
-from hvd_periodic.sync.profiling import profiled, profiler_range
 from hvd_periodic.sync.reporting import report_exchange, with_distance
 from hvd_periodic.sync.status import GlobalStatus, LocalStatus, ScheduleState
 from hvd_periodic.sync.tensor_groups import TensorGroups
@@ -65,7 +64,7 @@ class Synchronous(Exchanger[V]):
             )
         groups = exchanged.groups(tensors, placements, self.overlapped, context.wire, membership.communicator)
         self.tensor_groups = TensorGroups(groups, exchanged.replica, membership)
-        self.enclosed = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
+        self.piggyback = PiggybackedMessages(self.tensor_groups, exchanged.replica, membership)
         self.finite = Finite(self.tensor_groups, membership, context.nonfinite, context.wire, exchanged.replica)
         self._bind()
 
@@ -79,7 +78,7 @@ class Synchronous(Exchanger[V]):
         """Let the groups exchange with other ranks, and another optimizer move the center if that has another share."""
         membership, replica = self.context.membership, self.context.exchanged.replica
         moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
-        self.enclosed = PiggybackedMessages(self.tensor_groups, replica, membership)
+        self.piggyback = PiggybackedMessages(self.tensor_groups, replica, membership)
         if moved[0]:
             self._bind()
 
@@ -116,118 +115,109 @@ class Synchronous(Exchanger[V]):
         except RuntimeError:
             raise error from None
 
-    @profiled("exchange")
-    def exchange(self, leaving: bool = False) -> Any:
-        """Exchange with all ranks; return whether some of them is still training."""
-        context, progress = self.context, self.context.progress
-        started, purpose = time.perf_counter(), Purpose.LEAVE if leaving else Purpose.EXCHANGE
-        own, problem = context.handshake.local_status()
-        problem = problem or context.exchanged.replica.misfit()
-        problem = problem or (self._moved_uncounted() if leaving else None)
-        not_finite = None if problem else self.finite.problem(own.counters.local_steps)
-        left_out = self.finite.skips and not_finite is not None
-        problem = problem or (None if left_out else not_finite)
-        own = own if problem or left_out else with_distance(self, own)
-        foreseen = self._foreseen(own) if purpose is Purpose.EXCHANGE and not (problem or left_out) else None
-        messages = [] if foreseen is None else self.enclosed.messages(foreseen)
-        with profiler_range(self, "meeting"):
-            records, enclosures = context.handshake.handshake_with(
-                purpose, problem, as_integers(messages), left_out, own
-            )
-        agreed = context.handshake.agree(records, own)
-        plan = context.planner.following(agreed)
-        context.exchanged.hyperparameters.follow(self._followed(agreed.settings))
-        due = self._whose_turn(agreed, own)
-        if foreseen is not None and agreed.weights is None:
-            self.enclosed.deliver(foreseen, messages, records, enclosures)
-        takes_place, sent = bool(due.turns) and not agreed.nobody, _BYTES_OF_RECORD
-        with failing(context.handshake, own.counters.local_steps):
-            if agreed.left_out:
-                reset_to_center(self.tensor_groups, context, not_finite if left_out else None)
-            if takes_place:
-                sent += self._run(agreed, due)
-                self._constrain()
-                if context.audit_every and (progress.rounds + 1) % context.audit_every == 0:
-                    self.tensor_groups.audit()
-        counters = progress.counters
-        progress.counters = replace(
-            counters,
-            local_steps=agreed.step,
-            rounds=counters.rounds + takes_place,
-            left_out=counters.left_out + left_out,
-            bytes_sent=counters.bytes_sent + sent,
-            skipped_updates=counters.skipped_updates + agreed.step - counters.local_steps,
-            last_exchange=agreed.step,
-            next_exchange=agreed.step + plan.next_exchange - agreed.clock.step,
-            gradients=0,
-            exchange_seconds=counters.exchange_seconds + time.perf_counter() - started,
-        )
-        progress.notes = self._noted(own, due, plan)
-        context.handshake.have_exchanged()
-        report_exchange(
-            self, own, lambda: progress.counters, context.handshake.came, context.handshake.waited, due.completes
-        )
-        progress.time(agreed.step)
-        return agreed.training
+    def exchange(self, leaving: bool = False) -> bool:
+        """Exchange with all ranks; return whether any of them is still training.
 
-    def _foreseen(self, own: LocalStatus) -> DueFragments | None:
-        """Return whose turn it is if all ranks have come as far as this one; None where data does not travel along."""
-        if not self.enclosed.possible or self.context.warmup.equal or self.context.handshake.failure is not None:
+        The handshake shares the status of every rank, and the messages of small exchanges travel with it. From then on
+        all ranks know the same: at which step they are, which fragments are due, and when the next exchange is.
+        """
+        context, progress, started = self.context, self.context.progress, time.perf_counter()
+        purpose = Purpose.LEAVE if leaving else Purpose.EXCHANGE
+        with context.exchanged.replica.range("hvd_periodic.exchange"):
+            own = self._local_status(purpose)
+            expected = self._expected(own, purpose)
+            piggyback = None if expected is None else self.piggyback.pack(expected)
+            with context.exchanged.replica.range("hvd_periodic.meeting"):
+                records, piggybacks = context.handshake.handshake_with(purpose, own, piggyback)
+
+            agreed = context.handshake.agree(records, own)
+            plan = context.planner.following(agreed)
+            self._follow(agreed.settings)
+            due = self._due(agreed, own)
+            if piggyback is not None and agreed.weights is None:
+                self.piggyback.deliver(records, piggybacks)
+            with context.handshake.remember_failure(own.counters.local_steps):
+                sent = _BYTES_OF_RECORD + self._exchange_tensors(agreed, due, own)
+
+            next_exchange = agreed.step + plan.next_exchange - agreed.clock.step
+            notes = replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.noted)
+            exchanged, excluded = bool(due.turns), own.excluded is not None
+            progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
+            context.handshake.have_exchanged()
+            report_exchange(self, own, context.handshake.came, context.handshake.waited, due.completes)
+            progress.time(agreed.step)
+            return agreed.training
+
+    def _local_status(self, purpose: Purpose) -> LocalStatus:
+        """Return the status of this rank: a problem that would end the exchange on all, or its distance if wanted."""
+        context = self.context
+        own = context.handshake.local_status()
+        problem = own.problem or context.exchanged.replica.misfit()
+        problem = problem or (self._moved_uncounted() if purpose is Purpose.LEAVE else None)
+        not_finite = None if problem else self.finite.problem(own.counters.local_steps)
+        if problem or not_finite:
+            excluded = not_finite if self.finite.skips else None
+            return replace(own, problem=problem or (None if excluded else not_finite), excluded=excluded)
+        return with_distance(self, own)
+
+    def _expected(self, own: LocalStatus, purpose: Purpose) -> DueFragments | None:
+        """Return what is due if all ranks have the status of this one; None where no message can be piggybacked."""
+        failed = own.problem or own.excluded or self.context.handshake.failure
+        if purpose is not Purpose.EXCHANGE or failed or not self.piggyback.possible or self.context.warmup.equal:
             return None
         counters, size = own.counters, self.context.membership.communicator.size
         pending = counters.local_steps - counters.last_exchange
         passed = SinceLastSync(own.clock.period, pending, counters.gradients)
         return self.turns.due(size, own.clock, own.notes.since, passed, training=True)
 
-    def _whose_turn(self, agreed: GlobalStatus, own: LocalStatus) -> DueFragments:
-        """Return whose turn it is."""
+    def _due(self, agreed: GlobalStatus, own: LocalStatus) -> DueFragments:
+        """Return the fragments that are due."""
         passed = SinceLastSync(agreed.period, agreed.pending, own.counters.gradients)
         passed = passed if agreed.training or agreed.pending else SinceLastSync()
         communicator = self.context.membership.communicator
         due = self.turns.due(communicator.size, agreed.clock, own.notes.since, passed, agreed.training)
-        return due if agreed.weights is None else due.weighing(agreed.weights[communicator.rank])
+        if agreed.weights is None:
+            return due
+        return due.weighing(agreed.weights[communicator.rank]) if any(agreed.weights) else replace(due, turns=[])
 
-    def _noted(self, own: LocalStatus, due: DueFragments, plan: Plan) -> ScheduleState:
-        """Return what is kept until the next exchange; losses are of the period that ends."""
-        return replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.noted)
+    def _follow(self, settings: Any) -> None:
+        """Let the center's optimizer follow the settings on which ranks have agreed; None: its own."""
+        hyperparameters = self.context.exchanged.hyperparameters
+        if settings is None and self.overlapped:  # While the exchange is in flight, schedulers step.
+            settings = hyperparameters.hyperparameters()
+        hyperparameters.follow(settings)
 
-    def _run(self, agreed: GlobalStatus, due: DueFragments) -> Any:
-        """Let data travel; return the bytes handed to collectives."""
-        context, sent = self.context, 0
-        if context.warmup.equal:
-            self.tensor_groups.restart()
-            self.tensor_groups.audit()
+    def _exchange_tensors(self, agreed: GlobalStatus, due: DueFragments, own: LocalStatus) -> int:
+        """Exchange what is due; return the bytes handed to collectives."""
+        context, groups, sent = self.context, self.tensor_groups, 0
+        if agreed.left_out:
+            reset_to_center(groups, context, own.excluded)
+        if not due.turns:
             return 0
-        if due.completes:
-            last = due.turns[-1].exchange
-            if agreed.states_are_there:
-                sent += self._exchange_state(last, due.periods)
-            sent += self.tensor_groups.exchange_statistics(last)
-        return sent + sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
+        if context.warmup.equal:
+            groups.restart()
+            groups.audit()
+        else:
+            if due.completes:
+                last, membership = due.turns[-1].exchange, context.membership
+                if agreed.states_are_there and context.optimizer_state is not None:
+                    sent += context.optimizer_state.exchange(
+                        membership.communicator, last, due.periods, membership.name
+                    )
+                sent += groups.exchange_statistics(last)
+            sent += sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
+        self._constrain()
+        if context.audit_every and (context.progress.rounds + 1) % context.audit_every == 0:
+            groups.audit()
+        return sent
 
     def _constrain(self) -> None:
         """Let parameters and center obey constraints, after the center has moved."""
         self.context.exchanged.replica.constrain(self.tensor_groups.parameters.center)
 
-    def _followed(self, settings: Any) -> Any:
-        """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""
-        return settings
-
-    def _send(self, turn: FragmentExchange, step: int, training: bool) -> Any:
+    def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
         """Exchange a fragment of the parameters at a step; return the bytes handed to collectives."""
         return self.tensor_groups.exchange_parameters(turn.exchange, turn.fragment)
-
-    def _exchange_state(self, exchange: Exchange, rounds: Any) -> Any:
-        """Exchange the local optimizer's state as its policy asks; return the bytes handed to collectives."""
-        context = self.context
-        if context.optimizer_state is None:
-            return 0
-        communicator, name = context.membership.communicator, context.membership.name
-        return context.optimizer_state.exchange(communicator, exchange, rounds, name, self._when)
-
-    def _when(self, condition: Any, run: Callable[[], int]) -> Any:
-        """Return what ``run`` does where the condition holds, 0 elsewhere."""
-        return run() if condition else 0
 
     def leave(self) -> None:
         """Take part in the exchanges of the others until all are done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_periodic.algorithms.base import Algorithm, Exchange
@@ -36,23 +37,18 @@ class TensorGroups(Generic[V]):
         groups: the parameters first.
         replica: of this rank.
         membership: the ranks that hold the same.
+
+    Attributes:
+        parameters: the group on which the algorithm acts.
+        statistics: the groups that are exchanged with it by fixed rules.
     """
 
     def __init__(self, groups: Sequence[TensorGroup[V]], replica: Replica[V], membership: Membership) -> None:
         self._groups, self._replica, self._membership = list(groups), replica, membership
+        self.parameters, self.statistics = self._groups[0], self._groups[1:]
 
     def __iter__(self) -> Iterator[TensorGroup[V]]:
         return iter(self._groups)
-
-    @property
-    def parameters(self) -> TensorGroup[V]:
-        """What the algorithm acts on."""
-        return self._groups[0]
-
-    @property
-    def statistics(self) -> list[TensorGroup[V]]:
-        """What is exchanged with them by rules that no algorithm changes."""
-        return self._groups[1:]
 
     @property
     def held_alike(self) -> list[TensorGroup[V]]:
@@ -103,16 +99,16 @@ class TensorGroups(Generic[V]):
         for bucket in store.layout.buckets:
             store.write(bucket, send(store.read(bucket, out=self._replica.scratch(bucket, 0))))
 
-    def exchange(self, exchange: Exchange) -> Any:
+    def exchange(self, exchange: Exchange) -> int:
         """Exchange all groups, in the order that all ranks keep; return the bytes handed to collectives."""
         return self.exchange_statistics(exchange) + self.exchange_parameters(exchange)
 
-    def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> Any:
+    def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> int:
         """Exchange the parameters, or a fragment of them; return the bytes handed to collectives."""
         membership = self._membership
         return self.parameters.exchange(membership.communicator, exchange, membership.name, fragment)
 
-    def exchange_statistics(self, exchange: Exchange) -> Any:
+    def exchange_statistics(self, exchange: Exchange) -> int:
         """Exchange all others; return the bytes handed to collectives."""
         communicator, name = self._membership.communicator, self._membership.name
         return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
@@ -213,12 +209,12 @@ class ExchangeSpec(Generic[V]):
         if self.algorithm.uses_learning_rate and self.rates is None:
             raise ValueError(f"{name} needs the learning rate of local steps: pass `optimizer`")
 
-    @property
+    @cached_property
     def center_optimizer(self) -> OuterOptimizer:
         """What moves the center; one that does nothing, where the algorithm does."""
         return NoOuterOptimizer() if self.outer is None else self.outer
 
-    @property
+    @cached_property
     def hyperparameters(self) -> Hyperparameters:
         """The settings on which ranks have to agree before they move the center."""
         return self.rates if self.algorithm.uses_learning_rate and self.rates is not None else self.center_optimizer

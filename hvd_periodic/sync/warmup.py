@@ -23,12 +23,9 @@ class SynchronousWarmup:
     """
 
     def __init__(self, planner: Planner, progress: ProgressTracker) -> None:
-        self._planner, self._progress = planner, progress
-
-    @property
-    def until(self) -> int | None:
-        """Local steps at which it ends; None if there is none."""
-        return self._planner.schedule.synchronous_until
+        self._progress = progress
+        self.until = planner.schedule.synchronous_until
+        """Local steps at which the warmup ends; None if there is none."""
 
     @property
     def equal(self) -> bool:

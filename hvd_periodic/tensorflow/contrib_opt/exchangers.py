@@ -8,7 +8,7 @@ from hvd_periodic.algorithms import Exchange
 from hvd_periodic.centers.tensor_group import TensorGroup
 from hvd_periodic.sync.asynchronous import Asynchronous
 from hvd_periodic.sync.fragment_plan import DueFragments
-from hvd_periodic.sync.status import GlobalStatus
+from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 from hvd_periodic.sync.synchronous import Synchronous
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
@@ -23,10 +23,10 @@ class SessionSynchronous(Synchronous[Any]):
 
     how_to_start = ""
 
-    def _run(self, agreed: GlobalStatus, due: DueFragments) -> Any:
-        if self.context.progress.rounds == 0 and not self.context.warmup.equal:
+    def _exchange_tensors(self, agreed: GlobalStatus, due: DueFragments, own: LocalStatus) -> int:
+        if due.turns and self.context.progress.rounds == 0 and not self.context.warmup.equal:
             self.tensor_groups.audit(self.how_to_start)
-        return super()._run(agreed, due)
+        return super()._exchange_tensors(agreed, due, own)
 
 
 class SessionAsynchronous(Asynchronous[Any]):

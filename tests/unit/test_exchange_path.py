@@ -1,0 +1,146 @@
+"""The path of one exchange through the library, as a reader follows it: how many files, functions and calls it takes.
+
+Comprehensions, generator expressions and lambdas belong to the function in which they are written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import hvd_periodic
+from hvd_periodic import Communicator, LocalCommunicator
+from hvd_periodic.numpy import SGD, ElasticAverageOptimizer
+from hvd_periodic.sync.synchronous import Synchronous
+from tests.helpers import run_ranks
+
+PACKAGE = Path(hvd_periodic.__file__).parent
+
+
+class Limits(NamedTuple):
+    """The most that the path of an exchange may take."""
+
+    files: int
+    functions: int
+    calls: int
+
+
+class Trace(NamedTuple):
+    """The functions of the library that an exchange has called, by file and qualified name, with their calls."""
+
+    calls: Counter[tuple[str, str]]
+
+    def check(self, limits: Limits) -> None:
+        """Fail if the path takes more than the limits; name the files, those with most calls first."""
+        files = Counter[str]()
+        for (file, _), count in self.calls.items():
+            files[file] += count
+        found = Limits(len(files), len(self.calls), self.calls.total())
+        assert found.files > 10, "The trace is empty"
+        assert all(count <= limit for count, limit in zip(found, limits, strict=True)), (
+            f"{found}, at most {limits}: {files}"
+        )
+
+    def of(self, name: str) -> int:
+        """Return how often the functions of a name, the last part of the qualified one, were called."""
+        return sum(count for (_, function), count in self.calls.items() if function.rpartition(".")[2] == name)
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    """Trace the calls of this thread."""
+    path = Trace(Counter())
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE) and not frame.f_code.co_name.startswith("<"):
+            path.calls[str(file.relative_to(PACKAGE)), frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        yield path
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
+    """Trace all synchronous exchanges of the test, in whichever threads they run."""
+    exchange, traces = Synchronous.exchange, list[Trace]()
+
+    def within(self: Synchronous[Any], leaving: bool = False) -> bool:
+        with traced() as trace:
+            found = exchange(self, leaving)
+        traces.append(trace)
+        return found
+
+    monkeypatch.setattr(Synchronous, "exchange", within)
+    return traces
+
+
+def check_asked_once(trace: Trace) -> None:
+    """Fail unless an exchange asks the schedule, and this rank for its status, once, and counts and reports itself."""
+    names = ("next_exchange", "remember", "snapshot", "advance", "report_exchange")
+    found = {name: trace.of(name) for name in names}
+    assert found == dict.fromkeys(names, 1)
+
+
+def test_numpy() -> None:
+    """From the step that finds an exchange due, on two ranks."""
+
+    def train(communicator: Communicator) -> Trace:
+        x = np.full(5, 1.0 + communicator.rank)
+        optimizer = ElasticAverageOptimizer(SGD(0.1), {"x": x}, period=2, process_set=communicator)
+        for _ in range(3):
+            optimizer.step({"x": x})
+        with traced() as trace:
+            optimizer.synchronizer.step()
+        assert optimizer.synchronizer.counters.last_exchange == 4
+        return trace
+
+    for trace in run_ranks(2, train):
+        check_asked_once(trace)
+        trace.check(Limits(36, 140, 200))
+
+
+def test_torch(exchanges: list[Trace]) -> None:
+    """The second exchange: at the first one, memory is allocated."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("horovod.torch")
+    import hvd_periodic.torch as hvdp
+
+    model = torch.nn.Linear(3, 2)
+    local = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvdp.ElasticAverageOptimizer(local, model, period=2, process_set=LocalCommunicator())
+    for _ in range(4):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    assert len(exchanges) == 2
+    check_asked_once(exchanges[1])
+    exchanges[1].check(Limits(36, 140, 210))
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_keras(exchanges: list[Trace], eager: bool) -> None:
+    """Python runs the same text, also where a compiled step waits for it."""
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("horovod.tensorflow")
+    import hvd_periodic.tensorflow as hvdp
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = hvdp.ElasticAverageOptimizer(
+        keras.optimizers.SGD(0.1), model, period=2, process_set=LocalCommunicator()
+    )
+    model.compile(optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
+    model.fit(np.ones((16, 3)), np.ones((16, 2)), batch_size=4, verbose=0)
+    assert len(exchanges) == 2
+    check_asked_once(exchanges[1])
+    exchanges[1].check(Limits(38, 145, 380))
