@@ -145,6 +145,7 @@ class Asynchronous(Exchanger[V]):
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Refuse to load in the middle of training."""
+        super().check_load(state, begun)
         if begun and not self.worker.finished and self.context.membership.communicator.size > 1:
             raise RuntimeError(
                 "load_state_dict() while ranks train asynchronously: the others would not notice. Load before the "

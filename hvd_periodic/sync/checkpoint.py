@@ -134,8 +134,17 @@ class Checkpoint(Generic[V]):
             "fragments": len(context.fragments),
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError if a state belongs to another algorithm, another model or another version."""
+    def check(self, state: dict[str, Any], begun: bool) -> None:
+        """Check that a state can be loaded; change nothing.
+
+        Args:
+            state: the result of :meth:`save`.
+            begun: training has begun.
+
+        Raises:
+            ValueError: the state belongs to another algorithm, another model or another version.
+            RuntimeError: the other ranks would not notice.
+        """
         exchanged = self._exchanger.context.exchanged
         algorithm, outer = type(exchanged.algorithm).__name__, exchanged.center_optimizer.name
         if not isinstance(state, dict) or state.get("version") != _VERSION:
@@ -149,7 +158,7 @@ class Checkpoint(Generic[V]):
         if state.get("outer", outer) != outer:
             raise ValueError(f"The state was saved with the outer optimizer {state['outer']}, and this one has {outer}")
         self.check_fragments(state)
-        self._exchanger.check_in_flight(state.get("under_way"))
+        self._exchanger.check_load(state, begun)
         for group, vectors in self._vectors():
             vectors.check(state["vectors"].get(group, {}))
 
@@ -162,17 +171,10 @@ class Checkpoint(Generic[V]):
                 "with the same number, or start from the saved center"
             )
 
-    def load(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore what :meth:`save` returned; training that has ``begun`` has to begin again.
-
-        Raises:
-            ValueError: as :meth:`check`.
-            RuntimeError: other ranks would not notice.
-        """
-        self.check(state)
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a state that :meth:`check` has accepted; training that has begun has to begin again."""
         exchanger, progress = self._exchanger, self._exchanger.context.progress
-        exchanger.check_load(state, begun)
-        exchanger.load_in_flight_exchange(state.get("under_way"))
+        exchanger.load(state)
         for group, vectors in self._vectors():
             vectors.load(state["vectors"][group])
         exchanger.has_loaded(state)

@@ -207,12 +207,20 @@ class Exchanger(ABC, Generic[V]):
     def optimizer_state(self) -> Any:
         """Return what a checkpoint holds of the center's optimizer."""
 
-    @abstractmethod
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
-        """Raise where a state cannot be loaded now; load that of the center's optimizer, where it is here."""
+        """Check that a state can be loaded now; change nothing.
+
+        Raises:
+            ValueError: the state does not fit.
+            RuntimeError: the other ranks would not notice.
+        """
+        self.check_in_flight(state.get("under_way"))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load the state of the center's optimizer, if it is on this rank, and the exchange in flight."""
 
     def has_loaded(self, state: dict[str, Any]) -> None:
-        """Take notice of a state that the groups have loaded."""
+        """Use a state that the groups have loaded."""
 
     def resume(self, state: dict[str, Any] | None) -> None:
         """Go on from what every rank has loaded; all ranks together."""

@@ -161,10 +161,11 @@ class Overlapped(Synchronous[V]):
         """Take what is under way, before others take over what comes of it."""
         self._land()
 
-    def check_load(self, state: dict[str, Any], begun: bool) -> None:
-        """Wait for what is under way, which what is loaded replaces."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Wait for the exchange in flight, which that of the state replaces."""
         self.discard()
-        super().check_load(state, begun)
+        super().load(state)
+        self.load_in_flight_exchange(state.get("under_way"))
 
     def in_flight(self) -> Any:
         """Return what is left to be taken, for a checkpoint."""

@@ -440,8 +440,17 @@ class ReplicaSynchronizer(Generic[V]):
             RuntimeError: called inside ``center()``; or in the middle of asynchronous training, which other ranks would
                 not notice.
         """
+        self.check_state_dict(state)
+        self.load_checked(state)
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise the errors that :meth:`load_state_dict` would raise; change nothing."""
         self.center_reader.require_outside_center_block("load_state_dict")
-        self.checkpoint.load(state, self.begun)
+        self.checkpoint.check(state, self.begun)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Restore a state that :meth:`check_state_dict` has accepted."""
+        self.checkpoint.load(state)
         self.startup.begun = False
 
     @property

@@ -254,6 +254,11 @@ class Synchronous(Exchanger[V]):
         return self.placement.gather(membership.communicator, state, f"{membership.name}.state")
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
+        """Check also that this rank finds its part of the center's optimizer."""
+        super().check_load(state, begun)
+        self.placement.select(state["center_optimizer"])
+
+    def load(self, state: dict[str, Any]) -> None:
         """Load the state of the center's optimizer, of which this rank may have a part."""
         self._load_optimizer_state(state["center_optimizer"])
 

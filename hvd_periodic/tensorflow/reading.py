@@ -100,10 +100,17 @@ class VariableCheckpoint(Checkpoint[Any]):
         }
         return self.assembled(vectors, saved["center_optimizer"])
 
-    def load(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore what ``save()`` returned, as in the core; also where other statistics were averaged then."""
+    def check(self, state: dict[str, Any], begun: bool) -> None:
+        """Check a state as in the core, also if other statistics were averaged when it was saved."""
+        super().check(self._translated(state), begun)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore a state as in the core, also if other statistics were averaged when it was saved."""
+        super().load(self._translated(state))
+
+    def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
         named = cast(VariableReplica, self._exchanger.context.exchanged.replica).named
-        super().load(_translated(state, self._exchanger.tensor_groups, named), begun)
+        return _translated(state, self._exchanger.tensor_groups, named)
 
     def forget(self) -> None:
         """Forget what was loaded: training has begun from it."""

@@ -315,7 +315,7 @@ class PeriodicOptimizer(torch.optim.Optimizer):
             inner[STATE_KEY] = own.pop(INSIDE_KEY)
         self.synchronizer.check_state_dict(own)
         self.inner.load_state_dict(inner)
-        self.synchronizer.load_state_dict(own)
+        self.synchronizer.load_checked(own)
 
     def __repr__(self) -> str:
         synchronizer = self.synchronizer

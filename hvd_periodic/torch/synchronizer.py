@@ -219,6 +219,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
     restart_center = _evaluating(ReplicaSynchronizer.restart_center)
     distance = _evaluating(ReplicaSynchronizer.distance)
     center_tensors = neutrally(ReplicaSynchronizer.center_tensors)
+    load_state_dict = neutrally(ReplicaSynchronizer.load_state_dict)
 
     @neutrally
     def state_dict(self) -> dict[str, Any]:
@@ -227,18 +228,16 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             saved = super().state_dict()
         return with_sharded_tensors(saved, self.replica.sharded, self.replica.names, self.exchanged.outer)
 
-    @neutrally
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict()``, as in the base class."""
-        self.check_state_dict(state)
-        super().load_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
-        self.replica.uncounted = None
-
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the errors that ``load_state_dict()`` would raise; change nothing."""
-        self.checkpoint.check(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        super().check_state_dict(translated(shards_in(state), self.tensor_groups, self.replica.named))
         if self.replica.sharded:
             check_moving(state, self.exchanged.outer)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Restore a state that ``check_state_dict()`` has accepted."""
+        super().load_checked(translated(shards_in(state), self.tensor_groups, self.replica.named))
+        self.replica.uncounted = None
 
     @contextmanager
     def center(self) -> Iterator[None]:
