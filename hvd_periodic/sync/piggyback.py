@@ -1,4 +1,4 @@
-"""Small messages travel with the handshake, so that an exchange takes one collective instead of two."""
+"""Sends small messages along with the handshake, so that an exchange takes one collective instead of two."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "max": np.ma
 
 
 class PiggybackedMessages(Generic[V]):
-    """Encloses the messages of an exchange, where all of them together are small, and delivers their sums.
+    """Sends the messages of an exchange along with the handshake if they are small in total, and delivers their sums.
 
-    Where some rank comes for something else than the others, as at the end of training, all exchange as usual: every
-    rank sees from the records whether all have enclosed the same. Sums are taken in the order of ranks.
+    If ranks are in different calls, as at the end of training, all exchange as usual: the records tell every rank
+    whether all have sent messages of the same exchange. Messages are summed in rank order.
 
     Args:
-        groups: what is exchanged.
-        replica: of this rank.
+        groups: the exchanged tensors.
+        replica: the replica of this rank.
         membership: the ranks.
     """
 
@@ -45,24 +45,24 @@ class PiggybackedMessages(Generic[V]):
         )
 
     def messages(self, due: DueFragments) -> list[np.ndarray]:
-        """Return the messages of an exchange; changes nothing. Empty, where there are none or they cannot be formed."""
+        """Return the messages of an exchange, without side effects; empty if they cannot travel with the handshake."""
         if not self.possible:
             return []
         try:
             return [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
-        except Exception:  # It comes again in the exchange, where the other ranks hear of it.
+        except Exception:  # It will be raised again in the exchange, which reports it to the other ranks.
             return []
 
     def deliver(
         self, due: DueFragments, own: Sequence[np.ndarray], records: Sequence[Record], enclosures: Sequence[np.ndarray]
     ) -> None:
-        """Hand out the sums of messages, where all ranks have enclosed theirs for the same exchange.
+        """Deliver the sums of the messages if all ranks have sent theirs for the same exchange.
 
         Args:
-            due: the exchange.
+            due: the fragments that are exchanged.
             own: the messages of this rank.
-            records: of all ranks.
-            enclosures: of all ranks.
+            records: the records of all ranks.
+            enclosures: the piggybacked integers of all ranks.
         """
         places = {(record.purpose, record.pending, record.period, record.piggyback_length) for record in records}
         if len(places) > 1 or not records[0].piggyback_length or records[0].purpose != Purpose.EXCHANGE:
@@ -77,7 +77,7 @@ class PiggybackedMessages(Generic[V]):
             group.error_feedback.received_totals[bucket.index] = self._replica.from_host(np.array(total), bucket)
 
     def _sent(self, due: DueFragments) -> Iterator[tuple[TensorGroup[V], Bucket, Any]]:
-        """Yield what an exchange sends: group, bucket and exchange, in order."""
+        """Yield the group, bucket and exchange of every message, in order."""
         if due.completes:
             for group in self._groups.statistics:
                 for bucket in group.values.layout.buckets:
@@ -88,7 +88,7 @@ class PiggybackedMessages(Generic[V]):
 
 
 def as_integers(messages: Sequence[np.ndarray]) -> np.ndarray:
-    """Return messages as they travel: each begins at a multiple of eight bytes.
+    """Pack messages into 64-bit integers, each message padded to a multiple of eight bytes.
 
     Example:
         >>> as_integers([np.zeros(3, np.float32), np.ones(1, np.int64)])

@@ -1,4 +1,4 @@
-"""Ranges that profilers show: the parts of an exchange."""
+"""Names the parts of an exchange for profilers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def profiler_range(exchanger: Exchanger[Any], name: str) -> AbstractContextManager[object]:
-    """Return a range ``hvd_periodic.NAME``, which lasts as long as a ``with`` block."""
+    """Return a context manager whose block profilers show as the range ``hvd_periodic.NAME``."""
     return exchanger.context.exchanged.replica.range(f"hvd_periodic.{name}")
 
 
 def profiled(name: str) -> Callable[[F], F]:
-    """Return what makes a range of a method of a course."""
+    """Return a decorator that marks a method of an :class:`Exchanger` as a profiler range."""
 
     def decorate(method: F) -> F:
         @wraps(method)

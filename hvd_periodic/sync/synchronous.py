@@ -1,4 +1,4 @@
-"""All ranks exchange at the same local steps, and wait for each other."""
+"""Synchronous exchange: all ranks exchange at the same local steps and wait for each other."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _BYTES_OF_RECORD = 8 * len(integers(Record(0, 0)))
 
 
 class Synchronous(Exchanger[V]):
-    """Exchanges by collectives.
+    """Exchanges through collectives.
 
-    The center of the parameters lives where the user has asked, those of statistics on every rank.
+    The user chooses the placement of the parameters' center; centers of statistics are on every rank.
     """
 
     steps_agree = True
@@ -42,13 +42,13 @@ class Synchronous(Exchanger[V]):
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
-        """Return the algorithm, whose rates make sense for so many ranks."""
+        """Return the algorithm, after a check of its rates for ``size`` ranks."""
         algorithm.check(size)
         return algorithm
 
     @classmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
-        """Allow all of them."""
+        """Accept every schedule and policy."""
 
     def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
         membership, exchanged = context.membership, context.exchanged
@@ -70,13 +70,13 @@ class Synchronous(Exchanger[V]):
         self._bind()
 
     def _bind(self) -> None:
-        """Make the outer optimizer of this rank's share of the center, if there is one."""
+        """Bind the outer optimizer, if there is one, to this rank's shard of the center."""
         group = self.tensor_groups.parameters
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
     def join(self) -> None:
-        """Let the groups exchange with other ranks, and another optimizer move the center if that has another share."""
+        """Exchange with the current members; bind the outer optimizer again if this rank's shard has changed."""
         membership, replica = self.context.membership, self.context.exchanged.replica
         moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
         self.enclosed = PiggybackedMessages(self.tensor_groups, replica, membership)
@@ -85,32 +85,32 @@ class Synchronous(Exchanger[V]):
 
     @property
     def reads_together(self) -> bool:
-        """Whether all ranks have to take part where one reads the center: unless it is on every rank."""
+        """Whether reading the center is collective: unless it is on every rank."""
         return not self.placement.everywhere
 
     @property
     def shows_loaded(self) -> bool:
-        """True: the groups hold it."""
+        """True: the tensor groups hold it."""
         return True
 
     def facts(self) -> dict[str, object]:
-        """Return that all ranks exchange like this."""
+        """Return the settings that all ranks must share: synchronous exchange and its options."""
         context = self.context
         return {
             "asynchronous": False,
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
-            "weight": "of all ranks alike" if context.handshake.weight.given is None else "of every rank its own",
+            "weight": "not given" if context.handshake.weight.given is None else "given",
             "audit_every": context.audit_every,
         }
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
-        """Return when the first exchange takes place, the same on all ranks."""
+        """Return the plan of the first exchange, the same on all ranks."""
         return self.context.planner.first(records)
 
     def tell_failure(self, error: Exception) -> None:
-        """Meet the others, who wait for this rank at their next exchange."""
+        """Enter the handshake in which the other ranks wait for this one; they learn of the failure there."""
         try:
             self.context.handshake.meet(Purpose.EXCHANGE)
         except RuntimeError:
@@ -118,7 +118,7 @@ class Synchronous(Exchanger[V]):
 
     @profiled("exchange")
     def exchange(self, leaving: bool = False) -> Any:
-        """Exchange with all ranks; return whether some of them is still training."""
+        """Exchange with all ranks; return whether any rank is still training."""
         context, progress = self.context, self.context.progress
         started, purpose = time.perf_counter(), Purpose.LEAVE if leaving else Purpose.EXCHANGE
         own, problem = context.handshake.local_status()
@@ -171,7 +171,7 @@ class Synchronous(Exchanger[V]):
         return agreed.training
 
     def _foreseen(self, own: LocalStatus) -> DueFragments | None:
-        """Return whose turn it is if all ranks have come as far as this one; None where data does not travel along."""
+        """Return the due fragments, assuming that all ranks are as far as this one; None if nothing is piggybacked."""
         if not self.enclosed.possible or self.context.warmup.equal or self.context.handshake.failure is not None:
             return None
         counters, size = own.counters, self.context.membership.communicator.size
@@ -180,7 +180,7 @@ class Synchronous(Exchanger[V]):
         return self.turns.due(size, own.clock, own.notes.since, passed, training=True)
 
     def _whose_turn(self, agreed: GlobalStatus, own: LocalStatus) -> DueFragments:
-        """Return whose turn it is."""
+        """Return the due fragments, given the status of all ranks."""
         passed = SinceLastSync(agreed.period, agreed.pending, own.counters.gradients)
         passed = passed if agreed.training or agreed.pending else SinceLastSync()
         communicator = self.context.membership.communicator
@@ -188,11 +188,11 @@ class Synchronous(Exchanger[V]):
         return due if agreed.weights is None else due.weighing(agreed.weights[communicator.rank])
 
     def _noted(self, own: LocalStatus, due: DueFragments, plan: Plan) -> ScheduleState:
-        """Return what is kept until the next exchange; losses are of the period that ends."""
+        """Return the schedule state until the next exchange; losses are dropped when a period ends."""
         return replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.noted)
 
     def _run(self, agreed: GlobalStatus, due: DueFragments) -> Any:
-        """Let data travel; return the bytes handed to collectives."""
+        """Exchange the due data; return the bytes handed to collectives."""
         context, sent = self.context, 0
         if context.warmup.equal:
             self.tensor_groups.restart()
@@ -206,11 +206,11 @@ class Synchronous(Exchanger[V]):
         return sent + sum(self._send(turn, agreed.step, agreed.training) for turn in due.turns)
 
     def _constrain(self) -> None:
-        """Let parameters and center obey constraints, after the center has moved."""
+        """Apply constraints to the parameters and the center, after the center has moved."""
         self.context.exchanged.replica.constrain(self.tensor_groups.parameters.center)
 
     def _followed(self, settings: Any) -> Any:
-        """Return what the center's optimizer is to follow, given what ranks have agreed on; None: its own."""
+        """Return the hyper-parameters for the center's optimizer, given the agreed ones; None: its own."""
         return settings
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> Any:
@@ -226,7 +226,7 @@ class Synchronous(Exchanger[V]):
         return context.optimizer_state.exchange(communicator, exchange, rounds, name, self._when)
 
     def _when(self, condition: Any, run: Callable[[], int]) -> Any:
-        """Return what ``run`` does where the condition holds, 0 elsewhere."""
+        """Return the result of ``run`` if the condition holds, else 0."""
         return run() if condition else 0
 
     def leave(self) -> None:
@@ -236,7 +236,7 @@ class Synchronous(Exchanger[V]):
         self.tensor_groups.audit()
 
     def _moved_uncounted(self) -> str | None:
-        """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""
+        """Return a message if this rank leaves without any counted step, but its parameters differ from the center."""
         counters = self.context.progress.counters
         if (
             counters.local_steps > 0
@@ -257,14 +257,14 @@ class Synchronous(Exchanger[V]):
         return self.context.exchanged.center_optimizer
 
     def optimizer_state(self) -> Any:
-        """Return the state of the center's optimizer, of all ranks where each has a part of it."""
+        """Return the state of the center's optimizer, gathered from all ranks if it is sharded."""
         membership, state = self.context.membership, self._outer.state()
         if self.tensor_groups.parameters.total is None:
             return state
         return self.placement.gather(membership.communicator, state, f"{membership.name}.state")
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
-        """Load the state of the center's optimizer, of which this rank may have a part."""
+        """Load the state of the center's optimizer, or this rank's part."""
         self._load_optimizer_state(state["center_optimizer"])
 
     def _load_optimizer_state(self, saved: Any) -> None:
@@ -273,7 +273,7 @@ class Synchronous(Exchanger[V]):
             self._outer.load(state)
 
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return the centers that were loaded, whole; none where this rank has shares only."""
+        """Return the loaded centers in full; none if this rank has only shards."""
         stores: list[Store[Any]] = []
         replica, groups = self.context.exchanged.replica, self.tensor_groups.held_alike
         for group in (
@@ -289,13 +289,13 @@ class Synchronous(Exchanger[V]):
         return stores
 
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
-        """Return the state of the center's optimizer; where this rank has a part of it, what was loaded."""
+        """Return the state of the center's optimizer; if this rank holds only a part, the loaded state."""
         if self.placement.everywhere:
             return self._outer.state()
         return None if state is None else state["center_optimizer"]
 
     def take_over(self, takeover: TakeoverState) -> None:
-        """Give all ranks the workers' vectors and the centers of one of them, or their shares of what it has loaded."""
+        """Give all ranks one rank's worker vectors, and its centers or their shards of the center it has loaded."""
         for group in self.tensor_groups:
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, takeover.send)
@@ -309,7 +309,7 @@ class Synchronous(Exchanger[V]):
             self._load_optimizer_state(takeover.optimizer_state)
 
     def _share_out(self, group: TensorGroup[V], takeover: TakeoverState) -> None:
-        """Give all ranks their shares of the center that one has loaded."""
+        """Give all ranks their shards of the center that one rank has loaded."""
         layout, replica = group.values.layout, self.context.exchanged.replica
         held = replica.new_temporary_store(layout) if takeover.is_giver else group.values
         for key in group.center_state:
