@@ -1,1 +1,1 @@
-"""Elastic jobs: commits, backups and shards of the center when ranks come and go."""
+"""Elastic jobs: commits, and backups and shards of the center when ranks join or leave."""

@@ -17,13 +17,13 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 @dataclass(frozen=True)
 class ShardBackup:
-    """What a rank keeps of a center that no rank has whole.
+    """A rank's shard of the center, with the backups of other ranks' shards that it holds.
 
     Attributes:
-        rank: that this one had.
-        holders: the ranks that had a share.
-        keepers: who has the copy of the share of each rank.
-        shares: of this rank, and copies of those of others, by rank.
+        rank: the number of this rank at the time.
+        holders: the ranks that had a shard.
+        backup_ranks: for each rank, the rank that holds the backup of its shard.
+        shares: this rank's shard and the backups that it holds, by rank.
     """
 
     rank: int
@@ -33,13 +33,13 @@ class ShardBackup:
 
 
 def backup_ranks(hosts: Sequence[int]) -> list[int]:
-    """Return the rank that keeps the copy of each rank's share: on the host half of the hosts further.
+    """Return, for each rank, the rank that holds the backup of its shard.
 
-    So a host and its neighbour may both be lost, if there are more than three. On a single host, each rank counts as a
-    host of its own.
+    With h hosts, the backup is h/2 hosts further, so that a host and its neighbour may both be lost if there are more
+    than three hosts. On a single host, each rank counts as one host.
 
     Args:
-        hosts: of the ranks, each by a number.
+        hosts: the host number of each rank.
 
     Example:
         >>> backup_ranks([0, 0, 0]), backup_ranks([0, 0, 2, 2]), backup_ranks([0, 1, 2, 3])
@@ -56,7 +56,7 @@ def backup_ranks(hosts: Sequence[int]) -> list[int]:
 
 
 def mirrored(synchronizer: ReplicaSynchronizer[Any], share: Share) -> ShardBackup:
-    """Give a copy of this rank's share to another rank; all ranks together."""
+    """Send a copy of this rank's shard to its backup rank; collective."""
     synchronizer.handshake.meet(Purpose.COMMIT)
     membership = synchronizer.membership
     communicator, name = membership.communicator, f"{membership.name}.share"
@@ -71,16 +71,16 @@ def recovered(
     mirror: ShardBackup | None,
     whole: FullCenter | None,
 ) -> FullCenter:
-    """Return the center of what the ranks that are left have kept; all ranks together, those that join included.
+    """Restore the center from the shards and backups of the surviving ranks; collective, joining ranks included.
 
     Args:
-        communicator: the ranks that there are now.
-        synchronizer: of this rank, which is one of them.
-        mirror: what this rank has kept of it, if it has.
-        whole: all of it, if this rank has that: of a time when there were no shares.
+        communicator: the current ranks.
+        synchronizer: the synchronizer of this rank.
+        mirror: this rank's shard and backups, if it has any.
+        whole: the full center, if this rank has it from a time when it was not sharded.
 
     Raises:
-        RuntimeError: a share was lost with its copy; on all ranks.
+        RuntimeError: a shard was lost together with its backup; raised on all ranks.
     """
     kept = mirror and (mirror.rank, mirror.holders, mirror.backup_ranks)
     told = communicator.allgather_object((kept, whole is not None), "hvd_periodic.mirrors")
@@ -94,14 +94,14 @@ def recovered(
     lost = [holder for holder, giver in givers.items() if giver is None]
     if lost:
         raise RuntimeError(
-            f"Shares of the center were lost together with their copies: those of {named(lost)}, with copies on "
+            f"Shards of the center were lost together with their backups: the shards of {named(lost)}, with backups on "
             f"{named(chosen[holder] for holder in lost)}. Start the job again from a checkpoint"
         )
     mine = {} if mirror is None else {h: mirror.shares[h] for h, giver in givers.items() if giver == communicator.rank}
     for holder in mine:
         if mirror is not None and holder != mirror.rank:
             synchronizer.membership.log.warning(
-                "Rank %d has gone: its share of the center comes from the copy that rank %d has kept, now rank %d",
+                "Rank %d was lost: its shard of the center is restored from the backup on rank %d, now rank %d",
                 *(holder, mirror.rank, communicator.rank),
             )
     shares: dict[int, Share] = {}

@@ -26,77 +26,77 @@ from hvd_periodic.ranks import titled
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 _KEPT = 2
-"""Commits: a rank may be lost between those of two others, which are never further apart."""
+"""Number of commits to keep: when a rank is lost, the newest commits of two survivors differ by at most one."""
 
 Objects = dict[str, Any]
 """Plain objects by name."""
 
 
 class Committable(ABC):
-    """Something with a state, as a front end knows it."""
+    """An object whose state can be committed, as a front end provides it."""
 
     @abstractmethod
     def copied(self) -> Any:
-        """Return a copy of its state."""
+        """Return a copy of the state."""
 
     @abstractmethod
     def restore(self, copied: Any) -> None:
-        """Set it to what :meth:`copied` returned; keeps no part of it."""
+        """Restore a state that :meth:`copied` returned; keep no reference to it."""
 
     @abstractmethod
     def begin(self, loaded: bool) -> None:
-        """Let all ranks start from what the first one has: nobody has trained.
+        """Start all ranks from the first rank's state, before any training.
 
         Args:
-            loaded: states of exchanges were loaded on some rank, so that exchanges find out who has what.
+            loaded: whether a state of exchanges was loaded on some rank, so that exchanges compare what ranks loaded.
         """
 
     @abstractmethod
     def take_from(self, giver: int) -> None:
-        """Let all ranks have what one of them has."""
+        """Broadcast the state of the rank ``giver`` to all ranks."""
 
 
 class CommittableOptimizer(Committable):
-    """Something that exchanges."""
+    """A committable object that exchanges."""
 
     @property
     @abstractmethod
     def synchronizer(self) -> Any:
-        """What runs the exchanges: a :class:`~hvd_periodic.sync.synchronizer.ReplicaSynchronizer`."""
+        """The :class:`~hvd_periodic.sync.synchronizer.ReplicaSynchronizer` that runs the exchanges."""
 
     @abstractmethod
     def rejoin(self, name: str) -> None:
-        """Be of the ranks that there are now, under a prefix of the names of collectives; communicates nothing."""
+        """Switch to the current ranks, with a new prefix for the names of collectives; communicates nothing."""
 
     def has_whole(self, copied: Any) -> bool:
-        """Return whether the center is in what :meth:`copied` returned; not of a share that was loaded from a file."""
+        """Return whether a state that :meth:`copied` returned has the center; not if a shard was loaded from a file."""
         return all(vectors.get("center") for vectors in self.exchanges_in(copied)["vectors"].values())
 
     def share(self) -> Share:
-        """Return what this rank holds of the center, in copies that travel."""
+        """Return copies of this rank's shard of the center, ready to send."""
         return own_share(self.synchronizer)
 
     @abstractmethod
     def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
-        """Return the state of the exchanges in what :meth:`copied` returned."""
+        """Return the exchange state within a state that :meth:`copied` returned."""
 
     @abstractmethod
     def resharded(self, saved: Any) -> Any:
-        """Return the state of the center's optimizer, of any number of ranks, as those that there are now hold it."""
+        """Return the state of the center's optimizer, saved by any number of ranks, resharded for the current ranks."""
 
     @abstractmethod
     def completed(self, copied: Any, whole: FullCenter) -> Any:
-        """Return what :meth:`copied` returned, which lacks the center, with it."""
+        """Return a state that :meth:`copied` returned without the center, completed with it."""
 
     def recovered(self, communicator: Communicator, copied: Any, mirror: ShardBackup | None) -> FullCenter:
-        """Return the center of what ranks have kept, with the state of its optimizer cut for those of now."""
+        """Return the center restored from commits, with its optimizer's state resharded for the current ranks."""
         has_whole = copied is not None and mirror is None
         whole = full_center(self.synchronizer, self.exchanges_in(copied)) if has_whole else None
         found = recovered(communicator, self.synchronizer, mirror, whole)
         return replace(found, optimizer_state=self.resharded(found.optimizer_state))
 
     def own(self) -> dict[str, Any]:
-        """Return what this rank has of the state of its exchanges by itself, in copies."""
+        """Return copies of the exchange state that this rank holds by itself."""
         own: dict[str, Any] = (
             self.synchronizer.checkpoint.save_own() if self.has_shares else self.synchronizer.state_dict()
         )
@@ -104,28 +104,28 @@ class CommittableOptimizer(Committable):
 
     @property
     def divided(self) -> bool:
-        """Whether the center is not on every rank, and so not what each has kept of it."""
+        """Whether the center is not on every rank, and so not in the copies of every rank."""
         return not self.synchronizer.exchanger.placement.everywhere
 
     @property
     def has_shares(self) -> bool:
-        """Whether ranks hold shares of the center now: before training begins, each has the whole, or has loaded it."""
+        """Whether ranks now hold shards of the center; before training starts, each has or has loaded the whole."""
         checkpoint = self.synchronizer.checkpoint
         loaded = checkpoint.has_loaded() and checkpoint.state is None
         return self.divided and bool(self.synchronizer.begun or loaded)
 
     def ready(self) -> None:
-        """Be ready to train, once all ranks have what they go on from; all of them together."""
+        """Prepare for training once all ranks have their states; collective."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What training can go on from.
+    """A copy of everything from which training can resume.
 
     Attributes:
-        objects: plain objects, which all ranks share.
-        states: of everything else, by name.
-        mirrors: of centers that are not on every rank, which their states lack.
+        objects: plain objects, equal on all ranks.
+        states: states of everything else, by name.
+        mirrors: backups of centers that are not on every rank, which ``states`` lacks.
     """
 
     objects: Objects
@@ -133,20 +133,20 @@ class Commit:
     mirrors: dict[str, ShardBackup]
 
     def parts(self, name: str) -> tuple[Any, ShardBackup | None]:
-        """Return the state under a name, and the mirror of the center that it lacks, if it does."""
+        """Return the state under a name, with the backup of its center if the state lacks it."""
         return self.states[name], self.mirrors.get(name)
 
 
 @dataclass(frozen=True)
 class _CommitInfo:
-    """What a rank tells the others when they come together.
+    """A rank's message to all ranks at the start of :meth:`Commits.sync`.
 
     Attributes:
-        generation: how often it has done so.
-        numbers: of the commits that it holds.
-        loaded: states of exchanges were loaded.
-        prepared: of the commit that it has made together with others, and not heard that all have.
-        address: what the others have to know to ask it where it is.
+        generation: number of changes of the ranks that this rank has seen.
+        numbers: numbers of the commits that it holds.
+        loaded: whether a state of exchanges was loaded.
+        prepared: number of the prepared commit, of which the rank does not know whether all ranks have prepared it.
+        address: address at which other ranks can query this one when they wait for it.
     """
 
     generation: int
@@ -157,20 +157,20 @@ class _CommitInfo:
 
 
 class Commits:
-    """Keeps numbered copies, and lets ranks that have come together go on from one of them.
+    """Keeps numbered commits; after a change of the ranks, all resume from one of them.
 
-    Every rank that goes on puts back its own copy of the newest commit that all of these hold. Those that have none
-    have joined: one of the others gives them all that it has, and they start from the center.
+    Every surviving rank restores its own copy of the newest commit that all survivors hold. Ranks without a commit have
+    joined: one of the survivors sends them its whole state, and they start from the center.
 
-    A commit of :meth:`sync` counts once a rank has heard that all have prepared theirs. One that is lost meanwhile may
-    keep that from some: when they come together again, those that have heard say so, and the others, all of which have
-    it prepared, go on from it as well. Where nobody has heard, all go on from what was before.
+    The commit that :meth:`sync` makes is valid once a rank knows that all ranks have prepared it. If a rank is lost
+    meanwhile, some may not learn this. In the next :meth:`sync`, the ranks that know it say so, and the others, all of
+    which have prepared the commit, resume from it too. If no rank knows it, all resume from the commit before.
 
     Args:
-        kept: returns what is kept now, by name, in the same order on all ranks.
+        kept: returns the committable objects by name, in the same order on all ranks.
 
     Attributes:
-        held: copies of this rank, by number.
+        held: the commits of this rank, by number.
     """
 
     def __init__(self, kept: Callable[[], Mapping[str, Committable]]) -> None:
@@ -180,18 +180,18 @@ class Commits:
         self.held: dict[int, Commit] = {}
 
     def require_outside_center_block(self) -> None:
-        """Raise a RuntimeError inside ``center()``, where models hold the center and not their replicas."""
+        """Raise a RuntimeError inside ``center()``, where models hold the center instead of their replicas."""
         for each in self._exchanges().values():
             each.synchronizer.center_reader.require_outside_center_block("commit")
 
     def keep(self, objects: Objects) -> None:
-        """Keep a copy of everything, beside the one before."""
+        """Commit everything, and keep the previous commit too."""
         self.held[max(self.held, default=-1) + 1] = self._commit(objects)
         for old in sorted(self.held)[:-_KEPT]:
             del self.held[old]
 
     def reset(self, objects: Objects) -> Objects:
-        """Take notice of new ranks and put back the newest copy; communicates nothing. Return its objects."""
+        """Switch to the new ranks, restore the newest commit, and return its objects; communicates nothing."""
         forget_trackers()
         self._rejoin(self._generation + 1)
         if not self.held:
@@ -199,9 +199,9 @@ class Commits:
         return self._put_back(self.held[max(self.held)], {})
 
     def share_centers(self, communicator: Communicator) -> None:
-        """Give every rank the whole of divided centers, in the newest commit that all ranks hold; all of them together.
+        """Give every rank the full centers, in the newest commit that all ranks hold; collective.
 
-        Horovod is about to remove some of these ranks, and says which only once they are gone.
+        Horovod is about to remove some of these ranks, and tells which only after they are gone.
         """
         exchanges = {name: kept for name, kept in self._exchanges().items() if kept.divided}
         if not exchanges:
@@ -217,16 +217,16 @@ class Commits:
         self.held[max(common)] = replace(commit, states=states, mirrors={})
 
     def sync(self, communicator: Communicator, objects: Objects, change: Callable[[], None]) -> Objects:
-        """Let all ranks go on from the newest commit of those that have one; return the objects that all share.
+        """Resume all ranks from the newest commit that all survivors hold; return its objects.
 
         Args:
-            communicator: the ranks that there are now.
-            objects: of this rank.
-            change: called on ranks that go on, once they have what they had: they go on from what it leaves.
+            communicator: the current ranks.
+            objects: the plain objects of this rank.
+            change: called on surviving ranks after they have restored the commit; its changes are kept.
 
         Raises:
-            RuntimeError: no commit is held by all of them; on all ranks.
-            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
+            RuntimeError: the survivors hold no commit in common; raised on all ranks.
+            ValueError: hyper-parameters make no sense for the new number of ranks, or ranks disagree; on all ranks.
         """
         told = self._met(communicator)
         self._rejoin(1 + max(each.generation for each in told))
@@ -235,7 +235,7 @@ class Commits:
         if not common:
             raise RuntimeError(
                 f"{titled(holders)} hold no commit in common: commit() was not called equally often on all "
-                "ranks. Start the job anew from a checkpoint"
+                "ranks. Start the job again from a checkpoint"
             )
         with nullcontext() if holders else self._loaded_still():
             if holders:
@@ -248,12 +248,12 @@ class Commits:
             for each in self._exchanges().values():
                 each.ready()
             self._prepared = {1 + max(set.union(common, *holders.values())): self._commit(objects)}
-            communicator.allgather_object(None, "hvd_periodic.prepared")  # Who returns knows that all have come.
+            communicator.allgather_object(None, "hvd_periodic.prepared")  # Its return proves that all have prepared.
         self.held, self._prepared = self._prepared, {}
         return objects
 
     def _met(self, communicator: Communicator) -> list[_CommitInfo]:
-        """Return what all ranks have; and hold what this one has prepared, if another one has heard that all had."""
+        """Return the messages of all ranks; adopt the prepared commit if a rank knows that all had prepared it."""
         loaded = any(each.synchronizer.checkpoint.has_loaded() for each in self._exchanges().values())
         address, _ = communicator.address()
         mine = _CommitInfo(self._generation, set(self.held), loaded, set(self._prepared), address)
@@ -274,7 +274,7 @@ class Commits:
         holders: Sequence[int],
         change: Callable[[], None],
     ) -> Objects:
-        """Go on from a commit that ranks hold, of which the first gives it to those that join; return its objects."""
+        """Resume from a commit that all ``holders`` have; the first sends it to joining ranks. Return its objects."""
         giver = min(holders)
         wholes = {
             name: kept.recovered(communicator, *(own.parts(name) if own is not None else (None, None)))
@@ -296,15 +296,15 @@ class Commits:
                 merge_group_centers(each.synchronizer, holders)
             elif own is None:
                 start_from_center(each.synchronizer, wholes.get(name))
-                text = "Rank %d has joined at local step %d, and starts from the center"
+                text = "Rank %d has joined at local step %d and starts from the center"
                 each.synchronizer.membership.log.warning(text, communicator.rank, steps)
-            if steps == 0:  # Nobody has trained: what is loaded into models before the first step counts, as ever.
+            if steps == 0:  # No rank has trained: values loaded into models before the first step count, as usual.
                 each.synchronizer.checkpoint.forget()
         return objects
 
     @contextmanager
     def _loaded_still(self) -> Iterator[None]:
-        """Let this rank be what it was where the block fails: what was loaded is what training begins from then."""
+        """Restore this rank's states if the block fails, so that training then starts from the loaded states."""
         states = self._copies()
         loaded = {name: each.synchronizer.checkpoint.has_loaded() for name, each in self._exchanges().items()}
         try:
@@ -331,7 +331,7 @@ class Commits:
         return {name: kept.copied() for name, kept in self._kept().items()}
 
     def _put_back(self, commit: Commit, wholes: Mapping[str, FullCenter]) -> Objects:
-        """Set everything that has a state to what it was, but for centers that are missing; return the objects."""
+        """Restore all states of a commit, unless their center is missing; return its objects."""
         for name, kept in self._kept().items():
             copied = commit.states[name]
             if not (isinstance(kept, CommittableOptimizer) and kept.divided):
@@ -341,7 +341,7 @@ class Commits:
         return copy.deepcopy(commit.objects)
 
     def _rejoin(self, generation: int) -> None:
-        """Let everything that exchanges be of the ranks that there are now, under the same names on all."""
+        """Switch every exchanging object to the current ranks, under the same names on all ranks."""
         self._generation = generation
         for number, each in enumerate(self._exchanges().values(), 1):
             each.rejoin(f"hvd_periodic.elastic.{generation}.{number}")
@@ -351,10 +351,10 @@ class Commits:
 
 
 class CommittedState(ABC):
-    """What the elastic states of all front ends do alike; Horovod's ``ObjectState`` is the next of their bases.
+    """Common part of all front ends' elastic states; their next base class is Horovod's ``ObjectState``.
 
     Attributes:
-        commits: what is kept.
+        commits: the commits of this rank.
     """
 
     commits: Commits
@@ -370,17 +370,17 @@ class CommittedState(ABC):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Keep a copy of everything, beside the one before."""
+        """Commit everything, and keep the previous commit too."""
         self.commits.require_outside_center_block()
         super().save()  # type: ignore[misc]
         self.commits.keep(self._saved_state)
 
     def check_host_updates(self) -> None:
-        """Where hosts were added or removed, copy divided centers to every rank, and interrupt training on all ranks.
+        """If hosts were added or removed, copy sharded centers to every rank and interrupt training on all ranks.
 
         Raises:
-            HostsUpdatedInterrupt: they were; on all ranks. They always meet in :meth:`sync` then; Horovod would let
-                them go on at once where hosts were only removed.
+            HostsUpdatedInterrupt: hosts have changed; on all ranks. All ranks then run :meth:`sync`; Horovod alone
+                would skip it if hosts were only removed.
         """
         try:
             super().check_host_updates()  # type: ignore[misc]
@@ -391,25 +391,25 @@ class CommittedState(ABC):
             raise
 
     def on_reset(self) -> None:
-        """Take notice of new ranks; reset callbacks are for :meth:`sync`, which puts back what was committed."""
+        """Switch to the new ranks; postpone reset callbacks until :meth:`sync` has restored the commit."""
         callbacks, self._reset_callbacks = self._reset_callbacks, []
         super().on_reset()  # type: ignore[misc]
         self._reset_callbacks, self._due = callbacks, callbacks
 
     def restore(self) -> None:
-        """Do nothing yet: :meth:`sync` puts back what was committed last by all that are left."""
+        """Do nothing: :meth:`sync` restores the newest commit of all surviving ranks."""
 
     def reset(self) -> None:
-        """Take notice of new ranks, and put back what was committed last; communicates nothing."""
+        """Switch to the new ranks and restore the newest commit; communicates nothing."""
         self._saved_state = self.commits.reset(self._saved_state)
         self._set_attrs()
 
     def sync(self) -> None:
-        """Let all ranks go on from the newest commit of those that have one; the others join them.
+        """Resume all ranks from the newest commit that all survivors hold; the other ranks join them.
 
         Raises:
-            RuntimeError: no commit is held by all of them; on all ranks.
-            ValueError: hyper-parameters that make no sense for so many ranks, or ranks that disagree; on all ranks.
+            RuntimeError: the survivors hold no commit in common; raised on all ranks.
+            ValueError: hyper-parameters make no sense for the new number of ranks, or ranks disagree; on all ranks.
         """
         self._saved_state = self.commits.sync(self._communicator(), self._saved_state, self._call_back)
         self._due = ()
@@ -421,16 +421,16 @@ class CommittedState(ABC):
 
     @abstractmethod
     def _communicator(self) -> Communicator:
-        """Return the ranks that there are now."""
+        """Return the current ranks."""
 
 
 def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bool) -> None:
-    """Raise a ValueError where the ranks of an optimizer cannot change.
+    """Raise a ValueError if the ranks of an optimizer cannot change.
 
     Args:
-        name: of the optimizer, as an argument.
-        synchronizer: its exchanges.
-        averages: it is around an ``hvd.DistributedOptimizer``.
+        name: the argument that is the optimizer.
+        synchronizer: the synchronizer of the optimizer.
+        averages: whether the optimizer wraps an ``hvd.DistributedOptimizer``.
     """
     communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)

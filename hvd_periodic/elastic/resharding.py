@@ -1,4 +1,4 @@
-"""State of a sharded outer optimizer for another number of ranks."""
+"""Reshards the state of an outer optimizer for another number of ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hvd_periodic.vectors.fragments import Fragment
 from hvd_periodic.vectors.layout import Layout, chunk
 
 Stretch = tuple[int, int, int]
-"""A parameter, and the first and the past-the-last element of a part of it."""
+"""A part of a parameter: the parameter's index, and the first and the past-the-last element."""
 
 Entries = Mapping[Any, Any]
-"""What is kept of a stretch, by key: in its shape, or what counts for all of the parameter."""
+"""State of a stretch, by key: tensors in its shape, or values for the whole parameter."""
 
 
 class Form(ABC):
-    """The form in which optimizers of a framework save the state of their parts of parameters."""
+    """The format in which a framework's optimizers save the state of parts of parameters."""
 
     @abstractmethod
     def entries(self, state: Any, stretches: Sequence[Stretch]) -> Iterable[tuple[Stretch, Entries]]:
-        """Return what the saved state of an optimizer over these stretches keeps of each."""
+        """Return the entries of each stretch in the saved state of an optimizer over these stretches."""
 
     @abstractmethod
     def state(
@@ -34,27 +34,27 @@ class Form(ABC):
         """Return the saved state of an optimizer over these stretches.
 
         Args:
-            kept: of stretches; those of which nothing is kept may be missing.
-            stretches: in the order of the layout.
-            example: the state of one of those that it is made of; not of one that never steps, holding nothing.
-            of: the stretches of that one.
+            kept: the entries of the stretches; stretches without state may be missing.
+            stretches: the stretches, in the order of the layout.
+            example: one of the saved states, of an optimizer with stretches if there is one.
+            of: the stretches of that optimizer.
         """
 
     @abstractmethod
     def zeros(self, like: Any, size: int) -> Any:
-        """Return a flat vector of the kind of another."""
+        """Return a flat vector of zeros with the type of ``like``."""
 
 
 def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) -> Any:
-    """Return what a checkpoint holds of the center's optimizer as these ranks hold it.
+    """Return the saved state of the center's optimizer, resharded for the current ranks.
 
-    An optimizer whose center may be cut is elementwise: what it keeps in the shape of a part of the center is put
-    together to that of the whole, and cut anew; what counts for a whole tensor, such as Adam's steps, is taken over.
+    The optimizer of a sharded center is elementwise. State in the shape of a part of the center is therefore
+    concatenated and split again; state for a whole tensor, such as Adam's step count, is copied.
 
     Args:
-        saved: of ranks of another number, each with its share or with the whole.
-        synchronizer: of these ranks, which exchange synchronously.
-        form: of the states.
+        saved: the state saved by another number of ranks, with one entry per shard or in full.
+        synchronizer: the synchronizer of the current ranks, which exchange synchronously.
+        form: the format of the states.
     """
     exchanger, layout = synchronizer.exchanger, synchronizer.tensor_groups.parameters.values.layout
     divided, sharded = (
@@ -84,7 +84,7 @@ def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any], form: Form) ->
 
 
 def _stretches(layout: Layout, rank: int, size: int, fragment: Fragment | None) -> list[Stretch]:
-    """Return the parts of parameters that a rank holds, of a fragment or of all."""
+    """Return the stretches of parameters that a rank holds, of one fragment or of all."""
     share = layout if size == 1 else layout.restrict(lambda bucket: chunk(bucket.size, rank, size))
     if fragment is None:
         return list(share.sources)
@@ -95,7 +95,7 @@ def _stretches(layout: Layout, rank: int, size: int, fragment: Fragment | None) 
 
 
 def _put(whole: dict[Any, Any], stretch: Stretch, entries: Entries, layout: Layout, form: Form) -> None:
-    """Put what is kept of a stretch into what is kept of the parameter: flat, or what counts for all of it."""
+    """Write the entries of a stretch into those of the parameter: flat vectors, or values for the whole parameter."""
     owner, start, stop = stretch
     for key, value in entries.items():
         if _shape_of(value) == _shape(stretch, layout):
@@ -107,7 +107,7 @@ def _put(whole: dict[Any, Any], stretch: Stretch, entries: Entries, layout: Layo
 
 
 def _cut(whole: Mapping[Any, Any], stretch: Stretch, layout: Layout, form: Form) -> dict[Any, Any]:
-    """Return what is kept of a stretch, given what is kept of the parameter."""
+    """Return the entries of a stretch, given those of the parameter."""
     owner, start, stop = stretch
     kept = {}
     for key, value in whole.items():
@@ -116,7 +116,7 @@ def _cut(whole: Mapping[Any, Any], stretch: Stretch, layout: Layout, form: Form)
             part[:] = value[start:stop]
             kept[key] = part.reshape(_shape(stretch, layout))
         else:
-            kept[key] = copy.deepcopy(value)  # Each counts its own steps.
+            kept[key] = copy.deepcopy(value)  # Each stretch counts its own steps.
     return kept
 
 

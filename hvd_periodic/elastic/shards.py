@@ -9,19 +9,19 @@ from typing import Any
 from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 Stretch = tuple[str, int, int, Any]
-"""A tensor by name, the first and the past-the-last of some of its elements, and their values."""
+"""A part of a tensor: the tensor's name, the first and the past-the-last element, and the values."""
 
 Vectors = dict[str, dict[str, Any]]
-"""Of the center: tensors by name, by what they are."""
+"""State of the center: by key, tensors by name."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of the center, in copies.
+    """A copy of one rank's shard of the center.
 
     Attributes:
-        vectors: of the center, by group of tensors and by name.
-        optimizer_state: of its optimizer.
+        vectors: stretches of the center's state, by tensor group and by key.
+        optimizer_state: state of the center's optimizer on this rank.
     """
 
     vectors: Mapping[str, Mapping[str, Sequence[Stretch]]]
@@ -30,28 +30,28 @@ class Share:
 
 @dataclass(frozen=True)
 class FullCenter:
-    """The center of all shares, as a checkpoint holds it.
+    """The full center, in the format of a checkpoint.
 
     Attributes:
-        vectors: by group of tensors.
-        optimizer_state: of the center's optimizer, cut as the shares were.
+        vectors: state of the center, by tensor group.
+        optimizer_state: state of the center's optimizer, sharded as on the ranks that held the shards.
     """
 
     vectors: Mapping[str, Vectors]
     optimizer_state: Any
 
     def within(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a synchronizer's state that lacks the center, with it."""
+        """Return a synchronizer's state that lacks the center, completed with it."""
         vectors = {group: saved | self.vectors.get(group, {}) for group, saved in state["vectors"].items()}
         return {**state, "vectors": vectors, "center_optimizer": self.optimizer_state}
 
 
 def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: FullCenter | None) -> None:
-    """Let the replica of a rank that joins others, whose center and counters it has, start from the center; local.
+    """Set the replica of a joining rank, which already has the others' center and counters, to the center; local.
 
     Args:
-        synchronizer: of this rank.
-        whole: the center, where no rank has the whole of it.
+        synchronizer: the synchronizer of this rank.
+        whole: the full center, if no rank holds all of it.
     """
     own = synchronizer.checkpoint.save_own
     synchronizer.startup.start_from_center(None if whole is None else whole.within(own()))
@@ -59,13 +59,13 @@ def start_from_center(synchronizer: ReplicaSynchronizer[Any], whole: FullCenter 
 
 
 def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collection[int]) -> None:
-    """Let the ranks of a group have one center: that of the first of them that has trained; of none, their replica.
+    """Give the ranks of a lockstep group one center: that of its first rank that has trained, else its first replica.
 
-    Replicas stay what they are: of ranks that have joined, the center of all.
+    Replicas do not change; the replica of a rank that has joined is the center of all ranks.
 
     Args:
-        synchronizer: of this rank, that groups exchange by in step; it has the counters of the others.
-        trained: the ranks that have.
+        synchronizer: the synchronizer of this rank, of a lockstep group; it already has the counters of the others.
+        trained: the ranks that have trained.
     """
     membership = synchronizer.membership
     places = membership.communicator.select(range(membership.communicator.handshake_group.size))
@@ -79,7 +79,7 @@ def merge_group_centers(synchronizer: ReplicaSynchronizer[Any], trained: Collect
 
 
 def full_center(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]) -> FullCenter:
-    """Return the center that a synchronizer's state has whole; local."""
+    """Return the full center in a synchronizer's state; local."""
     vectors = {
         group.name: {key: state["vectors"][group.name][key] for key in group.center_state}
         for group in synchronizer.tensor_groups
@@ -89,7 +89,7 @@ def full_center(synchronizer: ReplicaSynchronizer[Any], state: Mapping[str, Any]
 
 
 def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
-    """Return copies of what this rank holds; local."""
+    """Return a copy of this rank's shard of the center; local."""
     vectors: dict[str, dict[str, Sequence[Stretch]]] = {}
     for group in synchronizer.tensor_groups:
         if group.placement.everywhere:
@@ -104,11 +104,11 @@ def own_share(synchronizer: ReplicaSynchronizer[Any]) -> Share:
 
 
 def assemble(synchronizer: ReplicaSynchronizer[Any], shares: Mapping[int, Share]) -> FullCenter:
-    """Return what shares are together; local.
+    """Assemble the full center from shards; local.
 
     Args:
-        synchronizer: whose tensors they are of, now on any number of ranks.
-        shares: all that hold something, by the rank of then.
+        synchronizer: the synchronizer of the same tensors, now on any number of ranks.
+        shares: all non-empty shards, by the rank that held them.
     """
     vectors: dict[str, Vectors] = {}
     for group in synchronizer.tensor_groups:

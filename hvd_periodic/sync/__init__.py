@@ -1,1 +1,1 @@
-"""The course of training: how it begins, what schedules are asked, when ranks exchange, what is saved and restored."""
+"""The training cycle: startup, questions to the schedule, exchanges, checkpoints."""

@@ -1,4 +1,4 @@
-"""Each rank exchanges with one center on its own clock, and waits for no other."""
+"""Asynchronous exchange: each rank exchanges with one center on its own clock, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ V = TypeVar("V")
 
 
 class Asynchronous(Exchanger[V]):
-    """Exchanges with a center behind a transport, where those of statistics are as well."""
+    """Exchanges with a center behind a transport, which holds the centers of statistics too."""
 
     steps_agree = False
     reads_together = False
@@ -35,12 +35,12 @@ class Asynchronous(Exchanger[V]):
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
-        """Return the algorithm as one worker after another runs it."""
+        """Return the variant of the algorithm that workers run one after another."""
         return algorithm.asynchronous_variant(size)
 
     @classmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
-        """Refuse what only ranks can do that wait for each other."""
+        """Raise a ValueError for schedules and policies that need ranks to wait for each other."""
         if schedule.synchronous_until is not None:
             raise ValueError("Asynchronous exchange has no phase in which gradients are averaged: quiet=False")
         if policy.touches:
@@ -72,19 +72,19 @@ class Asynchronous(Exchanger[V]):
 
     @property
     def shows_loaded(self) -> bool:
-        """Whether no training is under way since it was loaded."""
+        """Whether a loaded center can be read: the worker has finished, and has not resumed training since."""
         return self.worker.finished
 
     def facts(self) -> dict[str, object]:
-        """Return that all ranks exchange like this, and over what."""
+        """Return the settings that all ranks must share: asynchronous exchange and its transport."""
         return {"asynchronous": True, **self.worker.facts()}
 
     def open(self) -> None:
-        """Make the center, and the way to it."""
+        """Create the center and connect to it."""
         self.worker.open(self.context.membership.number)
 
     def join(self) -> None:
-        """Let the worker be among the ranks that are members now, before it opens."""
+        """Give the worker the current communicator; call it before :meth:`open`."""
         self.worker.communicator = self.context.membership.communicator
 
     def restart(self) -> None:
@@ -93,11 +93,11 @@ class Asynchronous(Exchanger[V]):
         self.worker.start(list(self.tensor_groups))
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
-        """Return when this rank exchanges first."""
+        """Return the plan of this rank's first exchange."""
         return self.context.planner.first_async(self.context.progress.current_rate())
 
     def exchange(self, leaving: bool = False) -> bool:
-        """Exchange with the center, without the other ranks."""
+        """Exchange with the center, independently of the other ranks."""
         context, progress = self.context, self.context.progress
         came, started, sent, missed = time.time(), time.perf_counter(), 0, 0
         with context.exchanged.replica.range("hvd_periodic.exchange"):
@@ -126,12 +126,12 @@ class Asynchronous(Exchanger[V]):
         return False
 
     def check_alive(self) -> None:
-        """Raise where the center has gone with Horovod."""
+        """Raise a RuntimeError if Horovod has been shut down, and the center with it."""
         if not self.context.membership.communicator.alive():
-            raise RuntimeError("Horovod has been shut down: finalize() has to come before hvd.shutdown()")
+            raise RuntimeError("Horovod has been shut down: call finalize() before hvd.shutdown()")
 
     def leave(self) -> None:
-        """Push what is left, and wait, asleep, until all have."""
+        """Push the remaining steps, then sleep until all ranks have done so."""
         counters, uncounted = self.context.progress.counters, self.context.exchanged.replica.uncounted
         if uncounted is not None:
             raise RuntimeError(uncounted)
@@ -140,11 +140,11 @@ class Asynchronous(Exchanger[V]):
         self.worker.finish()
 
     def optimizer_state(self) -> Any:
-        """Return the state of the center's optimizer, which is behind the transport."""
+        """Return the state of the center's optimizer, read through the transport."""
         return self.worker.state()
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
-        """Refuse to load in the middle of training."""
+        """Check also that training is not under way."""
         super().check_load(state, begun)
         if begun and not self.worker.finished and self.context.membership.communicator.size > 1:
             raise RuntimeError(
@@ -154,27 +154,27 @@ class Asynchronous(Exchanger[V]):
         self.worker.check(state)
 
     def has_loaded(self, state: dict[str, Any]) -> None:
-        """Let what was loaded be read as the center."""
+        """Make the loaded center readable."""
         self.worker.read_from_saved(list(self.tensor_groups), state)
 
     def resume(self, state: dict[str, Any] | None) -> None:
-        """Set the center to what the root has loaded."""
+        """Set the center to the one that the root has loaded."""
         self.worker.resume(list(self.tensor_groups), state)
 
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return none: each rank has loaded the center of another moment, and that of the root counts."""
+        """Return none: ranks loaded the center as of different moments, and only the root's counts."""
         return []
 
     def begin_taking_over(self) -> None:
-        """Forget the center that was final."""
+        """Forget the final center of a training that has ended."""
         self.worker.resume_training()
 
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
-        """Return None: it is behind the transport."""
+        """Return None: the transport holds it."""
         return None
 
     def take_over(self, takeover: TakeoverState) -> None:
-        """Set the center to what the root has loaded, where it has; give all ranks its worker's vectors."""
+        """Set the center to the root's loaded one, if any; give all ranks the root's worker vectors."""
         if takeover.whole:
             self.worker.resume(list(self.tensor_groups), takeover.state)
         for group in self.tensor_groups:
@@ -183,10 +183,10 @@ class Asynchronous(Exchanger[V]):
 
 
 def _refuse_state(group: TensorGroup[Any]) -> None:
-    """Raise a ValueError where an algorithm keeps more with the center than transactions know."""
+    """Raise a ValueError if the algorithm keeps more state with the center than asynchronous exchange supports."""
     kept = sorted(group.center_state.keys() - {"center"})
     if kept:
         raise ValueError(
             f"{type(group.algorithm).__name__} keeps {', '.join(map(repr, kept))} with the center, and asynchronous "
-            "exchange knows the center alone: let `asynchronous_variant` return an algorithm that needs no more"
+            "exchange supports no other state: `asynchronous_variant` must return an algorithm without it"
         )

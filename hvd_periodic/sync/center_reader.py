@@ -1,4 +1,4 @@
-"""Reads the center: into the model, or its distance to the replica."""
+"""Reads the center: into the model, for checkpoints, and for its distance to the replica."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ V = TypeVar("V")
 
 
 class CenterReader(Generic[V]):
-    """Shows the center to users, and changes nothing about training.
+    """Gives users read access to the center; does not affect training.
 
     Args:
         exchanger: knows where the center lives.
-        checkpoint: knows whether one was loaded.
-        startup: knows whether training has begun.
+        checkpoint: knows whether a center was loaded.
+        startup: knows whether training has started.
 
     Attributes:
         inside: the model holds the center now.
@@ -31,7 +31,7 @@ class CenterReader(Generic[V]):
         self.inside = False
 
     def require_outside_center_block(self, method: str) -> None:
-        """Raise a RuntimeError inside :meth:`center`, in the name of a method that makes no sense there."""
+        """Raise a RuntimeError inside :meth:`center`, on behalf of a method that makes no sense there."""
         if self.inside:
             raise RuntimeError(
                 f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
@@ -40,7 +40,7 @@ class CenterReader(Generic[V]):
 
     @contextmanager
     def center(self, begin: Callable[[], object]) -> Iterator[None]:
-        """Hold the center in the model inside the block, the local values again after it, come what may."""
+        """Hold the center in the model inside the block; restore the local values afterwards, also after an error."""
         self.require_outside_center_block("center")
         membership = self._exchanger.context.membership
         with membership.communicator.tracker.at("center()"):
@@ -69,7 +69,7 @@ class CenterReader(Generic[V]):
             return float(self._exchanger.tensor_groups.distance())
 
     def state_dict(self, begin: Callable[[], object]) -> dict[str, Any]:
-        """Return what a checkpoint holds; collective, where the center is not on every rank."""
+        """Return the state for a checkpoint; collective unless the center is on every rank."""
         with self._exchanger.context.membership.communicator.tracker.at("state_dict()"):
             if not self._startup.begun:
                 self._require_fit()
@@ -79,7 +79,7 @@ class CenterReader(Generic[V]):
             return self._checkpoint.save()
 
     def audit(self) -> None:
-        """Check on all ranks that they hold the same center, to the bit; of asynchronous ranks there is only one."""
+        """Check on all ranks that their centers are bitwise equal; does nothing in asynchronous exchange."""
         if not self._exchanger.steps_agree:
             return
         self._exchanger.context.handshake.check_same_call(Purpose.AUDIT)
@@ -87,7 +87,7 @@ class CenterReader(Generic[V]):
         self._exchanger.tensor_groups.audit()
 
     def get_ready(self, begin: Callable[[], object]) -> None:
-        """Get ready to read the center: where all ranks have to, they ``begin`` training first."""
+        """Prepare to read the center; if reading is collective, ``begin`` training first."""
         if self._exchanger.reads_together:
             begin()
         self.meet_to_read()
@@ -95,11 +95,11 @@ class CenterReader(Generic[V]):
         self.follow_equal_replicas()
 
     def meet_to_read(self) -> None:
-        """Find out whether all ranks have come to read the center, where all have to.
+        """If reading is collective, check that all ranks are about to read the center.
 
         Raises:
-            RuntimeError: some have come for something else; or the model has changed so that it cannot hold the center
-                any more. On all ranks, where all have to read it.
+            RuntimeError: some ranks are in another call; or the model has changed and can no longer hold the center.
+                Raised on all ranks if reading is collective.
         """
         if self._exchanger.reads_together:
             self._exchanger.context.handshake.check_same_call(Purpose.READ, self.misfit())
@@ -116,12 +116,12 @@ class CenterReader(Generic[V]):
             raise RuntimeError(misfit)
 
     def follow_equal_replicas(self) -> None:
-        """While gradients are averaged over all, let the center be what the replicas are."""
+        """Set the center to the replica while all replicas are identical (synchronous warmup)."""
         if self._exchanger.context.warmup.equal and not self.inside:
             self._exchanger.tensor_groups.reset()
 
     def _is_known(self) -> bool:
-        """Whether the center can be read, and be another thing than the model: before training, if it was loaded."""
+        """Return whether a center apart from the model can be read; before training starts, only a loaded one."""
         if self._startup.begun or not self._checkpoint.has_loaded():
             return self._startup.begun
         return self._exchanger.shows_loaded

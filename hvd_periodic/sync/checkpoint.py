@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the exchanges, and what of it was loaded."""
+"""Saves and loads the exchange state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Checkpoint(Generic[V]):
     """Saves all that training needs to continue exactly, except the parameters and the local optimizer.
 
     Args:
-        exchanger: knows what is exchanged, and how far training has come.
+        exchanger: holds the tensors, the progress and the centers.
 
     Attributes:
-        run: names this training among others, in saved states.
-        loaded: a state was loaded, and training has not begun from it.
-        state: the one that was loaded, where the center is not on every rank; until training begins.
-        failure: why the last one that was to be loaded was not; empty where nothing went wrong.
+        run: identifier of this training run in saved states.
+        loaded: whether a state was loaded from which training has not started yet.
+        state: the loaded state if the center is not on every rank; None once training starts.
+        failure: why the last load failed; empty if it did not.
     """
 
     def __init__(self, exchanger: Exchanger[V]) -> None:
@@ -43,11 +43,11 @@ class Checkpoint(Generic[V]):
         self.failure = ""
 
     def has_loaded(self) -> bool:
-        """Return whether training has to begin from what was loaded."""
+        """Return whether training has to start from a loaded state."""
         return self.loaded
 
     def save(self) -> dict[str, Any]:
-        """Return copies of all there is; collective, where the center is not on every rank."""
+        """Return copies of the whole state; collective unless the center is on every rank."""
         exchanger = self._exchanger
         exchanger.arrive()
         membership, optimizer_state = exchanger.context.membership, exchanger.optimizer_state()
@@ -67,16 +67,16 @@ class Checkpoint(Generic[V]):
         keep: int | None,
         background: bool,
     ) -> Saving:
-        """Save a file of every rank; collective, also where others wait for this rank at an exchange.
+        """Save one file per rank; collective, with an error on all ranks if some are at an exchange instead.
 
         Args:
-            path: folder of this training.
+            path: folder of this training run.
             everyone: all ranks that train together.
-            require_outside_center_block: raises inside of ``center()``.
-            state: returns what is to be saved.
+            require_outside_center_block: raises inside ``center()``.
+            state: returns the state to save.
             leaves: knows the tensors of a framework.
-            keep: complete sets that are left.
-            background: a thread writes.
+            keep: number of complete sets to keep.
+            background: whether a thread writes the file.
         """
         context, handshake = self._exchanger.context, self._exchanger.context.handshake
 
@@ -96,14 +96,14 @@ class Checkpoint(Generic[V]):
         return saving
 
     def save_own(self) -> dict[str, Any]:
-        """Return copies of what this rank has whole: of a center of shares, nothing. Local."""
+        """Return copies of what this rank holds in full, so no part of a sharded center; local."""
         return self.assembled({group: vectors.save_own() for group, vectors in self._vectors()}, None)
 
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
-        """Return what was loaded; or of a new training, in which the center is what the model holds.
+        """Return the state before the first step: the loaded one, or a new one whose center equals the model.
 
         Args:
-            begin: lets training begin, on all ranks together: for shares that were loaded, which no rank has whole.
+            begin: starts training on all ranks together; called if only shards were loaded, none of them the whole.
         """
         exchanger = self._exchanger
         if self.state is not None:
@@ -118,7 +118,7 @@ class Checkpoint(Generic[V]):
         return self.assembled({group: vectors.save_initial() for group, vectors in self._vectors()}, None)
 
     def assembled(self, vectors: dict[str, Any], optimizer_state: Any) -> dict[str, Any]:
-        """Return a state with these vectors and this state of the center's optimizer."""
+        """Return a state dict with these vectors and this state of the center's optimizer."""
         context, in_flight = self._exchanger.context, self._exchanger.in_flight()
         return {
             "version": _VERSION,
@@ -163,7 +163,7 @@ class Checkpoint(Generic[V]):
             vectors.check(state["vectors"].get(group, {}))
 
     def check_fragments(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a state is of parameters that were exchanged in another number of fragments."""
+        """Raise a ValueError if a state was saved with another number of fragments."""
         fragments, saved = len(self._exchanger.context.fragments), state.get("fragments", 1)
         if saved != fragments:
             raise ValueError(
@@ -172,7 +172,7 @@ class Checkpoint(Generic[V]):
             )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state that :meth:`check` has accepted; training that has begun has to begin again."""
+        """Restore a state that :meth:`check` has accepted; training that has begun has to start again."""
         exchanger, progress = self._exchanger, self._exchanger.context.progress
         exchanger.load(state)
         for group, vectors in self._vectors():
@@ -186,10 +186,10 @@ class Checkpoint(Generic[V]):
         progress.notes = ScheduleState(**state.get("notes", {}))  # Version 0.1 has none.
 
     def _vectors(self) -> Iterator[tuple[str, SavedVectors[V]]]:
-        """Yield the name of every group of tensors, and what saves its vectors."""
+        """Yield the name of every tensor group with the object that saves its vectors."""
         replica = self._exchanger.context.exchanged.replica
         return ((group.name, SavedVectors(group, replica)) for group in self._exchanger.tensor_groups)
 
     def forget(self) -> None:
-        """Forget what was loaded: training has begun from it."""
+        """Forget the loaded state, from which training has started."""
         self.state, self.loaded = None, False

@@ -1,4 +1,4 @@
-"""Strategies of exchange: what synchronous and asynchronous exchange have in common."""
+"""The base of exchange strategies, synchronous and asynchronous."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class ExchangeContext(Generic[V]):
-    """What an exchange needs to know: what is exchanged, with whom, how far training has come, and when.
+    """The collaborators and settings of an exchange.
 
     Attributes:
         exchanged: the replica and the algorithm.
         membership: the ranks.
-        progress: counters and notes.
-        planner: asks the schedule.
+        progress: counters and schedule state.
+        planner: queries the schedule.
         warmup: whether gradients are still averaged.
-        handshake: speaks with the other ranks.
-        optimizer_state: exchanges the state of local optimizers, if anything does.
+        handshake: communicates with the other ranks before data travels.
+        optimizer_state: exchanges the state of local optimizers; None if nothing does.
         fragments: the parts of the parameters that are exchanged one after another.
-        overlap: local steps for which an exchange may be under way, or ``"period"``.
-        wire: how messages of the parameters are encoded.
-        local_optimizer: the state of the local optimizer, where it is known.
-        nonfinite: what becomes of a rank whose replica is not finite.
-        audit_every: exchanges after which ranks compare their centers; 0: never.
-        center_file: in which an asynchronous center lies, if in one.
-        journal: hears of exchanges.
+        overlap: number of local steps for which an exchange may be in flight, or ``"period"``.
+        wire: encoding of the parameters' messages.
+        local_optimizer: the state of the local optimizer; None if unknown.
+        nonfinite: policy for a rank whose replica is not finite.
+        audit_every: number of exchanges between comparisons of the ranks' centers; 0: never.
+        center_file: file that holds an asynchronous center; None: no file.
+        journal: records exchanges.
     """
 
     exchanged: ExchangeSpec[V]
@@ -74,19 +74,18 @@ class ExchangeContext(Generic[V]):
 
 
 class Exchanger(ABC, Generic[V]):
-    """Runs exchanges, and knows where the centers are.
+    """Runs exchanges and owns the centers.
 
     Args:
-        context: what an exchange needs to know.
-        place: where the center of the parameters lives, as the user has asked.
+        context: collaborators and settings.
+        place: placement of the parameters' center, as requested.
         use_locking: whether exchanges in shared memory exclude each other.
 
     Attributes:
-        steps_agree: ranks exchange at the same local steps.
-        context: as given.
-        tensor_groups: what is exchanged, with the centers.
-        finite: looks for what no exchange should spread.
-        worker: leads to a center that no rank waits for, if there is one.
+        steps_agree: whether ranks exchange at the same local steps.
+        tensor_groups: the exchanged tensors with their centers.
+        finite: checks for non-finite values, which no exchange should spread.
+        worker: the connection to an asynchronous center; None in synchronous exchange.
     """
 
     steps_agree: ClassVar[bool]
@@ -98,61 +97,61 @@ class Exchanger(ABC, Generic[V]):
     @classmethod
     @abstractmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
-        """Return the algorithm for so many ranks that exchange like this.
+        """Return the variant of the algorithm for this kind of exchange among ``size`` ranks.
 
         Raises:
-            ValueError: it cannot, or its rates make no sense.
+            ValueError: the algorithm has no such variant, or its rates make no sense.
         """
 
     @classmethod
     @abstractmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
-        """Raise a ValueError where ranks that exchange like this cannot have such a schedule or policy."""
+        """Raise a ValueError if this kind of exchange does not support the schedule or the policy."""
 
     @abstractmethod
     def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None: ...
 
     @property
     def placement(self) -> Placement:
-        """Where the center of the parameters lives."""
+        """The placement of the parameters' center."""
         return self.tensor_groups.parameters.placement
 
     @property
     @abstractmethod
     def reads_together(self) -> bool:
-        """Whether all ranks have to take part where one reads the center."""
+        """Whether reading the center is collective."""
 
     @property
     @abstractmethod
     def shows_loaded(self) -> bool:
-        """Whether a center that was loaded can be read before training begins."""
+        """Whether a loaded center can be read before training starts."""
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
-        """Return what all ranks have to agree on."""
+        """Return the settings on which all ranks have to agree."""
 
     def open(self) -> None:
-        """Make the center, where construction has not; all ranks together."""
+        """Create the center if construction has not; collective."""
 
     def join(self) -> None:
-        """Exchange with the ranks that are members now; communicates nothing.
+        """Exchange with the current members from now on; communicates nothing.
 
-        Centers on every rank stay what they are; where this rank holds another share than before, that is zeros.
+        Replicated centers keep their values. If this rank now holds another shard, the shard is filled with zeros.
         """
 
     def restart(self) -> None:
-        """Set the centers to the values of this rank, wherever they live; all ranks together."""
+        """Set the centers to the values of this rank; collective."""
         self.tensor_groups.reset()
 
     @abstractmethod
     def first_plan(self, records: Sequence[Record]) -> Plan:
-        """Return when the first exchange takes place, once ranks have met."""
+        """Return the plan of the first exchange, given all ranks' records."""
 
     def report(self, loss: Any) -> None:
-        """Note a loss of this rank; of one that is not finite, tell the others.
+        """Note a loss of this rank; tell the other ranks if it is not finite.
 
         Raises:
-            ValueError: NaN or infinity: this rank cannot go on.
+            ValueError: the loss is NaN or infinite: this rank cannot continue.
         """
         try:
             self.context.progress.report(loss)
@@ -162,50 +161,50 @@ class Exchanger(ABC, Generic[V]):
             raise
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell the other ranks that this one fails, where they would wait for it."""
+        """Tell the other ranks, if they would wait for this one, that it fails."""
 
     @abstractmethod
     def exchange(self, leaving: bool = False) -> bool:
         """Exchange; return whether any rank for which this one waits is still training."""
 
     def land(self) -> None:
-        """Let the replica take what is under way."""
+        """Apply the exchange in flight to the replica."""
 
     def arrive(self) -> None:
-        """Let the centers be what they become by an exchange that is under way."""
+        """Wait for the exchange in flight and update the centers."""
 
     def in_flight(self) -> Any:
-        """Return what a checkpoint holds of an exchange that is under way; None for nothing."""
+        """Return the state of the exchange in flight for a checkpoint; None if there is none."""
         return None
 
     def discard(self) -> None:
-        """Forget an exchange that is under way."""
+        """Forget the exchange in flight."""
 
     def load_in_flight_exchange(self, saved: Any) -> None:
-        """Go on with what :meth:`in_flight` returned."""
+        """Continue the exchange that :meth:`in_flight` returned."""
 
     def check_in_flight(self, saved: Any) -> None:
-        """Check what :meth:`in_flight` returned.
+        """Check the state of an exchange that :meth:`in_flight` returned.
 
         Raises:
-            ValueError: no exchange can be under way here; or it was of another model.
+            ValueError: exchanges are never in flight here; or the exchange belongs to another model.
         """
         if saved is not None:
             raise ValueError(
-                "The state was saved while an exchange was under way: load it into an optimizer with overlap > 0, as "
+                "The state was saved while an exchange was in flight: load it into an optimizer with overlap > 0, like "
                 "the one that saved it"
             )
 
     def check_alive(self) -> None:
-        """Raise a RuntimeError where there is nobody left to leave."""
+        """Raise a RuntimeError if the other ranks can no longer be reached."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Exchange what is left, so that all ranks end with the same center."""
+        """Exchange the remaining steps, so that all ranks end with the same center."""
 
     @abstractmethod
     def optimizer_state(self) -> Any:
-        """Return what a checkpoint holds of the center's optimizer."""
+        """Return the state of the center's optimizer for a checkpoint."""
 
     def check_load(self, state: dict[str, Any], begun: bool) -> None:
         """Check that a state can be loaded now; change nothing.
@@ -220,37 +219,37 @@ class Exchanger(ABC, Generic[V]):
         """Load the state of the center's optimizer, if it is on this rank, and the exchange in flight."""
 
     def has_loaded(self, state: dict[str, Any]) -> None:
-        """Use a state that the groups have loaded."""
+        """React to a state that the tensor groups have loaded."""
 
     def resume(self, state: dict[str, Any] | None) -> None:
-        """Go on from what every rank has loaded; all ranks together."""
+        """Resume from the states that all ranks have loaded; collective."""
 
     @abstractmethod
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return the centers that were loaded, whole; none where this rank has shares only."""
+        """Return the loaded centers in full; none if this rank has only shards."""
 
     def begin_taking_over(self) -> None:
-        """Get ready to have all that another rank has."""
+        """Prepare to take over the state of another rank."""
 
     @abstractmethod
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
-        """Return the state of the center's optimizer that other ranks are to take over, given what was loaded here."""
+        """Return the state of the center's optimizer that others take over, given the state loaded here, if any."""
 
     @abstractmethod
     def take_over(self, takeover: TakeoverState) -> None:
-        """Give all ranks the workers' vectors and the centers of one of them."""
+        """Give all ranks the worker vectors and the centers of one rank."""
 
 
 @dataclass(frozen=True)
 class TakeoverState:
-    """What one rank gives to others.
+    """The state that one rank, the giver, sends to the others.
 
     Attributes:
-        send: replaces a value by that of the rank which gives.
-        is_giver: this is that rank.
-        state: what was loaded here, where the center is not on every rank.
-        whole: the giver has loaded the whole of such a center.
-        optimizer_state: of the giver's center.
+        send: replaces a value with the giver's.
+        is_giver: whether this rank is the giver.
+        state: the state loaded here, if the center is not on every rank.
+        whole: whether the giver has loaded such a center in full.
+        optimizer_state: state of the giver's center optimizer.
     """
 
     send: Callable[[Any], Any]
@@ -261,13 +260,13 @@ class TakeoverState:
 
 
 def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], problem: str | None) -> None:
-    """Let this rank start from the centers, with a new state of its local optimizer, where its replica is not finite.
+    """Reset a rank with a non-finite replica to the centers, and its local optimizer to a new state.
 
-    All ranks together, unless every rank can read the centers by itself.
+    Collective, unless every rank can read the centers by itself.
 
     Args:
-        groups: what is exchanged.
-        context: of the exchange.
+        groups: the exchanged tensors.
+        context: the context of the exchange.
         problem: what is not finite here; None on ranks that only help to read the centers.
     """
     membership = context.membership
@@ -284,16 +283,16 @@ def reset_to_center(groups: TensorGroups[V], context: ExchangeContext[V], proble
 
 
 def tell(membership: Membership, problem: str) -> None:
-    """Say in the log that this rank is left out."""
+    """Log that this rank is excluded."""
     rank = membership.communicator.global_rank
-    membership.log.warning("Rank %d is left out of an exchange, and starts again from the center: %s", rank, problem)
+    membership.log.warning("Rank %d is excluded from an exchange and reset to the center: %s", rank, problem)
 
 
 def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
-    """Check that all ranks are about to do the same.
+    """Check that all ranks have the same settings.
 
     Raises:
-        ValueError: ranks differ; raised on all of them.
+        ValueError: settings differ; raised on all ranks.
     """
     membership = exchanger.context.membership
     membership.communicator.check()
@@ -304,7 +303,7 @@ def check_agreement(exchanger: Exchanger[Any], policy: LocalState) -> None:
 
 
 def facts_of(exchanger: Exchanger[Any], policy: LocalState) -> dict[str, object]:
-    """Return what all ranks must agree on, by readable name."""
+    """Return the settings on which all ranks must agree, by readable name."""
     context, exchanged = exchanger.context, exchanger.context.exchanged
     schedule = context.planner.schedule
     return {

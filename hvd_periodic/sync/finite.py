@@ -13,11 +13,11 @@ from hvd_periodic.wires.base import Wire
 V = TypeVar("V")
 
 RAISE, SKIP, IGNORE = "raise", "skip", "ignore"
-"""What becomes of a rank whose replica is not finite: an error on all, it is left out, or nothing is looked at."""
+"""Policies for a rank whose replica is not finite: an error on all ranks, exclusion of the rank, or no check."""
 
 
 def as_nonfinite(nonfinite: str) -> str:
-    """Return what was asked for.
+    """Return the policy, validated.
 
     Raises:
         ValueError: there is no such policy.
@@ -34,9 +34,9 @@ class Checked(NamedTuple):
     """A tensor that has to be finite.
 
     Attributes:
-        name: readable.
-        tensor: of this rank.
-        center: where it may be infinite like its center, as a mask is; None where it may not.
+        name: readable name.
+        tensor: this rank's tensor.
+        center: its center, if the tensor may be infinite wherever the center is (like a mask); else None.
     """
 
     name: str
@@ -45,18 +45,18 @@ class Checked(NamedTuple):
 
 
 class Finite(Generic[V]):
-    """What has to be finite before an exchange: parameters, what the worker keeps of them, averaged statistics; and
-    on the root the buffers that all take from it.
+    """Checks before an exchange that the tensors of this rank are finite.
 
-    Of statistics and buffers, elements that are infinite like their center are right: all ranks have started from
-    them. Where the center is not here, all that are infinite.
+    Checked are the parameters, the worker's vectors, averaged statistics, and on the root the buffers that it
+    broadcasts. In statistics and buffers, elements that are infinite like their center are valid, since all ranks have
+    started from them. If the center is not on this rank, all infinite elements are valid.
 
     Args:
-        groups: what is exchanged.
+        groups: the exchanged tensors.
         membership: knows whether this rank is the root.
         policy: ``"raise"``, ``"skip"`` or ``"ignore"``.
-        wire: by which parameters travel; a lossy one cannot carry what is not finite, whatever the policy.
-        replica: of this rank.
+        wire: encoding of the parameters; a lossy one cannot carry non-finite values, whatever the policy.
+        replica: the replica of this rank.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Finite(Generic[V]):
         self._groups, self._membership, self._replica = groups, membership, replica
         self._policy, self._wire = policy, wire
         self.skips = policy == SKIP
-        """Ranks that are not finite are left out."""
+        """Non-finite ranks are excluded."""
 
     def checked(self) -> list[Checked]:
         """Return all tensors that have to be finite."""
@@ -91,7 +91,7 @@ class Finite(Generic[V]):
         return found
 
     def problem(self, steps: int) -> str | None:
-        """Return which tensor is not finite after so many local steps, if one is not."""
+        """Return a message naming the first non-finite tensor after ``steps`` local steps; None if all are finite."""
         checked = self.checked()
         if self._replica.space.coding.are_finite([each.tensor for each in checked]):
             return None
@@ -100,7 +100,7 @@ class Finite(Generic[V]):
         return None if index is None else self.text(index, steps)
 
     def text(self, index: int, steps: int) -> str:
-        """Return what is wrong where the tensor at a place of :meth:`checked` is not finite."""
+        """Return the message for a non-finite tensor, given by its index in :meth:`checked`."""
         found = f"{self.checked()[index].name} is not finite at step {steps}"
         if self._policy == IGNORE:
             return f"{found}: it cannot travel with compression={self._wire!r}"
@@ -111,12 +111,12 @@ class Finite(Generic[V]):
 
     @property
     def _can_skip(self) -> bool:
-        """Whether this rank could be left out: not where others have parts of its replica, or have to stay in step."""
+        """Whether this rank could be excluded: no other rank holds parts of its replica or runs in lockstep with it."""
         communicator = self._membership.communicator
         return self._replica.may_be_left_out and communicator.handshake_group is communicator
 
     def _name_in(self, group: TensorGroup[V]) -> str | None:
-        """Return what a tensor of a group is called, given its name; None where this rank's can spoil nothing."""
+        """Return a format for readable names of a group's tensors; None if this rank's tensors need no check."""
         if group.algorithm.reduction == "root":
             return "buffer {!r} of the root" if self._membership.is_root else None
         return "statistic {!r}" if group.algorithm.reduction == "sum" else None

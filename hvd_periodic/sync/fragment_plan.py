@@ -12,17 +12,17 @@ from hvd_periodic.schedules.base import Clock, Schedule, next_exchange
 from hvd_periodic.vectors.fragments import Fragment
 
 _OWN = "fragments."
-"""Begins the names of what is remembered for fragments."""
+"""Prefix of the keys that fragments add to a schedule's memory."""
 
 
 class Place(NamedTuple):
-    """Where training stands in its periods.
+    """The position of training within a period.
 
     Attributes:
-        fragment: whose turn it is at the planned exchange.
+        fragment: index of the fragment of the planned exchange.
         due: local steps at that exchange.
-        period: local steps of the period.
-        periods: that have ended before.
+        period: length of the period in local steps.
+        periods: number of periods that have ended.
     """
 
     fragment: int
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 def by_fragments(schedule: Schedule, fragments: int) -> Schedule:
-    """Return the schedule of so many fragments; one that is of fragments already stays as it is."""
+    """Return the schedule, split into ``fragments`` exchanges per period unless it already is."""
     return (
         schedule if fragments == 1 or isinstance(schedule, FragmentSchedule) else FragmentSchedule(schedule, fragments)
     )
@@ -42,16 +42,16 @@ def by_fragments(schedule: Schedule, fragments: int) -> Schedule:
 class FragmentSchedule(Schedule):
     """F exchanges within every period τ of a schedule: the f-th after ⌈f τ/F⌉ of its local steps.
 
-    The schedule itself is asked once in a period, of which its clock counts one round. An exchange at another step than
-    was planned carries all fragments, and a new period begins. A synchronous beginning, in which nothing is exchanged,
-    belongs to no period.
+    The schedule itself is queried once per period, which its clock counts as one round. An exchange at an unplanned
+    step carries all fragments and starts a new period. A synchronous warmup, in which nothing is exchanged, belongs to
+    no period.
 
     Args:
-        whole: when all parameters have been exchanged.
+        whole: the schedule by which all parameters are exchanged.
         fragments: F; at least 1, and at most the local steps of every period.
 
     Raises:
-        ValueError: when asked, if a period is shorter than F.
+        ValueError: when queried, if a period is shorter than F.
 
     Example:
         >>> from hvd_periodic import Clock, Every
@@ -75,44 +75,44 @@ class FragmentSchedule(Schedule):
         return self._next(clock).due - clock.step
 
     def turn(self, clock: Clock) -> int | None:
-        """Return the fragment whose turn it is at an exchange; None if all are exchanged, as nothing was planned."""
+        """Return the index of the fragment to exchange; None if the exchange was not planned and carries all."""
         place = self._place(clock)
         return place.fragment if place is not None and clock.step == place.due else None
 
     def periods(self, clock: Clock) -> int:
-        """Return how many periods had ended before an exchange."""
+        """Return the number of periods that had ended before an exchange."""
         place = self._place(clock)
         return 0 if place is None else place.periods
 
     @property
     def remembers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The place in the period, beside what the schedule remembers."""
+        """The keys of the schedule's memory and of the position in the period."""
         return (*self.whole.remembers, *(_OWN + name for name in Place._fields))
 
     def remember(self, clock: Clock) -> Mapping[str, float]:
-        """Return the place in the period, and what the schedule wants to know."""
+        """Return the schedule's memory and the position in the period."""
         whole = self._of_whole(clock)
         memory = self.whole.remember(whole) if self._begins(clock) else whole.memory
         return {**memory, **{_OWN + name: float(value) for name, value in self._next(clock)._asdict().items()}}
 
     @property
     def synchronous_until(self) -> int | None:
-        """As the schedule has it."""
+        """As in the schedule."""
         return self.whole.synchronous_until
 
     def _place(self, clock: Clock) -> Place | None:
-        """Return where training stands; None before it begins."""
+        """Return the position of training; None before it starts."""
         if _OWN + "due" not in clock.memory:
             return None
         return Place(*(int(clock.memory[_OWN + name]) for name in Place._fields))
 
     def _begins(self, clock: Clock) -> bool:
-        """Return whether a period begins now."""
+        """Return whether a new period begins now."""
         turn = self.turn(clock)
         return turn is None or turn + 1 == self.fragments
 
     def _next(self, clock: Clock) -> Place:
-        """Return what comes after an exchange, or before the first."""
+        """Return the position of the next planned exchange."""
         place = self._place(clock)
         if place is not None and not self._begins(clock):
             f, period = place.fragment + 1, place.period
@@ -130,8 +130,8 @@ class FragmentSchedule(Schedule):
         return -(-fragments * period // self.fragments)
 
     def _of_whole(self, clock: Clock) -> Clock:
-        """Return the clock for the schedule, which knows of no fragments."""
-        place, own = self._place(clock), copy(clock)  # Not replace(), which would read what may not be known yet.
+        """Return the clock for the schedule, which does not know about fragments."""
+        place, own = self._place(clock), copy(clock)  # Not replace(), which would read fields that may be unknown yet.
         vars(own).update(
             round=0 if place is None else place.periods + 1,
             period=0 if place is None else place.period,
@@ -141,12 +141,12 @@ class FragmentSchedule(Schedule):
 
 
 class SinceLastSync(NamedTuple):
-    """What has happened since a fragment of the parameters was exchanged.
+    """Steps and gradients since a fragment of the parameters was last exchanged.
 
     Attributes:
-        planned: local steps, as the schedule planned them.
-        pending: local steps, on the rank with most of them.
-        gradients: that this rank accumulated.
+        planned: local steps that the schedule planned.
+        pending: local steps taken, on the rank with the most.
+        gradients: gradients that this rank accumulated.
     """
 
     planned: int = 0
@@ -156,11 +156,11 @@ class SinceLastSync(NamedTuple):
 
 @dataclass(frozen=True)
 class FragmentExchange:
-    """A fragment that is exchanged now.
+    """The exchange of one fragment.
 
     Attributes:
-        fragment: which.
-        exchange: what the algorithm may know.
+        fragment: the fragment.
+        exchange: the description of the exchange for the algorithm.
     """
 
     fragment: Fragment
@@ -169,13 +169,13 @@ class FragmentExchange:
 
 @dataclass(frozen=True)
 class DueFragments:
-    """What is exchanged now.
+    """The fragments that are exchanged now.
 
     Attributes:
-        turns: of the parameters; none where nothing has happened since the last exchange.
-        completes: a period ends, so that also statistics and the state of local optimizers are exchanged.
-        periods: that had ended before.
-        noted: what has happened since every fragment was exchanged, once these are; empty where that is nothing.
+        turns: the parameters' fragments; none if no rank has stepped since the last exchange.
+        completes: whether a period ends, so that statistics and the state of local optimizers are exchanged too.
+        periods: number of periods that had ended before.
+        noted: for every fragment, the :class:`SinceLastSync` after this exchange; empty if all are zero.
     """
 
     turns: list[FragmentExchange]
@@ -184,19 +184,17 @@ class DueFragments:
     noted: list[list[int]]
 
     def weighing(self, weight: Any) -> DueFragments:
-        """Return the same, where this rank counts so much in means."""
+        """Return a copy in which this rank has the given weight in means; None: the weight stays."""
         turns = [FragmentExchange(turn.fragment, replace(turn.exchange, weight=weight)) for turn in self.turns]
         return self if weight is None else replace(self, turns=turns)
 
 
 class FragmentPlan:
-    """Fragments and their turns; a single one has every turn.
-
-    A planned exchange carries the next fragment; any other, and the last of a training, all that have gone on.
+    """Chooses the fragments of each exchange: the next one if it is planned, else (and at the end) all changed ones.
 
     Args:
-        fragments: all there are.
-        schedule: plans exchanges.
+        fragments: all fragments.
+        schedule: the schedule that plans exchanges.
 
     Example:
         >>> from hvd_periodic import Every
@@ -216,14 +214,14 @@ class FragmentPlan:
     def due(
         self, size: int, clock: Clock, noted: Sequence[Sequence[int]], passed: SinceLastSync, training: bool
     ) -> DueFragments:
-        """Return what is exchanged.
+        """Return the fragments to exchange.
 
         Args:
             size: number of workers.
-            clock: that ranks have agreed on.
-            noted: what had happened since every fragment was exchanged, at the last exchange of any.
-            passed: since then.
-            training: some rank goes on afterwards.
+            clock: the clock on which ranks have agreed.
+            noted: for every fragment, the :class:`SinceLastSync` after the last exchange, as in ``DueFragments.noted``.
+            passed: steps and gradients since that exchange.
+            training: whether some rank continues training afterwards.
         """
         before = noted or [SinceLastSync()] * len(self.fragments)
         since = [SinceLastSync(*map(sum, zip(entry, passed, strict=True))) for entry in before]

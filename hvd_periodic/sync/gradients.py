@@ -15,18 +15,18 @@ from hvd_periodic.sync.tensor_groups import TensorGroups
 V = TypeVar("V")
 
 _NAMED = 3
-"""Names that a line of the log has; of more, their number."""
+"""Maximum number of names in a log line; the line gives the number of the others."""
 
 
 class Assigned(Generic[V]):
-    """Watches parameters that have never had a gradient, and weights that no exchange touches.
+    """Watches parameters that never had a gradient, and weights that are not exchanged.
 
-    Only some elements of each are looked at. Each kind is named once.
+    It samples a few elements of each tensor, and warns once about each of the two kinds.
 
     Args:
-        replica: of this rank.
-        groups: what is exchanged, with the centers.
-        algorithm: the name of what exchanges parameters.
+        replica: the replica of this rank.
+        groups: the exchanged tensors with their centers.
+        algorithm: the name of the algorithm.
         log: returns the log of this rank.
     """
 
@@ -39,30 +39,30 @@ class Assigned(Generic[V]):
         self._named_parameters = self._named_others = False
 
     def remember(self) -> None:
-        """Note what all have now: training begins. Not known before, nor in sessions of TensorFlow 1."""
+        """Record the current values at the start of training; never called in TensorFlow 1 sessions."""
         self._before = {name: self._replica.some_of(tensor) for name, tensor in self._watched()}
 
     def see_gradients(self) -> None:
-        """Note which parameters have a gradient in this iteration."""
+        """Record which parameters have a gradient in this iteration."""
         if self._never:
             self._never -= set(self._replica.with_gradient(self._never))
 
     def follow(self) -> None:
-        """Note the parameters without gradients as they are now, which an exchange has changed."""
+        """Record the parameters without gradients again after an exchange, which has changed them."""
         if self._before is None or self._named_parameters:
             return
         if not self._never:
             return
         if len(self._never) < self._count:
             self._before |= self._without_gradient()
-        else:  # Where nobody shows gradients, looking at all would be in vain; what they are now is not known then.
+        else:  # No gradient was shown: watching every parameter would be useless, so drop the recorded values.
             for spec in self._groups.parameters.values.layout.specs:
                 self._before.pop(spec.name, None)
 
     def name_parameters(self) -> str | None:
-        """Name parameters that take part, have never had a gradient while others have, and were changed all the same.
+        """Warn about exchanged parameters that changed without ever having a gradient, while others had some.
 
-        A check of every meeting, which it does not keep from going on.
+        Runs as a check of every handshake; always returns None, so it never prevents an exchange.
         """
         self.see_gradients()
         if self._named_parameters or self._before is None or not 0 < len(self._never) < self._count:
@@ -81,9 +81,9 @@ class Assigned(Generic[V]):
         return None
 
     def name_others(self) -> None:
-        """Name weights that no exchange touches, and that have changed: a model that holds the center has this rank's.
+        """Warn about changed weights that are not exchanged: a model that holds the center keeps this rank's values.
 
-        Called where the center is read.
+        Called when the center is read.
         """
         if self._named_others or not self._before:
             return
@@ -103,7 +103,7 @@ class Assigned(Generic[V]):
             )
 
     def _without_gradient(self) -> dict[str, np.ndarray]:
-        """Return some elements of the parameters that have had no gradient, by name."""
+        """Return some elements of each parameter that has had no gradient, by name."""
         values = self._groups.parameters.values
         tensors = values.tensors()
         return {values.layout.specs[i].name: self._replica.some_of(tensors[i]) for i in sorted(self._never)}
@@ -120,13 +120,13 @@ def _listed(names: list[str]) -> str:
 
 
 class Gradients(Generic[V]):
-    """Runs the local rule of the algorithm, and sees to it that no update goes without.
+    """Runs the algorithm's local rule, and checks that no update skips it.
 
     Args:
-        exchanger: knows the algorithm and its vectors.
+        exchanger: holds the algorithm and its vectors.
 
     Attributes:
-        assigned: watches what has no gradients.
+        assigned: watches tensors without gradients.
     """
 
     def __init__(self, exchanger: Exchanger[V]) -> None:
@@ -138,23 +138,23 @@ class Gradients(Generic[V]):
         context.handshake.followers.append(self.assigned.follow)
 
     def prepare(self) -> None:
-        """Show the gradients of this iteration, unless they are still averaged over all ranks."""
+        """Show the gradients of this iteration to the algorithm, unless they are still averaged over all ranks."""
         self._prepared = True
         if self._algorithm.uses_gradients:
             self.show()
 
     def show(self) -> None:
-        """Run the local rule, where exchanges have begun."""
+        """Run the local rule unless the synchronous warmup is active."""
         if not self.exchanger.context.warmup.equal:
             self.run()
 
     def run(self) -> None:
-        """Run the local rule, and count it."""
+        """Run the local rule and count the gradients."""
         context, worker = self.exchanger.context, self.exchanger.tensor_groups.parameters.worker
         context.progress.add(gradients=context.exchanged.replica.local(self._algorithm, worker))
 
     def check(self, updated: bool) -> None:
-        """Raise a RuntimeError after an update whose gradients the algorithm needed and was not shown."""
+        """Raise a RuntimeError after an update whose gradients the algorithm needed but did not see."""
         if updated and self._algorithm.uses_gradients and not self._prepared:
             raise RuntimeError(
                 f"{type(self._algorithm).__name__} needs every local gradient: call prepare_gradients() before each "

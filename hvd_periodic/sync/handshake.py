@@ -27,18 +27,18 @@ from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
 
 class Weight:
-    """How much this rank counts.
+    """The weight of this rank in means over ranks.
 
     Args:
-        given: a number of at least 0, such as that of its examples; a function that is called once at every exchange;
-            or None: all ranks count alike.
+        given: a number of at least 0, such as the number of its examples; a function that returns it, called once per
+            exchange; or None: all ranks have equal weights.
 
     Attributes:
-        value: at this exchange.
-        problem: why there is none.
+        value: the weight at this exchange.
+        problem: why the weight could not be determined; None if it could.
 
     Raises:
-        TypeError, ValueError: no number of at least 0.
+        TypeError, ValueError: the weight is not a number of at least 0.
 
     Example:
         >>> weight = Weight(lambda: 32.0)
@@ -55,7 +55,7 @@ class Weight:
             _checked(given)
 
     def measure(self, idle: bool) -> None:
-        """Ask how much this rank counts; one that leaves, and has taken no step since the last exchange, not at all."""
+        """Determine the weight: 0 for an ``idle`` rank, which leaves without a step since the last exchange."""
         self.value = self.problem = None
         if self.given is None:
             return
@@ -66,9 +66,9 @@ class Weight:
 
 
 def relative_weights(records: Sequence[Record]) -> list[float] | None:
-    """Return how much every rank counts, 1 on average: w_i n / Σ_j w_j; None where all count alike.
+    """Return the relative weight of every rank, w_i n / Σ_j w_j, which is 1 on average; None if all are equal.
 
-    A rank that is left out does not count. Where none does, all weights are 0.
+    Excluded ranks have weight 0. If no rank counts, all weights are 0.
 
     Example:
         >>> told = [Record(2, 1, weight=3.0), Record(2, 1, weight=1.0), Record(2, 1, weight=8.0, left_out=1)]
@@ -90,33 +90,33 @@ def _checked(weight: object) -> float:
 _EXCHANGING = (Purpose.EXCHANGE, Purpose.LEAVE)
 
 _SETTINGS_ADVICE = (
-    "Schedulers and the script have to set it alike on all ranks. If the local optimizer learns it from its gradients, "
+    "Schedulers and the script must set it equally on all ranks. If the local optimizer learns it from its gradients, "
     "the center needs an optimizer of its own: pass `outer_optimizer`"
 )
 
 Check = Callable[[], str | None]
-"""Returns why this rank cannot go on, or None."""
+"""Returns why this rank cannot continue, or None."""
 
 
 class Handshake:
-    """Speaks for one rank, and judges what all have said.
+    """Sends this rank's record to all ranks, and evaluates the records of all.
 
     Args:
-        membership: the ranks that meet.
-        progress: where this one stands.
-        planner: foresees exchanges.
-        hyperparameters: settings of the center's optimizer, which have to be the same.
-        optimizer_state: exchanges the state of local optimizers, if anything does.
-        weight: how much this rank counts in means.
+        membership: the ranks that take part.
+        progress: the progress of this rank.
+        planner: predicts exchanges.
+        hyperparameters: settings of the center's optimizer, which must be equal on all ranks.
+        optimizer_state: exchanges the state of local optimizers; None if nothing does.
+        weight: the weight of this rank in means.
 
     Attributes:
-        checks: of what else might keep this rank from going on.
-        followers: are called when an exchange has changed the replica.
-        everyone_trains: at the last exchange no rank was leaving.
-        background_save: the last save of these ranks that a thread has written, or writes.
+        checks: additional checks of whether this rank can continue.
+        followers: functions that are called when an exchange has changed the replica.
+        everyone_trains: whether no rank was leaving at the last exchange.
+        background_save: the last background save of these ranks, complete or not; None if there was none.
         failure: why this rank can never exchange again; None while it can.
-        came: when this rank was ready to meet the others last, in seconds since 1970.
-        waited: seconds in which ranks met last: until all had come, and had told each other why.
+        came: time of the last handshake, when this rank was ready for it, in seconds since 1970.
+        waited: duration of the last handshake in seconds: waiting for all ranks and gathering their records.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Handshake:
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
-        """Return what all ranks have come for, and where they stand; as :meth:`handshake_with`."""
+        """Return the records of all ranks; as :meth:`handshake_with`."""
         own = self.local_status()
         return self.handshake_with(purpose, replace(own, problem=problem or own.problem))[0]
 
@@ -155,15 +155,15 @@ class Handshake:
     def handshake_with(
         self, purpose: Purpose, own: LocalStatus, piggyback: np.ndarray | None = None
     ) -> tuple[list[Record], list[np.ndarray]]:
-        """Return the records of all ranks, and the integers that travel with them.
+        """Run a handshake; return the records and the piggybacked integers of all ranks.
 
         Args:
             purpose: the call in which this rank is.
             own: the status of this rank.
-            piggyback: integers that travel with its record.
+            piggyback: integers to send along with the record.
 
         Raises:
-            RuntimeError: on all ranks, if one cannot go on, or if they are in different calls.
+            RuntimeError: a rank cannot continue, or ranks are in different calls; raised on all ranks.
         """
         predicted, problem = None, own.problem or self.problem(own, purpose)
         try:
@@ -182,7 +182,7 @@ class Handshake:
 
     @contextmanager
     def remember_failure(self, local_steps: int) -> Iterator[None]:
-        """Remember an error that ends an exchange half-way: this rank cannot go on after it."""
+        """Remember an error that interrupts an exchange: this rank cannot continue afterwards."""
         try:
             yield
         except Exception as error:
@@ -190,40 +190,40 @@ class Handshake:
             raise
 
     def have_met(self, purpose: Purpose) -> None:
-        """Do what waits for a moment at which all ranks are in one place: complete a save in the background.
+        """Complete a background save, which needs all ranks in one call.
 
-        Ranks that meet are not all ranks where there are several levels.
+        With several levels this does nothing, since a handshake does not include all ranks.
         """
         save = self.background_save
         if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
             save.complete(wait=False)
 
     def have_exchanged(self) -> None:
-        """Tell the followers that an exchange has changed the replica, or has taken what was under way."""
+        """Notify the followers that an exchange was run or applied to the replica."""
         for follow in self.followers:
             follow()
 
     def have_left(self) -> None:
-        """Complete a save in the background, at the end of training, of all levels."""
+        """Complete a background save at the end of training of all levels."""
         if self.background_save is not None:
             self.background_save.complete()
 
     def rejoin(self) -> None:
-        """Meet other ranks from now on, of which none has failed; a save of those before stays incomplete."""
+        """Start over with a new set of ranks; abandon a background save of the previous ones."""
         self.failure, self.everyone_trains = None, True
         if self.background_save is not None:
             self.background_save.abandon("the ranks of the job have changed before all of them had written it")
             self.background_save = None
 
     def check_same_call(self, purpose: Purpose, problem: str | None = None) -> None:
-        """Find out whether all ranks have come to the same call, before its data travels.
+        """Check that all ranks are in the same call, before its data travels.
 
         Args:
-            purpose: what this rank has come for.
-            problem: why it cannot do that.
+            purpose: the call in which this rank is.
+            problem: why this rank cannot continue, if it cannot.
 
         Raises:
-            RuntimeError: on all ranks, if they have come for different things, or one cannot go on.
+            RuntimeError: ranks are in different calls, or one cannot continue; raised on all ranks.
         """
         steps, communicator = self._progress.local_steps, self._membership.communicator
         record = Record(purpose, self._membership.number, problem=int(problem is not None), local_steps=steps)
@@ -258,7 +258,7 @@ class Handshake:
         )
 
     def problem(self, own: LocalStatus, purpose: Purpose) -> str | None:
-        """Return the reason why this rank cannot go on, or None; where it exchanges, measure its weight."""
+        """Return why this rank cannot continue in this call, or None; at an exchange, measure its weight."""
         if purpose in _EXCHANGING:
             self.weight.measure(purpose == Purpose.LEAVE and own.counters.local_steps == own.counters.last_exchange)
         if not math.isfinite(own.notes.loss_sum):
@@ -274,12 +274,12 @@ class Handshake:
             return f"{type(error).__name__}: {error}"
 
     def agree(self, records: Sequence[Record], own: LocalStatus) -> GlobalStatus:
-        """Return what this exchange is, given what all ranks announced.
+        """Return the status of all ranks, given their records.
 
         Raises:
-            RuntimeError: on all ranks, if they are at different steps, or the schedule says different things on them.
-            ValueError: on all ranks, if the hyper-parameters of the center optimizer differ; or what local optimizers
-                keep, where it is exchanged.
+            RuntimeError: ranks that train are at different steps; raised on all ranks.
+            ValueError: the hyper-parameters of the center optimizer differ; or the state of local optimizers that is
+                to be exchanged does; raised on all ranks.
         """
         states = {record.optimizer_state for record in records}
         if self._optimizer_state is not None and 0 not in states and len(states) > 1:
@@ -291,9 +291,9 @@ class Handshake:
         steps = sorted({record.local_steps for record in training})
         if len(steps) > 1:
             raise RuntimeError(
-                f"Ranks exchange at different local steps, from {steps[0]} to {steps[-1]}; this rank is at "
-                f"{own.counters.local_steps}. Was sync() called on some ranks only, or a state restored without "
-                "broadcast()? A rank that runs out of data calls finalize()"
+                f"Ranks reached this exchange at different local steps, from {steps[0]} to {steps[-1]}; this rank is "
+                f"at {own.counters.local_steps}. Either sync() was called on some ranks only, or a state was restored "
+                "without broadcast(). A rank that runs out of data calls finalize()"
             )
         step = max(record.local_steps for record in deciding)
         period = max(record.period for record in deciding)
@@ -312,11 +312,11 @@ class Handshake:
         )
 
     def _settings_of(self, records: Sequence[Record], deciding: Sequence[Record]) -> Any:
-        """Return the hyper-parameters of the center optimizer where those of ranks differ; None where they do not.
+        """Return the hyper-parameters of the center optimizer to use if they differ between ranks; None if equal.
 
-        They follow local optimizers, and a learning-rate scheduler is behind on a rank whose updates were skipped, and
-        ahead on one that has ended its epoch. Those that train decide; of them, who has made most updates; of several,
-        the first.
+        They follow the local optimizers. A learning-rate scheduler falls behind on a rank that skips updates, and is
+        ahead on a rank that has ended its epoch. So the ranks in ``deciding`` decide: of them the one with the most
+        updates, and of several such the first.
         """
         communicator, name = self._membership.communicator.handshake_group, self._membership.name
         first = leading(deciding)
@@ -332,7 +332,7 @@ class Handshake:
             self._warned = True
             self._membership.log.warning(
                 "The learning rates of the ranks differ at local step %d: the optimizer of the center takes that of "
-                "rank %d, and not those of %s. A scheduler has to decide alike on all ranks",
+                "rank %d, and not those of %s. A scheduler has to decide equally on all ranks",
                 first.local_steps,
                 communicator.global_ranks[decides],
                 named(communicator.global_ranks[rank] for rank in others),
@@ -341,5 +341,5 @@ class Handshake:
 
 
 def _fingerprint(settings: dict[str, object]) -> int:
-    """Return a number that is the same where settings are."""
+    """Return a number that is equal for equal settings."""
     return int.from_bytes(hashlib.sha256(str(settings).encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""The ranks that train together with this one, and its place among them."""
+"""The ranks that train together with this one, and the root among them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hvd_periodic.journal.lines import Log, log_of
 
 
 class Membership:
-    """With whom a rank exchanges, from whom all start, and under which names.
+    """The ranks with which this one exchanges, the root, and the names of collectives.
 
     Args:
         communicator: the ranks that exchange.
-        root: the rank, within the communicator, whose values all start from; where there is none, the first.
-        name: prefix of the names of its collectives.
+        root: the rank, within the communicator, whose values all start from; 0 is used if there is no such rank.
+        name: prefix of the names of collectives.
 
     Attributes:
-        asked_root: as given.
-        number: of the optimizer among those of its ranks, from its name: 1 for the first.
-        together: all ranks that train together, those that average gradients with one that exchanges included.
-        in_groups: gradients are averaged at every step inside of groups, between which ranks exchange.
+        asked_root: the ``root`` as given.
+        number: number of this optimizer among those of its ranks, as in the name: 1 for the first.
+        all_ranks: all ranks that train together, including ranks that average gradients with one that exchanges.
+        in_groups: whether gradients are averaged at every step within groups, between which ranks exchange.
     """
 
     def __init__(self, communicator: Communicator, root: int, name: str) -> None:
         self.join(communicator, root, name)
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
-        """Be a member of these ranks, and no longer of those before."""
+        """Replace the ranks, the root and the name."""
         self.communicator, self.asked_root, self.name = communicator, root, name
         last = name.rpartition(".")[2]
         self.number = int(last) if last.isdigit() else 0
@@ -39,63 +39,63 @@ class Membership:
         self.in_groups = False
 
     def require_same_ranks(self) -> None:
-        """Raise a RuntimeError where elastic Horovod has changed the ranks; until they meet, nobody else asks."""
+        """Raise a RuntimeError if elastic Horovod has changed the ranks; nothing else checks before a handshake."""
         changed = self.communicator.changed() if self.communicator.elastic else None
         if changed is not None:
             raise RuntimeError(changed)
 
     def average_within(self, group: Communicator, throughout: bool) -> None:
-        """Take notice of the ranks that average their gradients with this one; ``throughout`` all of training."""
+        """Register the ranks that average gradients with this one, ``throughout`` training or for a time."""
         self.in_groups = group.size > 1 and throughout
         if not set(group.global_ranks) <= set(self.communicator.global_ranks):
             self.all_ranks.average_within(group)
 
     @property
     def log(self) -> Log:
-        """The log, whose lines say of which optimizer they are, where this process has constructed several."""
+        """The log; its lines name the optimizer if these ranks have constructed several."""
         return log_of(self.number_among_several)
 
     @property
     def number_among_several(self) -> int | None:
-        """Which optimizer this is, where these ranks have constructed several."""
+        """Number of this optimizer if these ranks have constructed several; else None."""
         return self.number if self.communicator.handshake_group.constructed > 1 else None
 
     @property
     def is_root(self) -> bool:
-        """Whether all start from the values of this rank."""
+        """Whether this rank is the root, from whose values all start."""
         return self.communicator.rank == self.root
 
     @property
     def is_lockstep_group(self) -> bool:
-        """Whether this is one of groups that exchange in step, each by a center of its own."""
+        """Whether this is one of several groups that exchange in lockstep, each with its own center."""
         return self.communicator.handshake_group is not self.communicator
 
     @property
     def center_replicas(self) -> Communicator | TrainingGroup:
-        """The ranks that have one center."""
+        """The ranks that share one center."""
         return self.communicator if self.is_lockstep_group else self.all_ranks
 
     @property
     def first(self) -> int:
-        """That which all start from, among all that meet: :attr:`root`, unless these are one of several groups."""
+        """The root among all ranks of the handshake: :attr:`root`, or 0 for one of several lockstep groups."""
         return 0 if self.is_lockstep_group else self.root
 
     @property
     def global_rank(self) -> int:
-        """This rank, counted over the job."""
+        """Global rank of this process in the job."""
         return self.communicator.global_rank
 
     @property
     def global_root(self) -> int:
-        """The root, counted over the job."""
+        """Global rank of the root in the job."""
         return self.communicator.global_ranks[self.root]
 
     def sender(self, what: str) -> Callable[[Any], Any]:
-        """Return a function that gives the ranks that exchange the root's values, one after another."""
+        """Return a function that broadcasts the root's values to the ranks that exchange, one value per call."""
         return sender(self.communicator, f"{self.name}.{what}", self.root)
 
     def senders(self, what: str) -> list[Callable[[Any], Any]]:
-        """Return what gives all ranks the root's values: first those that exchange with it, then those of groups."""
+        """Return functions that broadcast the root's values: among the ranks that exchange, then within groups."""
         found, together = [self.sender(what)], self.all_ranks
         if together.group is not None:
             found.append(sender(together.group, f"{together.group_name}.{what}", together.group_root))
@@ -103,6 +103,6 @@ class Membership:
 
 
 def sender(communicator: Communicator, name: str, root: int) -> Callable[[Any], Any]:
-    """Return a function that broadcasts one value after the other, under names with a prefix."""
+    """Return a function that broadcasts one value per call, under names with a prefix."""
     calls = itertools.count()
     return lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", root)

@@ -1,4 +1,4 @@
-"""Exchanges of the local optimizer's state, by the policy that the user has chosen."""
+"""Exchanges the local optimizer's state, by the policy that the user has chosen."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from hvd_periodic.vectors.store import Store
 V = TypeVar("V")
 
 Pairs = Sequence[tuple[str, Any]]
-"""Names of parameters, and what is kept of each."""
+"""Names of parameters, with a state tensor for each."""
 
 
 class OptimizerState(Protocol[V]):
-    """The state of a local optimizer, as a front end knows it.
+    """The state of a local optimizer, as a front end provides it.
 
     Attributes:
-        complete: it is all there before the first step.
+        complete: whether the whole state exists before the first step.
     """
 
     complete: bool
 
     def entries(self) -> Mapping[str, Pairs]:
-        """Return what the optimizer keeps in the shape of parameters, by its own names; step counters left out."""
+        """Return the optimizer's state in the shape of parameters, by the optimizer's names, without step counters."""
 
     def store(self, pairs: Pairs) -> Store[V]:
         """Return the tensors of an entry as a store."""
 
     def learn_start(self) -> None:
-        """Find out what entries are before the first step, which :meth:`reset` sets them to.
+        """Determine the initial values of the entries, to which :meth:`reset` sets them.
 
         Raises:
-            TypeError: that cannot be found out.
+            TypeError: they cannot be determined.
         """
 
     def reset(self) -> None:
-        """Set all entries to what they are before the first step."""
+        """Set all entries to their initial values."""
 
 
 class OptimizerStateExchange(Generic[V]):
-    """What a policy makes of the state of a local optimizer.
+    """Applies a policy to the state of a local optimizer.
 
     Args:
         policy: which entries are averaged, and when.
-        state: of the local optimizer of this rank.
-        replica: lends working buffers.
+        state: the state of this rank's local optimizer.
+        replica: provides working buffers.
         placement: reduces over ranks.
     """
 
@@ -65,9 +65,9 @@ class OptimizerStateExchange(Generic[V]):
             state.learn_start()
 
     def facts(self) -> dict[str, object]:
-        """Return what all ranks have to agree on before an exchange: names, shapes and dtypes of what is averaged.
+        """Return the facts on which ranks must agree before an exchange: names, shapes and dtypes of averaged tensors.
 
-        It is empty as long as the optimizer has not stepped, and so keeps nothing.
+        It is empty as long as the optimizer has not stepped, and so has no state.
         """
         entries = self._state.entries()
         return {
@@ -77,7 +77,7 @@ class OptimizerStateExchange(Generic[V]):
         }
 
     def problem(self) -> str | None:
-        """Return why this rank cannot do what the policy asks, or None."""
+        """Return why this rank cannot apply the policy, or None."""
         try:
             self.facts()
         except ValueError as error:
@@ -85,7 +85,7 @@ class OptimizerStateExchange(Generic[V]):
         return None
 
     def exchange(self, communicator: Communicator, exchange: Exchange, rounds: int, prefix: str) -> int:
-        """Average what is due after so many exchanges, or begin anew; return the bytes handed to collectives."""
+        """Average the entries due after ``rounds`` exchanges, or reset the state; return the bytes sent."""
         entries, sent = self._state.entries(), 0
         for entry, every in (self._policy.averaged(list(entries)) if entries else {}).items():
             if not any(math.prod(tensor.shape) for _, tensor in entries[entry]):
@@ -105,10 +105,10 @@ class OptimizerStateExchange(Generic[V]):
 def state_exchange(
     policy: LocalState, state: OptimizerState[V] | None, replica: Replica[V], membership: Membership
 ) -> OptimizerStateExchange[V] | None:
-    """Return what exchanges the local optimizer's state, if the policy touches it.
+    """Return the exchange of the local optimizer's state; None if the policy does not touch it.
 
     Raises:
-        ValueError: the local optimizer is not known.
+        ValueError: the local optimizer is unknown.
     """
     if not policy.touches:
         return None

@@ -1,4 +1,4 @@
-"""Exchanges that travel during local steps: training does not wait for the wire."""
+"""Exchanges that are in flight during local steps, so that training does not wait for the network."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ V = TypeVar("V")
 logger = logging.getLogger("hvd_periodic")
 
 PERIOD = "period"
-"""As ``overlap``: an exchange is taken just before the next one begins."""
+"""Value of ``overlap`` for which an exchange is applied just before the next one begins."""
 
 
 def as_overlap(overlap: Any) -> int | None:
-    """Return for how many local steps an exchange is under way; None for a whole period.
+    """Return the number of local steps for which an exchange is in flight; None for a whole period.
 
     Raises:
         TypeError, ValueError: neither an int of at least 0 nor ``"period"``.
@@ -45,15 +45,15 @@ def as_overlap(overlap: Any) -> int | None:
 
 
 class Overlapped(Synchronous[V]):
-    """Exchanges begin at one step, and the replica takes them d local steps later, or before the next one.
+    """Exchanges begin at one step and are applied to the replica d local steps later, or before the next exchange.
 
-    An exchange that begins at step s is taken at step min(s + d, next exchange), before anything else of that step's
-    exchange. Elastic averaging pulls at s already, by the center that is here: its trajectory is that without overlap.
-    Algorithms that hand out the center take it by ``catch_up``, so that no local progress is lost. Statistics, which
-    are small, are waited for: taken late, they would lose what local steps have added. The last exchange, after which
-    no rank trains on, does not overlap with anything.
+    An exchange that begins at step s is applied at step min(s + d, next exchange), before that step's own exchange.
+    Elastic averaging pulls at s already, with the local copy of the center: its trajectory is the same as without
+    overlap. Algorithms that publish the center apply it with ``catch_up``, so that no local progress is lost.
+    Statistics, which are small, are waited for: applied late, they would overwrite the additions of local steps. The
+    last exchange, after which no rank trains, is not overlapped.
 
-    Ranks may look at the center, and so move it, at different steps: it moves by the learning rates of step s.
+    Ranks may read the center, and so update it, at different steps: the update uses the learning rates of step s.
     """
 
     overlapped = True
@@ -75,12 +75,12 @@ class Overlapped(Synchronous[V]):
         self._counted_before: Counters | None = None
 
     def facts(self) -> dict[str, object]:
-        """Return that all ranks exchange like this."""
+        """Return the settings that all ranks must share, including ``overlap``."""
         return super().facts() | {"overlap": self.context.overlap}
 
     def exchange(self, leaving: bool = False) -> bool:
-        """Take what is under way, then exchange."""
-        if self.context.handshake.failure is None:  # Otherwise the others hear of it where they meet.
+        """Apply the exchange in flight, then exchange."""
+        if self.context.handshake.failure is None:  # Otherwise the handshake reports the failure to the other ranks.
             self.land()
         before = self.context.progress.counters
         training = super().exchange(leaving)
@@ -88,10 +88,10 @@ class Overlapped(Synchronous[V]):
         return training
 
     def arrive(self) -> None:
-        """Wait for what is under way, and move the centers; the replica takes it when that is due.
+        """Wait for the exchange in flight and update the centers; it is applied to the replica when due.
 
         Raises:
-            RuntimeError: an exchange has failed: the center is in no state that could be read.
+            RuntimeError: an exchange has failed, so that the center is in no readable state.
         """
         if not self._under_way:
             return
@@ -112,14 +112,14 @@ class Overlapped(Synchronous[V]):
         context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def _uncount(self) -> None:
-        """Let what is under way, which was counted when it began, not be counted: it has failed."""
+        """Undo the count of the exchange in flight, which was counted when it began and has failed."""
         progress, before = self.context.progress, self._counted_before
-        if before is not None:  # Not that of a state that was loaded.
+        if before is not None:  # It is None for an exchange from a loaded state.
             kept = {name: getattr(before, name) for name in _OF_EXCHANGES}
             progress.counters = replace(progress.counters, **kept)
 
     def land(self) -> None:
-        """Let the replica take what is under way; where that fails, tell the others, who would wait."""
+        """Apply the exchange in flight to the replica; on failure, tell the other ranks, which would wait."""
         try:
             with self.context.exchanged.replica.range("hvd_periodic.land"):
                 self._land()
@@ -144,7 +144,7 @@ class Overlapped(Synchronous[V]):
         context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for the exchange in flight and forget it."""
         if self.context.handshake.failure is None:
             self.arrive()
         self._forget()
@@ -153,22 +153,22 @@ class Overlapped(Synchronous[V]):
         self._under_way, self.context.progress.landing = [], None
 
     def restart(self) -> None:
-        """Set the centers to the values of this rank, which nothing is under way to change."""
+        """Set the centers to the values of this rank, after discarding the exchange in flight."""
         self.discard()
         super().restart()
 
     def begin_taking_over(self) -> None:
-        """Take what is under way, before others take over what comes of it."""
+        """Apply the exchange in flight before another rank takes over the result."""
         self._land()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Wait for the exchange in flight, which that of the state replaces."""
+        """Discard the exchange in flight, which that of the state replaces."""
         self.discard()
         super().load(state)
         self.load_in_flight_exchange(state.get("under_way"))
 
     def in_flight(self) -> Any:
-        """Return what is left to be taken, for a checkpoint."""
+        """Return the exchange that is not yet applied, for a checkpoint."""
         self.arrive()
         snapshot = self.tensor_groups.parameters.snapshot
         if not self._under_way or snapshot is None:
@@ -181,13 +181,13 @@ class Overlapped(Synchronous[V]):
         }
 
     def check_in_flight(self, saved: Any) -> None:
-        """Check what was under way when a state was saved."""
+        """Check the exchange that was in flight when a state was saved."""
         group = self.tensor_groups.parameters
         if saved is not None:
             check_names(f"snapshot of the {group.name}", group.values.layout, saved["snapshot"])
 
     def load_in_flight_exchange(self, saved: Any) -> None:
-        """Go on with what was under way when a state was saved."""
+        """Continue the exchange that was in flight when a state was saved."""
         membership, group = self.context.membership, self.tensor_groups.parameters
         self._forget()
         self._counted_before = None
@@ -202,12 +202,12 @@ class Overlapped(Synchronous[V]):
             ]
 
     def _constrain(self) -> None:
-        """Do so once nothing is in flight: messages are of the center as it is."""
+        """Apply constraints once nothing is in flight, since messages in flight refer to the center as it is."""
         if not any(part.pending for part in self._under_way):
             super()._constrain()
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
-        """Let an exchange begin at a step; where nobody trains on, let it end as well."""
+        """Begin the exchange of a fragment; complete it as well if no rank continues training."""
         if not training:
             return super()._send(turn, step, training)
         membership, overlap = self.context.membership, as_overlap(self.context.overlap)
@@ -229,4 +229,4 @@ class Overlapped(Synchronous[V]):
 _OF_EXCHANGES = ("rounds", "bytes_sent", "last_exchange", "next_exchange", "left_out")
 
 _SENDING: WeakValueDictionary[tuple[Hashable, str], Overlapped[Any]] = WeakValueDictionary()
-"""Who has used the names of collectives last: of an optimizer and its copies, one can have an exchange under way."""
+"""Last user of each collective name: of an optimizer and its copies, only one can have an exchange in flight."""

@@ -1,4 +1,4 @@
-"""Small messages travel with the handshake, so that an exchange takes one collective instead of two."""
+"""Sends small messages along with the handshake, so that an exchange takes one collective instead of two."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "max": np.ma
 
 
 class PiggybackedMessages(Generic[V]):
-    """Sends the messages of an exchange with the handshake where they are small, and delivers their sums.
+    """Sends the messages of an exchange along with the handshake if they are small in total, and delivers their sums.
 
-    Where ranks are in different calls, as at the end of training, all exchange as usual: every rank sees from the
-    records whether all have packed messages of the same exchange. Sums are taken in the order of ranks.
+    If ranks are in different calls, as at the end of training, all exchange as usual: the records tell every rank
+    whether all have sent messages of the same exchange. Messages are summed in rank order.
 
     Args:
-        groups: what is exchanged.
-        replica: of this rank.
+        groups: the exchanged tensors.
+        replica: the replica of this rank.
         membership: the ranks.
     """
 
@@ -46,9 +46,7 @@ class PiggybackedMessages(Generic[V]):
         )
 
     def pack(self, due: DueFragments) -> np.ndarray | None:
-        """Return the messages of an exchange as integers, for the handshake; None if they cannot be formed.
-
-        It changes no tensor.
+        """Return the messages of an exchange as integers, without side effects; None if they cannot be formed.
 
         Args:
             due: the fragments that are due if all ranks have the status of this one.
@@ -58,17 +56,17 @@ class PiggybackedMessages(Generic[V]):
             return None
         try:
             messages = [self._replica.to_host(group.preview(*sent), sent[0]).copy() for group, *sent in self._sent(due)]
-        except Exception:  # The exchange raises it again, where the other ranks learn of it.
+        except Exception:  # The exchange will raise it again, and report it to the other ranks.
             return None
         self._packed = due, messages
         return as_integers(messages)
 
     def deliver(self, records: Sequence[Record], piggybacks: Sequence[np.ndarray]) -> None:
-        """Keep the sums of messages for their buckets, if all ranks have packed theirs for the same exchange.
+        """Deliver the sums of the messages if all ranks have sent theirs for the same exchange.
 
         Args:
-            records: of all ranks.
-            piggybacks: the integers of all ranks.
+            records: the records of all ranks.
+            piggybacks: the piggybacked integers of all ranks.
         """
         places = {(record.purpose, record.pending, record.period, record.piggyback_length) for record in records}
         if self._packed is None or len(places) > 1 or records[0].purpose != Purpose.EXCHANGE:
@@ -84,7 +82,7 @@ class PiggybackedMessages(Generic[V]):
             group.error_feedback.received_totals[bucket.index] = self._replica.from_host(np.array(total), bucket)
 
     def _sent(self, due: DueFragments) -> Iterator[tuple[TensorGroup[V], Bucket, Any]]:
-        """Yield what an exchange sends: group, bucket and exchange, in order."""
+        """Yield the group, bucket and exchange of every message, in order."""
         if due.completes:
             for group in self._groups.statistics:
                 for bucket in group.values.layout.buckets:
@@ -95,7 +93,7 @@ class PiggybackedMessages(Generic[V]):
 
 
 def as_integers(messages: Sequence[np.ndarray]) -> np.ndarray:
-    """Return messages as they travel: each begins at a multiple of eight bytes.
+    """Pack messages into 64-bit integers, each message padded to a multiple of eight bytes.
 
     Example:
         >>> as_integers([np.zeros(3, np.float32), np.ones(1, np.int64)])

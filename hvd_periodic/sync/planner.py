@@ -1,4 +1,4 @@
-"""Asks the schedule when to exchange next, so that all ranks get the same answer."""
+"""Queries the schedule for the next exchange, so that all ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvd_periodic.sync.status import GlobalStatus, LocalStatus
 
 @dataclass(frozen=True)
 class Plan:
-    """What a schedule answered.
+    """The answer of a schedule.
 
     Attributes:
         next_exchange: local steps at which the next exchange is due.
-        memory: what the schedule wants to be told at the next question.
+        memory: values that the schedule gets back at the next query.
     """
 
     next_exchange: int
@@ -28,11 +28,11 @@ class Plan:
 
 
 def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
-    """Return the clock with what ranks tell each other: the leading rate, the slowest step, the mean loss.
+    """Return the clock completed from records: the leading rank's learning rate, the slowest step time, the mean loss.
 
     Args:
-        records: of the ranks that train; where none does any more, of all.
-        clock: with what all know: step, round, period and memory.
+        records: records of the ranks that train, or of all ranks if none does any more.
+        clock: the clock with the fields that all ranks know: step, round, period and memory.
 
     Example:
         >>> from hvd_periodic import Clock
@@ -52,11 +52,11 @@ def agreed_clock(records: Sequence[Record], clock: Clock) -> Clock:
 
 
 def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
-    """Return one clock for several sets of ranks whose members average gradients with each other, so exchange together.
+    """Return one clock for several sets of ranks that must exchange together, as their members average gradients.
 
     Args:
-        clock: of this set of ranks.
-        of_all: the clocks of all ranks, in an order that all know.
+        clock: the clock of this set of ranks.
+        of_all: the clocks of all ranks, in the same order on all ranks.
 
     Example:
         >>> merge_clocks(Clock(loss=1.0), [Clock(loss=1.0, step_seconds=0.5), Clock(loss=3.0, step_seconds=0.25)])
@@ -74,10 +74,11 @@ def merge_clocks(clock: Clock, of_all: Sequence[Clock]) -> Clock:
 
 
 def ask(schedule: Schedule, clock: Clock, predicted: int | None = None) -> Plan:
-    """Return what a schedule answers; the next exchange may have been predicted.
+    """Query a schedule, unless its answer was predicted.
 
     Raises:
-        RuntimeError: it failed, or did not return an int of at least 1, or remembers what it has not announced.
+        RuntimeError: the schedule failed, did not return an int of at least 1, or remembers a name that is not in
+            ``remembers``.
     """
     try:
         return Plan(predicted or next_exchange(schedule, clock), _remembered(schedule, clock))
@@ -96,11 +97,11 @@ def _remembered(schedule: Schedule, clock: Clock) -> dict[str, float]:
 
 
 class _UnforeseenError(Exception):
-    """A schedule depends on what ranks find out at an exchange only."""
+    """The schedule depends on values that ranks know only at an exchange."""
 
 
 class _ForeseenClock(Clock):
-    """A clock of what is known before ranks meet."""
+    """A clock with the fields that are known before a handshake."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("learning_rate", "step_seconds", "loss"):
@@ -109,10 +110,10 @@ class _ForeseenClock(Clock):
 
 
 def predict(schedule: Schedule, clock: Clock) -> int | None:
-    """Return the step of the next exchange, where steps, rounds and memory say it; None where it depends on more.
+    """Return the step of the next exchange if it depends on steps, rounds and memory only; else None.
 
     Raises:
-        Exception: what the schedule raises, or as :func:`~hvd_periodic.schedules.next_exchange`.
+        Exception: any error of the schedule, or as :func:`~hvd_periodic.schedules.next_exchange`.
 
     Example:
         >>> from hvd_periodic import QSR, Every
@@ -126,7 +127,7 @@ def predict(schedule: Schedule, clock: Clock) -> int | None:
 
 
 def forecast(schedule: Schedule, rounds: int) -> list[int]:
-    """Return the steps of the first exchanges, as far as they can be foreseen.
+    """Return the steps of the first exchanges, as far as they can be predicted.
 
     Raises:
         Exception: as :func:`predict`.
@@ -145,7 +146,7 @@ def forecast(schedule: Schedule, rounds: int) -> list[int]:
             clock = _ForeseenClock(exchanges[-1], clock.round + 1, period=period, memory=memory)
     except _UnforeseenError:
         pass
-    except LookupError:  # A table of the user's may be no longer than training.
+    except LookupError:  # A user's table may end with training.
         if not exchanges:
             raise
     return exchanges
@@ -156,11 +157,11 @@ def _foreseen(clock: Clock) -> Clock:
 
 
 class Planner:
-    """Asks a schedule for the next exchange.
+    """Queries a schedule for the next exchange.
 
     Args:
-        schedule: when to exchange.
-        membership: the ranks that have to hear the same.
+        schedule: decides when to exchange.
+        membership: the ranks that must get the same answer.
     """
 
     def __init__(self, schedule: Schedule, membership: Membership) -> None:
@@ -168,38 +169,38 @@ class Planner:
         self._membership = membership
 
     def foreseen(self, own: LocalStatus, purpose: Purpose) -> int | None:
-        """Return the exchange after this one, if the schedule can say so before ranks have met.
+        """Return the step of the exchange after this one, if the schedule knows it before the handshake; else None.
 
         Raises:
-            Exception: what the schedule raises, unless training ends.
+            Exception: any error of the schedule; but not in calls after which training may end.
         """
         try:
             return predict(self.schedule, own.clock if purpose != Purpose.START else replace(own.clock, round=0))
         except Exception:
-            # Where training ends, a schedule may have nothing to say.
+            # A schedule need not have an answer for the end of training.
             if purpose in (Purpose.LEAVE, Purpose.SAVE, Purpose.COMMIT):
                 return None
             raise
 
     def first(self, records: Sequence[Record]) -> Plan:
-        """Return the first exchange of ranks that have met: by the learning rate of now, not that of construction."""
+        """Return the plan of the first exchange, from the learning rate at the start of training."""
         clock = Clock(learning_rate=leading(records).learning_rate)
         if all(record.foreseen for record in records):
             return ask(self.schedule, clock)
         return self._same_on_all(clock)
 
     def first_async(self, learning_rate: float | None) -> Plan:
-        """Return the first exchange of a rank that exchanges on its own clock."""
+        """Return the plan of the first exchange of an asynchronous rank."""
         return ask(self.schedule, Clock(learning_rate=learning_rate))
 
     def following(self, handshake: GlobalStatus) -> Plan:
-        """Return what the schedule says at an exchange, the same on all ranks.
+        """Return the plan of the exchange after this one, the same on all ranks.
 
-        Where nobody trains any more, it may have nothing to say; where nothing is exchanged, it is not asked. The
-        period is then the one before.
+        If no rank trains any more, the schedule need not have an answer; if no steps are pending either, it is not
+        queried. The period then stays as it was.
 
         Raises:
-            RuntimeError: the schedule failed, or says different things on different ranks.
+            RuntimeError: the schedule failed, or its answers differ between ranks.
         """
         clock = handshake.clock
         try:
@@ -214,14 +215,14 @@ class Planner:
         return Plan(handshake.step + max(handshake.period, 1), clock.memory)
 
     def next_async(self, own: LocalStatus) -> Plan:
-        """Return what the schedule says to a rank that exchanges on its own clock."""
+        """Return the plan of the next exchange of an asynchronous rank."""
         return ask(self.schedule, own.clock)
 
     def _same_on_all(self, clock: Clock) -> Plan:
-        """Return what the schedule says, which ranks compare, those of all groups that train together.
+        """Query the schedule; check that all ranks that train together get the same answer.
 
         Raises:
-            RuntimeError: it failed, or says different things on different ranks; on all of them.
+            RuntimeError: the schedule failed, or its answers differ; raised on all ranks.
         """
         together = self._membership.all_ranks
         if together.group is not None:

@@ -14,21 +14,21 @@ from hvd_periodic.sync.status import Counters, LocalStatus, ScheduleState
 
 
 class ProgressTracker:
-    """Counts local steps and exchanges, keeps what the schedule will want to know, and times steps.
+    """Counts local steps and exchanges, keeps the schedule's state, and times steps.
 
-    What is added joins the counters when these are looked at, so that counting takes little of a small model's step.
+    Increments are added to the counters only when these are read, so that counting is cheap even for small models.
 
     Args:
-        schedule: says when the first exchange is due, as far as it is known now; that is decided when training begins.
+        schedule: predicts the first exchange, if it can; the start of training decides about it.
 
     Attributes:
         counters: steps, rounds, bytes and seconds so far.
-        notes: what this rank keeps for its schedule.
-        learning_rate: returns the learning rate of the local optimizer, for schedules; front ends set it where they
-            know that optimizer.
+        notes: the state that this rank keeps for its schedule.
+        learning_rate: returns the local optimizer's learning rate for schedules; front ends set it if they know the
+            optimizer.
         changed: called whenever the counters change.
-        landing: the local step at which the replica takes an exchange that is in flight, if it does before the next
-            exchange; else None.
+        landing: local step at which the exchange in flight is applied to the replica; None if nothing is in flight, or
+            if it is applied at the next exchange.
     """
 
     learning_rate: Callable[[], Any] | None = None
@@ -63,7 +63,7 @@ class ProgressTracker:
 
     @property
     def notes(self) -> ScheduleState:
-        """What this rank keeps for its schedule."""
+        """The state that this rank keeps for its schedule."""
         return self._notes
 
     @notes.setter
@@ -72,7 +72,7 @@ class ProgressTracker:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing has given it values yet, so that the centers are not known either."""
+        """Whether nothing has set the counters yet, so that the centers have to be set as well."""
         return True
 
     @property
@@ -104,7 +104,7 @@ class ProgressTracker:
 
     @property
     def is_landing_due(self) -> Any:
-        """Whether the replica has to take the exchange in flight after the local steps so far."""
+        """Whether the exchange in flight is due to be applied after the local steps so far."""
         return self.landing is not None and self.local_steps >= self.landing
 
     def advance(
@@ -118,17 +118,17 @@ class ProgressTracker:
         sent: int = 0,
         missed: int = 0,
     ) -> None:
-        """Count an exchange that has ended.
+        """Count a completed exchange.
 
         Args:
-            step: local steps at which this rank goes on; more than its own where it has run out of data before others.
+            step: local steps of this rank after it; more than it has taken if it ran out of data before other ranks.
             next_exchange: local steps at which the next exchange is due.
-            notes: what the schedule keeps.
-            started: when the exchange began, by ``time.perf_counter()``.
-            exchanged: false where no rank counted, or this one was excluded from an asynchronous exchange.
-            excluded: this rank was excluded, as its replica is not finite.
-            sent: bytes that it handed to collectives.
-            missed: pushes of other ranks since its own last one, where no rank waits.
+            notes: the state of the schedule.
+            started: time at which the exchange began, by ``time.perf_counter()``.
+            exchanged: whether tensors were exchanged; false if all weights are 0.
+            excluded: whether this rank was excluded because its replica is not finite.
+            sent: bytes handed to collectives.
+            missed: in asynchronous exchange, pushes of other ranks since this rank's last one.
         """
         counters = self.counters
         self.counters = replace(
@@ -151,8 +151,8 @@ class ProgressTracker:
         """Note a loss of this rank.
 
         Raises:
-            TypeError: no number.
-            ValueError: NaN or infinity.
+            TypeError: the loss is not a number.
+            ValueError: the loss is NaN or infinite.
         """
         value = number(loss, "The loss that is reported")
         if not math.isfinite(value):
@@ -163,24 +163,24 @@ class ProgressTracker:
         self.notes = self.notes.reported(value)
 
     def current_rate(self) -> float | None:
-        """Return the learning rate of the local optimizer; None where it is unknown, or no number."""
+        """Return the learning rate of the local optimizer; None if it is unknown or not a number."""
         return None if self.learning_rate is None else rate_of(self.learning_rate())
 
     def snapshot(self) -> LocalStatus:
-        """Return what this rank knows by itself."""
+        """Return the status of this rank."""
         counters = self.counters
         return LocalStatus(counters, self.notes, self.current_rate(), self.step_seconds(counters.local_steps))
 
     def get_ready(self) -> None:
-        """Measure the first step from now on, until training begins."""
+        """Restart the timer of the first step, before training starts."""
         self._ready_since = time.perf_counter()
 
     def begin(self) -> None:
-        """Measure steps since this rank was ready: the first has begun before its update."""
+        """Start timing steps, from the last :meth:`get_ready`: the first step began before its update."""
         self._timed_since = self._ready_since, self.local_steps
 
     def time(self, local_steps: int) -> None:
-        """Measure steps after ``local_steps`` from now on."""
+        """Restart the timer: time the steps after ``local_steps`` from now on."""
         self._timed_since = time.perf_counter(), local_steps
 
     def step_seconds(self, local_steps: int) -> float | None:
@@ -191,7 +191,7 @@ class ProgressTracker:
 
 
 def rate_of(value: Any) -> float | None:
-    """Return a learning rate as a float; None where it is no number."""
+    """Return a learning rate as a float; None if it is not a number."""
     try:
         return number(value, "A learning rate")
     except TypeError:
@@ -199,10 +199,10 @@ def rate_of(value: Any) -> float | None:
 
 
 def number(value: Any, what: str) -> float:
-    """Return a number, which may be a tensor or array without dimensions, as a float.
+    """Return a number, which may be a zero-dimensional tensor or array, as a float.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not a number.
     """
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or tuple(getattr(value, "shape", ())) != ():
         shape = f" of shape {tuple(value.shape)}" if getattr(value, "shape", ()) else f" {value!r}"

@@ -1,4 +1,4 @@
-"""Reports of training and of every exchange to a rank's journal."""
+"""Reports the start of training and every exchange to a rank's journal."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Journal:
-    """Return the journal of a rank: with lines in the log on the root, if they would be seen, and a file if asked.
+    """Return the journal of a rank, which writes log lines on the root if they would be shown, and a run log if asked.
 
     Args:
-        membership: returns which rank this is.
-        folder: of the run log, if there is one.
+        membership: returns the membership of this rank.
+        folder: folder of the run log; None: no run log.
 
     Raises:
-        OSError: the folder cannot be made, or written to.
+        OSError: the folder cannot be created or written to.
     """
     listeners: list[Listener] = []
     set_up()
@@ -47,14 +47,14 @@ def new_journal(membership: Callable[[], Membership], folder: Path | None) -> Jo
 
 
 def report_start(exchanger: Exchanger[Any], counters: Counters) -> None:
-    """Tell that training begins, or goes on, with these counters."""
+    """Report that training starts or resumes with these counters."""
     journal = exchanger.context.journal
     if journal.listeners:
         journal.began(_facts(exchanger, counters), to_counts(counters))
 
 
 def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
-    """Return what training is, for people."""
+    """Return a readable description of the training run."""
     context, membership = exchanger.context, exchanger.context.membership
     exchanged, schedule = context.exchanged, context.planner.schedule
     layout, communicator = exchanged.replica.parameters.layout, membership.communicator
@@ -92,7 +92,7 @@ def _facts(exchanger: Exchanger[Any], counters: Counters) -> Facts:
 
 
 def to_counts(counters: Counters) -> Counts:
-    """Return what a journal tells of counters."""
+    """Return the counters that a journal reports."""
     return Counts(
         counters.local_steps,
         counters.rounds,
@@ -105,7 +105,7 @@ def to_counts(counters: Counters) -> Counts:
 
 
 def with_distance(exchanger: Exchanger[Any], own: LocalStatus) -> LocalStatus:
-    """Return the status with the distance of the replica to the center, if a listener wants it and this rank can."""
+    """Return the status with the distance to the center, if a listener asks for it and it can be measured locally."""
     journal = exchanger.context.journal
     if not journal.listeners or exchanger.reads_together or exchanger.context.warmup.equal:
         return own
@@ -119,14 +119,14 @@ def report_exchange(
     waited: float | None,
     completes: bool = True,
 ) -> None:
-    """Tell of an exchange that is over, once it is counted.
+    """Report a completed exchange, which the counters include.
 
     Args:
-        exchanger: that ran it.
-        own: where this rank stood before it.
-        came: when this rank was ready to meet the others, in seconds since 1970.
-        waited: seconds until all ranks had come; None where none waits.
-        completes: it ends a period, in which all fragments have had their turn.
+        exchanger: the exchanger that ran it.
+        own: the status of this rank before it.
+        came: time at which this rank was ready for it, in seconds since 1970.
+        waited: duration of the handshake in seconds; None in asynchronous exchange.
+        completes: whether it ends a period, in which every fragment is exchanged once.
     """
     context, closes = exchanger.context, None
     if not context.journal.listeners:

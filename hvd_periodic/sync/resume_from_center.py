@@ -1,4 +1,4 @@
-"""Resume from a checkpoint that was written by other ranks, or another number of them."""
+"""Resume from a checkpoint written by a different set of ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hvd_periodic.sync.synchronizer import ReplicaSynchronizer
 
 
 def start_from_saved_center(levels: Sequence[ReplicaSynchronizer[Any]], state: Mapping[str, Any]) -> None:
-    """Let the replica start from a saved center, with the counters; local, once the state of every level is loaded.
+    """Set the replica to a saved center and keep the counters; local; call it once every level's state is loaded.
 
-    The worker's vectors, and what was under way or not sent, were of replicas that are no more. The centers of levels
-    inside start from the same.
+    Worker vectors, exchanges in flight and error feedback belonged to the former ranks' replicas and are dropped. The
+    centers of inner levels start from the same values.
 
     Args:
-        levels: optimizers that are in one another, the outermost first.
-        state: that the outermost has loaded.
+        levels: nested optimizers, the outermost first.
+        state: the state that the outermost has loaded.
     """
     outermost = levels[0]
     outermost.startup.start_from_center(state)

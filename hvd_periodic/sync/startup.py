@@ -1,4 +1,4 @@
-"""The first step after construction or a load: which rank has loaded what, and what all start from."""
+"""The first step after construction or a load: decides from which values and states all ranks start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvd_periodic.sync.reporting import report_start
 
 
 class CallPoint(Enum):
-    """When a rank comes to begin training."""
+    """The point at which a rank starts training."""
 
     BEFORE_UPDATE = "the model holds what local training starts from"
     AFTER_UPDATE = "local training has changed the model already"
@@ -29,7 +29,7 @@ class CallPoint(Enum):
 
 
 class Start(Enum):
-    """What training starts from."""
+    """The values or states from which training starts."""
 
     ANEW = "the parameters of the root"
     AS_CONSTRUCTED = "the parameters that the root had at construction"
@@ -39,18 +39,18 @@ class Start(Enum):
 
 @dataclass(frozen=True)
 class LoadStatus:
-    """Where one rank stands before its first step.
+    """The status of one rank before its first step.
 
     Attributes:
-        loaded: a state was loaded.
+        loaded: whether a state was loaded.
         local_steps: iterations so far.
         exchanges: local steps at the last exchange and at the next.
-        run: which training the state is of; empty where nothing says.
-        center: digest of the center that was loaded; empty where this rank does not know all of it.
+        run: identifier of the training run of the state; empty if unknown.
+        center: digest of the loaded center; empty if this rank does not have all of it.
         replica: digest of the parameters.
-        moment: when this rank has come.
-        failure: why what was to be loaded here was not; empty where nothing went wrong.
-        group: a number that is the same for ranks that have one center.
+        moment: the point at which this rank starts.
+        failure: why the last load on this rank failed; empty if it did not.
+        group: a number that is equal on ranks that share one center.
     """
 
     loaded: bool
@@ -67,16 +67,16 @@ class LoadStatus:
 def decide(
     standings: Mapping[int, LoadStatus], root: int, averaging: bool = False, asynchronous: bool = False
 ) -> Start:
-    """Return what training starts from; the same on all ranks.
+    """Decide from what training starts; the result is the same on all ranks.
 
     Args:
-        standings: of all ranks, by global rank.
+        standings: the status of all ranks, by global rank.
         root: the global rank whose values all start from.
-        averaging: gradients are averaged over ranks, so that local optimizers have to be in the same state.
-        asynchronous: ranks exchange at steps of their own.
+        averaging: whether gradients are averaged over ranks, so that local optimizers must be in the same state.
+        asynchronous: whether each rank exchanges on its own clock.
 
     Raises:
-        RuntimeError: the ranks have loaded states that do not belong together, or one has failed to; names them.
+        RuntimeError: the ranks have loaded states that do not belong together, or a rank failed to load; names them.
 
     Example:
         >>> new = LoadStatus(False, 0, (0, 10), "", "", "")
@@ -87,7 +87,7 @@ def decide(
     failures = {rank: standing.failure for rank, standing in standings.items() if standing.failure}
     if failures:
         raise RuntimeError(
-            f"Training cannot begin from a checkpoint that was not loaded on {named(failures)}: "
+            f"Training cannot start: loading the checkpoint failed on {named(failures)}: "
             f"{next(iter(failures.values()))}"
         )
     loaded = {rank: standing for rank, standing in standings.items() if standing.loaded}
@@ -108,7 +108,7 @@ def decide(
             )
         if not asynchronous and not standings[root].center:
             raise RuntimeError(
-                f"Rank {root} has loaded its share of the center, and others have loaded nothing: load on every rank "
+                f"Rank {root} has loaded its shard of the center, and others have loaded nothing: load on every rank "
                 "the file that it saved itself"
             )
         return Start.FROM_ROOT
@@ -125,9 +125,9 @@ def decide(
 def parameters_replaced(
     start: Start, standings: Mapping[int, LoadStatus], rank: int, root: int, averaging: bool
 ) -> bool:
-    """Return whether a rank takes over other parameters, so that gradients which it has are of none that it holds.
+    """Return whether a rank's parameters are replaced, so that its present gradients belong to other parameters.
 
-    Where gradients are averaged over ranks, those of one rank spoil those of all.
+    If gradients are averaged over ranks, stale gradients of one rank affect all ranks.
 
     Example:
         >>> old, other = (LoadStatus(False, 0, (0, 10), "", "", digest) for digest in ("a", "b"))
@@ -154,19 +154,19 @@ def _by_rank(standings: Mapping[int, LoadStatus], text: Callable[[LoadStatus], s
 
 
 _started: list[weakref.ref[Any]] = []
-"""The synchronizers of this process that have started, as long as they exist."""
+"""The living synchronizers of this process that have started."""
 
 _lock = threading.Lock()
 """Ranks may be threads."""
 
 
 def warn_of_former(synchronizer: Any) -> None:
-    """Warn, on the root, where a living synchronizer of some of the same parameters has steps since its last exchange.
+    """Warn on the root if another living synchronizer of the same parameters has steps since its last exchange.
 
-    A new one starts all ranks from the root's parameters: the other ranks lose these steps.
+    A new synchronizer starts all ranks from the root's parameters, so that the other ranks lose these steps.
 
     Args:
-        synchronizer: the one that is about to start.
+        synchronizer: the synchronizer that is about to start.
     """
     with _lock:
         living = [former for former in (reference() for reference in _started) if former is not None]
@@ -191,22 +191,24 @@ V = TypeVar("V")
 
 
 class Startup(Generic[V]):
-    """Lets all ranks begin together, from what one of them has or from what each has.
+    """Starts all ranks together, from the root's values or from the state that each rank has loaded.
 
     Args:
-        exchanger: how they will exchange.
-        checkpoint: what was loaded.
-        assigned: watches weights that only other code changes, from the beginning on.
+        exchanger: the exchange strategy.
+        checkpoint: the loaded state.
+        assigned: watches, from the start of training, weights that only other code changes.
+
+    Attributes:
+        begun: whether training has started since construction and since the last load.
     """
 
     def __init__(self, exchanger: Exchanger[V], checkpoint: Checkpoint[V], assigned: Assigned[V]) -> None:
         self._exchanger, self._checkpoint, self._context = exchanger, checkpoint, exchanger.context
         self.assigned = assigned
         self.begun = False
-        """Whether training has begun, since construction and since a state was loaded."""
 
     def start(self, begin: Callable[[], object]) -> None:
-        """Give all ranks the root's values; where a state was loaded already, ``begin`` from it."""
+        """Give all ranks the root's values; if a state was loaded already, ``begin`` from it instead."""
         together = self._context.membership.all_ranks
         found = together.gather((self._checkpoint.has_loaded(), uuid.uuid4().hex[:16]), "run").values()
         if any(loaded for loaded, _ in found):
@@ -217,7 +219,7 @@ class Startup(Generic[V]):
         self._exchanger.restart()
 
     def begin(self, moment: CallPoint) -> bool:
-        """Find out on all ranks who has what, and begin; return whether this rank takes over other parameters."""
+        """Compare the status of all ranks and start training; return whether this rank's parameters are replaced."""
         exchanger, context, checkpoint = self._exchanger, self._context, self._checkpoint
         membership = context.membership
         records = context.handshake.meet(Purpose.START)
@@ -243,11 +245,11 @@ class Startup(Generic[V]):
         return parameters_replaced(start, standings, membership.global_rank, giver, averaging)
 
     def broadcast(self) -> None:
-        """Give all ranks what the root has."""
+        """Give all ranks the state of the root."""
         self.take_from(self._context.membership.first)
 
     def take_from(self, giver: int) -> None:
-        """Give all ranks what one of them has."""
+        """Give all ranks the state of the rank ``giver``."""
         context, membership = self._context, self._context.membership
         context.handshake.check_same_call(Purpose.BROADCAST, context.exchanged.replica.changes())
         together = membership.all_ranks
@@ -268,15 +270,15 @@ class Startup(Generic[V]):
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the journal, and what watches weights, that training begins, or goes on from other counters."""
+        """Notify the journal and the watcher of weights that training starts, or resumes from other counters."""
         self.assigned.remember()
         report_start(self._exchanger, self._context.progress.counters)
 
     def start_from_center(self, state: Mapping[str, Any] | None = None) -> None:
-        """Let this rank go on from the center, which it has taken over with the counters, by a replica of its own.
+        """Set this rank's replica to the center, which it has taken over together with the counters.
 
         Args:
-            state: in which the center is, where no rank has the whole of it.
+            state: a state with the center in full, if no rank holds all of it.
         """
         replica = self._context.exchanged.replica
         self._exchanger.discard()
@@ -291,13 +293,13 @@ class Startup(Generic[V]):
         self._forget_work()
 
     def start_anew(self) -> None:
-        """Let this rank, which has the counters of others, go on with its replica as the center."""
+        """Set the center to this rank's replica, and keep the counters, which are those of other ranks."""
         self._exchanger.discard()
         self._exchanger.restart()
         self._forget_work()
 
     def take_center_from(self, giver: int) -> None:
-        """Give the ranks that exchange the center of one of them, which is on every rank; replicas stay."""
+        """Broadcast a replicated center from one of the ranks that exchange; replicas stay as they are."""
         exchanger, membership = self._exchanger, self._context.membership
         communicator, name = membership.communicator, f"{membership.name}.center"
         optimizer_state = communicator.broadcast_object(
@@ -311,19 +313,19 @@ class Startup(Generic[V]):
             self._context.exchanged.center_optimizer.load(optimizer_state)
 
     def _forget_work(self) -> None:
-        """Forget what the counters of another rank say of its own work."""
+        """Reset the counters that describe the other rank's own work."""
         progress = self._context.progress
         progress.counters = replace(progress.counters, gradients=0, exchange_seconds=0.0, bytes_sent=0)
         progress.notes = replace(progress.notes, loss_sum=0.0, losses=0)
 
     def _averaging(self, steps: Sequence[int]) -> bool:
-        """Return whether gradients are averaged over ranks that are at such steps, in groups of them at least."""
+        """Return whether gradients are averaged over all ranks or within groups, given the local steps of all ranks."""
         return self._context.membership.all_ranks.any(self._context.membership.in_groups) or max(steps) < (
             self._context.warmup.until or 0
         )
 
     def _plan_first_round(self, records: Sequence[Record]) -> None:
-        """Ask the schedule for the first time: with the learning rate of now, which construction may not have seen."""
+        """Query the schedule for the first exchange, with the current learning rate, which may be new."""
         progress = self._context.progress
         if progress.local_steps > 0:
             return
@@ -332,7 +334,7 @@ class Startup(Generic[V]):
         progress.notes = replace(progress.notes, memory=plan.memory)
 
     def _begin_anew(self, different: bool) -> None:
-        """Start from the root's parameters, which may have been loaded since construction."""
+        """Start from the root's parameters; broadcast them if they differ, as a load since construction may cause."""
         if different:
             if self._context.membership.is_root:
                 log = self._context.membership.log
@@ -342,7 +344,7 @@ class Startup(Generic[V]):
         self._exchanger.tensor_groups.give_statistics()
 
     def _standing(self, moment: CallPoint) -> LoadStatus:
-        """Return where this rank stands, for the others."""
+        """Return the status of this rank for the others."""
         counters, checkpoint, groups = self._context.progress.counters, self._checkpoint, self._exchanger.tensor_groups
         membership = self._context.membership
         loaded = checkpoint.has_loaded()
@@ -359,7 +361,7 @@ class Startup(Generic[V]):
         )
 
     def _take_over(self, communicator: Communicator, root: int, name: str) -> None:
-        """Give the ranks of a communicator all that one of them has."""
+        """Give the ranks of a communicator the whole state of one of them."""
         exchanger, checkpoint, progress = self._exchanger, self._checkpoint, self._context.progress
         placement, is_root = exchanger.placement, communicator.rank == root
         exchanger.begin_taking_over()

@@ -1,4 +1,4 @@
-"""The status of a rank before the handshake, and of all ranks after it; counters, and the state that schedules keep."""
+"""Status of one rank before the handshake and of all ranks after it; counters; state kept for schedules."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hvd_periodic.schedules.base import Clock
 
 @dataclass(frozen=True)
 class Counters:
-    """What a synchronizer has done so far, and where it stands in its schedule.
+    """Counts of steps and exchanges so far, and the position in the schedule.
 
-    An exchange that fails is not counted: local steps aside, the counters are those of the last one that took place.
+    A failed exchange is not counted: apart from local steps, counters describe the exchanges that took place.
 
     Attributes:
         local_steps: iterations, whether or not the update ran.
         rounds: exchanges.
-        skipped_updates: iterations whose update did not run: overflow under mixed precision, or another rank's while
-            this one had run out of data.
+        skipped_updates: iterations whose update did not run: overflows under mixed precision, and iterations of other
+            ranks after this one had run out of data.
         bytes_sent: bytes that this rank handed to collectives in exchanges.
         last_exchange: local steps at the last exchange.
         next_exchange: local steps at which the next exchange is due.
         gradients: gradients accumulated on this rank since the last exchange, for algorithms that use them.
-        left_out: exchanges from which this rank was left out, as its replica was not finite.
-        exchange_seconds: wall time spent in exchanges, waiting for other ranks included.
-        pushes_missed: in asynchronous exchange, pushes of other workers between this worker's own, summed over its
-            exchanges: the staleness of the center that its replica was pulled to before.
-        staleness_max: the most of them at one exchange.
+        left_out: exchanges from which this rank was excluded, as its replica was not finite.
+        exchange_seconds: wall time spent in exchanges, including waits for other ranks.
+        pushes_missed: in asynchronous exchange, pushes of other workers between two of this worker, summed over its
+            exchanges: the staleness of the center to which its replica was pulled before.
+        staleness_max: the maximum of these per exchange.
     """
 
     local_steps: int = 0
@@ -46,19 +46,19 @@ class Counters:
 
     @property
     def staleness_mean(self) -> float:
-        """Pushes of other workers per exchange of this one."""
+        """Mean number of other workers' pushes per exchange of this one."""
         return self.pushes_missed / max(self.rounds, 1)
 
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """What a rank keeps from one exchange to the next, besides the counters.
+    """State that a rank keeps from one exchange to the next, in addition to the counters.
 
     Attributes:
-        loss_sum: of the losses that were reported since the last exchange.
-        losses: how many.
-        memory: what the schedule asked to be remembered.
-        since: what has happened since every fragment of the parameters was exchanged; empty where that is nothing.
+        loss_sum: sum of the losses reported since the last exchange.
+        losses: their number.
+        memory: values that the schedule has asked to keep.
+        since: for every fragment, steps and gradients since its last exchange; empty if all are zero.
     """
 
     loss_sum: float = 0.0
@@ -68,27 +68,26 @@ class ScheduleState:
 
     @property
     def loss(self) -> float | None:
-        """The mean of what was reported; None if nothing was."""
+        """Mean of the reported losses; None if there are none."""
         return self.loss_sum / self.losses if self.losses else None
 
     def reported(self, loss: float) -> ScheduleState:
-        """Return the notes with one more loss."""
+        """Return a copy with one more loss."""
         return replace(self, loss_sum=self.loss_sum + loss, losses=self.losses + 1)
 
 
 @dataclass(frozen=True)
 class LocalStatus:
-    """What one rank knows by itself when it comes to meet the others.
+    """What one rank knows before the handshake.
 
     Attributes:
-        counters: its own.
-        notes: what it keeps for its schedule.
-        learning_rate: of its local optimizer; None where it is unknown.
-        step_seconds: seconds per local step since its last exchange; None where there was none.
-        distance: of its replica to the center; None where it was not measured.
-        problem: the reason why this rank cannot go on; None if it can.
-        excluded: the description of a tensor that is not finite, because of which this rank takes no part in an
-            exchange; None if it takes part.
+        counters: its counters.
+        notes: the state that it keeps for its schedule.
+        learning_rate: learning rate of its local optimizer; None if unknown.
+        step_seconds: seconds per local step since its last exchange; None if there was no step.
+        distance: distance of its replica to the center; None if not measured.
+        problem: why this rank cannot continue; None if it can.
+        excluded: which tensor is not finite, if this rank is excluded from the exchange for that; else None.
     """
 
     counters: Counters
@@ -101,7 +100,7 @@ class LocalStatus:
 
     @cached_property
     def clock(self) -> Clock:
-        """The clock of this rank alone, at an exchange."""
+        """The clock of an exchange, as far as this rank knows it."""
         counters = self.counters
         return Clock(
             step=counters.local_steps,
@@ -116,21 +115,21 @@ class LocalStatus:
 
 @dataclass(frozen=True)
 class GlobalStatus:
-    """What ranks have learned of each other before an exchange.
+    """The status of all ranks after the handshake.
 
     Attributes:
-        training: some rank is still training, and not here to finalize.
-        step: local steps at which this rank goes on.
-        pending: local steps since the last exchange, on the rank with most of them.
-        period: local steps that the schedule planned between the last exchange and the next; where some rank is still
-            training, for those that are.
-        clock: what all have agreed on, for the schedule.
-        predicted: the next exchange, which all have predicted before the handshake; None where ranks have to ask the
-            schedule, and compare.
-        settings: hyper-parameters for the step of the center optimizer, where those of ranks differ.
-        states_are_there: all local optimizers have stepped, or none has: what they keep can be exchanged.
-        weights: how much every rank counts in means, 1 on average; None where all count alike.
-        left_out: the ranks whose replicas are not finite.
+        training: whether some rank is still training, instead of finalizing.
+        step: local steps of this rank after the exchange.
+        pending: local steps since the last exchange, on the rank with the most.
+        period: local steps that the schedule planned between the last exchange and the next, on ranks that still train
+            if there are any.
+        clock: the clock on which all ranks agree, for the schedule.
+        predicted: the step of the next exchange, if all ranks have predicted the same; None if they must query the
+            schedule and compare its answers.
+        settings: hyper-parameters for the step of the center optimizer if they differ between ranks; else None.
+        states_are_there: whether the states of all local optimizers have the same kind, so that they can be exchanged.
+        weights: weight of every rank in means, 1 on average; None if all are equal.
+        left_out: the excluded ranks, whose replicas are not finite.
     """
 
     training: bool

@@ -1,4 +1,4 @@
-"""All ranks exchange at the same local steps, and wait for each other."""
+"""Synchronous exchange: all ranks exchange at the same local steps and wait for each other."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _BYTES_OF_RECORD = 8 * len(integers(Record(0, 0)))
 
 
 class Synchronous(Exchanger[V]):
-    """Exchanges by collectives.
+    """Exchanges through collectives.
 
-    The center of the parameters lives where the user has asked, those of statistics on every rank.
+    The user chooses the placement of the parameters' center; centers of statistics are on every rank.
     """
 
     steps_agree = True
@@ -41,13 +41,13 @@ class Synchronous(Exchanger[V]):
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
-        """Return the algorithm, whose rates make sense for so many ranks."""
+        """Return the algorithm, after a check of its rates for ``size`` ranks."""
         algorithm.check(size)
         return algorithm
 
     @classmethod
     def check(cls, schedule: Schedule, policy: LocalState) -> None:
-        """Allow all of them."""
+        """Accept every schedule and policy."""
 
     def __init__(self, context: ExchangeContext[V], place: type[Placement], use_locking: bool) -> None:
         membership, exchanged = context.membership, context.exchanged
@@ -69,13 +69,13 @@ class Synchronous(Exchanger[V]):
         self._bind()
 
     def _bind(self) -> None:
-        """Make the outer optimizer of this rank's share of the center, if there is one."""
+        """Bind the outer optimizer, if there is one, to this rank's shard of the center."""
         group = self.tensor_groups.parameters
         if group.total is not None:
             self._outer.bind(group.center, group.total, group.values.layout)
 
     def join(self) -> None:
-        """Let the groups exchange with other ranks, and another optimizer move the center if that has another share."""
+        """Exchange with the current members; bind the outer optimizer again if this rank's shard has changed."""
         membership, replica = self.context.membership, self.context.exchanged.replica
         moved = [group.join(membership.communicator, membership.root) for group in self.tensor_groups]
         self.piggyback = PiggybackedMessages(self.tensor_groups, replica, membership)
@@ -84,32 +84,32 @@ class Synchronous(Exchanger[V]):
 
     @property
     def reads_together(self) -> bool:
-        """Whether all ranks have to take part where one reads the center: unless it is on every rank."""
+        """Whether reading the center is collective: unless it is on every rank."""
         return not self.placement.everywhere
 
     @property
     def shows_loaded(self) -> bool:
-        """True: the groups hold it."""
+        """True: the tensor groups hold it."""
         return True
 
     def facts(self) -> dict[str, object]:
-        """Return that all ranks exchange like this."""
+        """Return the settings that all ranks must share: synchronous exchange and its options."""
         context = self.context
         return {
             "asynchronous": False,
             "compression": described(context.wire),
             "fragments": len(context.fragments),
             "nonfinite": context.nonfinite,
-            "weight": "of all ranks alike" if context.handshake.weight.given is None else "of every rank its own",
+            "weight": "not given" if context.handshake.weight.given is None else "given",
             "audit_every": context.audit_every,
         }
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
-        """Return when the first exchange takes place, the same on all ranks."""
+        """Return the plan of the first exchange, the same on all ranks."""
         return self.context.planner.first(records)
 
     def tell_failure(self, error: Exception) -> None:
-        """Meet the others, who wait for this rank at their next exchange."""
+        """Enter the handshake in which the other ranks wait for this one; they learn of the failure there."""
         try:
             self.context.handshake.meet(Purpose.EXCHANGE)
         except RuntimeError:
@@ -149,7 +149,7 @@ class Synchronous(Exchanger[V]):
             return agreed.training
 
     def _local_status(self, purpose: Purpose) -> LocalStatus:
-        """Return the status of this rank: a problem that would end the exchange on all, or its distance if wanted."""
+        """Return the status of this rank, with the problem that ends the exchange on all, or with its distance."""
         context = self.context
         own = context.handshake.local_status()
         problem = own.problem or context.exchanged.replica.misfit()
@@ -161,7 +161,7 @@ class Synchronous(Exchanger[V]):
         return with_distance(self, own)
 
     def _expected(self, own: LocalStatus, purpose: Purpose) -> DueFragments | None:
-        """Return what is due if all ranks have the status of this one; None where no message can be piggybacked."""
+        """Return the due fragments, assuming that all ranks are as far as this one; None if nothing is piggybacked."""
         failed = own.problem or own.excluded or self.context.handshake.failure
         if purpose is not Purpose.EXCHANGE or failed or not self.piggyback.possible or self.context.warmup.equal:
             return None
@@ -171,7 +171,7 @@ class Synchronous(Exchanger[V]):
         return self.turns.due(size, own.clock, own.notes.since, passed, training=True)
 
     def _due(self, agreed: GlobalStatus, own: LocalStatus) -> DueFragments:
-        """Return the fragments that are due."""
+        """Return the due fragments, given the status of all ranks."""
         passed = SinceLastSync(agreed.period, agreed.pending, own.counters.gradients)
         passed = passed if agreed.training or agreed.pending else SinceLastSync()
         communicator = self.context.membership.communicator
@@ -181,14 +181,14 @@ class Synchronous(Exchanger[V]):
         return due.weighing(agreed.weights[communicator.rank]) if any(agreed.weights) else replace(due, turns=[])
 
     def _follow(self, settings: Any) -> None:
-        """Let the center's optimizer follow the settings on which ranks have agreed; None: its own."""
+        """Set the hyper-parameters of the center's optimizer to the agreed ones; None: its own."""
         hyperparameters = self.context.exchanged.hyperparameters
-        if settings is None and self.overlapped:  # While the exchange is in flight, schedulers step.
+        if settings is None and self.overlapped:  # Schedulers step while the exchange is in flight.
             settings = hyperparameters.hyperparameters()
         hyperparameters.follow(settings)
 
     def _exchange_tensors(self, agreed: GlobalStatus, due: DueFragments, own: LocalStatus) -> int:
-        """Exchange what is due; return the bytes handed to collectives."""
+        """Exchange the due tensors; return the bytes handed to collectives."""
         context, groups, sent = self.context, self.tensor_groups, 0
         if agreed.left_out:
             reset_to_center(groups, context, own.excluded)
@@ -212,7 +212,7 @@ class Synchronous(Exchanger[V]):
         return sent
 
     def _constrain(self) -> None:
-        """Let parameters and center obey constraints, after the center has moved."""
+        """Apply constraints to the parameters and the center, after the center has moved."""
         self.context.exchanged.replica.constrain(self.tensor_groups.parameters.center)
 
     def _send(self, turn: FragmentExchange, step: int, training: bool) -> int:
@@ -226,7 +226,7 @@ class Synchronous(Exchanger[V]):
         self.tensor_groups.audit()
 
     def _moved_uncounted(self) -> str | None:
-        """Return what is wrong where this rank leaves without any step, but with other parameters than the center."""
+        """Return a message if this rank leaves without any counted step, but its parameters differ from the center."""
         counters = self.context.progress.counters
         if (
             counters.local_steps > 0
@@ -247,7 +247,7 @@ class Synchronous(Exchanger[V]):
         return self.context.exchanged.center_optimizer
 
     def optimizer_state(self) -> Any:
-        """Return the state of the center's optimizer, of all ranks where each has a part of it."""
+        """Return the state of the center's optimizer, gathered from all ranks if it is sharded."""
         membership, state = self.context.membership, self._outer.state()
         if self.tensor_groups.parameters.total is None:
             return state
@@ -259,7 +259,7 @@ class Synchronous(Exchanger[V]):
         self.placement.select(state["center_optimizer"])
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the state of the center's optimizer, of which this rank may have a part."""
+        """Load the state of the center's optimizer, or this rank's part."""
         self._load_optimizer_state(state["center_optimizer"])
 
     def _load_optimizer_state(self, saved: Any) -> None:
@@ -268,7 +268,7 @@ class Synchronous(Exchanger[V]):
             self._outer.load(state)
 
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return the centers that were loaded, whole; none where this rank has shares only."""
+        """Return the loaded centers in full; none if this rank has only shards."""
         stores: list[Store[Any]] = []
         replica, groups = self.context.exchanged.replica, self.tensor_groups.held_alike
         for group in (
@@ -284,13 +284,13 @@ class Synchronous(Exchanger[V]):
         return stores
 
     def optimizer_state_to_give(self, state: dict[str, Any] | None) -> Any:
-        """Return the state of the center's optimizer; where this rank has a part of it, what was loaded."""
+        """Return the state of the center's optimizer; if this rank holds only a part, the loaded state."""
         if self.placement.everywhere:
             return self._outer.state()
         return None if state is None else state["center_optimizer"]
 
     def take_over(self, takeover: TakeoverState) -> None:
-        """Give all ranks the workers' vectors and the centers of one of them, or their shares of what it has loaded."""
+        """Give all ranks one rank's worker vectors, and its centers or their shards of the center it has loaded."""
         for group in self.tensor_groups:
             for store in group.worker.values():
                 self.tensor_groups.send_store(store, takeover.send)
@@ -304,7 +304,7 @@ class Synchronous(Exchanger[V]):
             self._load_optimizer_state(takeover.optimizer_state)
 
     def _share_out(self, group: TensorGroup[V], takeover: TakeoverState) -> None:
-        """Give all ranks their shares of the center that one has loaded."""
+        """Give all ranks their shards of the center that one rank has loaded."""
         layout, replica = group.values.layout, self.context.exchanged.replica
         held = replica.new_temporary_store(layout) if takeover.is_giver else group.values
         for key in group.center_state:

@@ -31,12 +31,12 @@ V = TypeVar("V")
 
 
 class TensorGroups(Generic[V]):
-    """All groups of a rank: the parameters, and statistics of several kinds.
+    """All tensor groups of a rank: the parameters, and several kinds of statistics.
 
     Args:
-        groups: the parameters first.
-        replica: of this rank.
-        membership: the ranks that hold the same.
+        groups: the groups, the parameters first.
+        replica: the replica of this rank.
+        membership: the ranks that exchange the same tensors.
 
     Attributes:
         parameters: the group on which the algorithm acts.
@@ -52,9 +52,9 @@ class TensorGroups(Generic[V]):
 
     @property
     def held_alike(self) -> list[TensorGroup[V]]:
-        """Those whose centers are the same on all ranks that train together.
+        """The tensor groups whose centers are equal on all ranks that train together.
 
-        Statistics of groups of ranks differ: every place in the groups has its own.
+        If gradients are averaged within groups of ranks, centers of statistics differ between the ranks of a group.
         """
         return self._groups if self._membership.all_ranks.group is None else self._groups[:1]
 
@@ -64,9 +64,9 @@ class TensorGroups(Generic[V]):
             group.reset()
 
     def restart(self) -> None:
-        """Set the centers to the values of this rank, which are the same on all; but average statistics.
+        """Set the centers to the values of this rank, which are equal on all ranks, and average the statistics.
 
-        Those were not averaged as long as gradients were.
+        Statistics were not averaged as long as gradients were.
         """
         self.reset()
         membership = self._membership
@@ -81,13 +81,13 @@ class TensorGroups(Generic[V]):
             self.send_values(send)
 
     def give_statistics(self) -> None:
-        """Give all ranks the root's centers of statistics: a forward pass has changed those of each rank in its way."""
+        """Give all ranks the root's centers of statistics, which a forward pass may have changed on each rank."""
         for group in self.statistics:
             if group.placement.everywhere:
                 self.send_store(group.center, self._membership.sender(group.name))
 
     def send_values(self, send: Callable[[Any], Any]) -> None:
-        """Replace the values of this rank by what ``send`` makes of them."""
+        """Replace the values of this rank with the results of ``send``."""
         for group in self:
             self.send_store(group.values, send)
         if self._replica.constants is not None:
@@ -95,12 +95,12 @@ class TensorGroups(Generic[V]):
         self._replica.follow_weights()
 
     def send_store(self, store: Store[Any], send: Callable[[Any], Any]) -> None:
-        """Replace the values of a store by what ``send`` makes of them."""
+        """Replace the values of a store with the results of ``send``."""
         for bucket in store.layout.buckets:
             store.write(bucket, send(store.read(bucket, out=self._replica.scratch(bucket, 0))))
 
     def exchange(self, exchange: Exchange) -> int:
-        """Exchange all groups, in the order that all ranks keep; return the bytes handed to collectives."""
+        """Exchange all groups, in the same order on all ranks; return the bytes handed to collectives."""
         return self.exchange_statistics(exchange) + self.exchange_parameters(exchange)
 
     def exchange_parameters(self, exchange: Exchange, fragment: Fragment | None = None) -> int:
@@ -109,18 +109,18 @@ class TensorGroups(Generic[V]):
         return self.parameters.exchange(membership.communicator, exchange, membership.name, fragment)
 
     def exchange_statistics(self, exchange: Exchange) -> int:
-        """Exchange all others; return the bytes handed to collectives."""
+        """Exchange the statistics; return the bytes handed to collectives."""
         communicator, name = self._membership.communicator, self._membership.name
         return sum(group.exchange(communicator, exchange, name) for group in self.statistics)
 
     def audit(self, advice: str = ADVICE) -> None:
-        """Check on all ranks that they hold the same centers, to the bit; each what it holds of them for all.
+        """Check that the replicated centers are bitwise equal on all ranks; collective.
 
         Args:
-            advice: what a user may have forgotten where they do not.
+            advice: what a user may have forgotten if they differ.
 
         Raises:
-            RuntimeError: they do not; names the ranks, and the first tensor.
+            RuntimeError: the centers differ; names the ranks and the first tensor.
         """
         audit(
             self._membership.center_replicas,
@@ -137,11 +137,11 @@ class TensorGroups(Generic[V]):
         )
 
     def replica_digest(self) -> str:
-        """Return a text that is the same where ranks may train without taking over the root's values."""
+        """Return a text that is equal on two ranks if neither has to take over the other's values."""
         return f"{self.digest([self.parameters.values])} {self._replica.frozen().hex()}"
 
     def digest(self, stores: Iterable[Store[Any]]) -> str:
-        """Return a text that is the same where the values are, to the bit; empty of no stores."""
+        """Return a text that is equal for bitwise equal values; empty without stores."""
         digest, any_store = hashlib.sha256(), False
         for store in stores:
             any_store = True
@@ -161,19 +161,19 @@ class TensorGroups(Generic[V]):
 
 
 def named_parts(layout: Layout, bucket: Bucket, memory: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Yield the name of every tensor in a bucket, and its part of the bucket's memory."""
+    """Yield the name of every tensor in a bucket with its part of the bucket's memory."""
     for piece in bucket.pieces:
         start, stop = (bucket.itemsize * place for place in (piece.offset, piece.offset + piece.stop - piece.start))
         yield layout.specs[piece.tensor].name, memoryview(memory)[start:stop]
 
 
 class Tensors(NamedTuple):
-    """Tensors of one kind, and what an exchange makes of them.
+    """Tensors of one kind, with the algorithm that exchanges them.
 
     Attributes:
-        name: names them in collectives and in saved states.
-        values: of this rank.
-        algorithm: what an exchange computes.
+        name: their name in collectives and in saved states.
+        values: their values on this rank.
+        algorithm: the algorithm.
     """
 
     name: str
@@ -183,16 +183,16 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeSpec(Generic[V]):
-    """The replica of this rank, the algorithm, and what the algorithm asks for.
+    """The replica of this rank, the algorithm, and the inputs of the algorithm.
 
     Attributes:
         replica: the parameters of this rank, as a front end provides them.
-        algorithm: what an exchange makes of them.
-        outer: the optimizer of the framework that moves the center, if the algorithm takes one.
-        rates: the learning rates of local steps, if the algorithm asks for them.
+        algorithm: the algorithm that exchanges them.
+        outer: the framework optimizer that moves the center, if the algorithm takes one.
+        rates: the learning rates of local steps, if the algorithm needs them.
 
     Raises:
-        ValueError: the algorithm takes no such optimizer; or it needs what is missing.
+        ValueError: the algorithm does not take ``outer``, or it needs an input that is None.
     """
 
     replica: Replica[V]
@@ -211,16 +211,16 @@ class ExchangeSpec(Generic[V]):
 
     @cached_property
     def center_optimizer(self) -> OuterOptimizer:
-        """What moves the center; one that does nothing, where the algorithm does."""
+        """The optimizer that moves the center; a no-op if the algorithm moves it by itself."""
         return NoOuterOptimizer() if self.outer is None else self.outer
 
     @cached_property
     def hyperparameters(self) -> Hyperparameters:
-        """The settings on which ranks have to agree before they move the center."""
+        """The hyper-parameters on which ranks have to agree before they move the center."""
         return self.rates if self.algorithm.uses_learning_rate and self.rates is not None else self.center_optimizer
 
     def tensors(self) -> list[Tensors]:
-        """Return all that is exchanged: the parameters first, then statistics, by fixed rules."""
+        """Return all exchanged tensors: the parameters first, then statistics, which follow fixed rules."""
         replica = self.replica
         kinds = [
             ("parameters", replica.parameters, self.algorithm),
@@ -238,10 +238,10 @@ class ExchangeSpec(Generic[V]):
         wire: Wire = Plain(),  # noqa: B008
         communicator: Communicator | None = None,
     ) -> list[TensorGroup[V]]:
-        """Return the groups with their centers, each where its placement says.
+        """Return the groups with their centers, each with its placement.
 
-        The first, of the parameters, has the outer optimizer and the wire; its exchanges may last. Statistics travel
-        as they are, and are waited for.
+        The first group, the parameters, has the outer optimizer and the wire, and its exchanges may overlap with local
+        steps. Statistics are not encoded, and their exchanges do not overlap.
         """
         rates = self.rates if self.algorithm.uses_learning_rate else None
         parameters, *statistics = zip(tensors, placements, strict=True)

@@ -1,4 +1,4 @@
-"""A synchronous warmup, in which an ``hvd.DistributedOptimizer`` averages gradients at every step."""
+"""Synchronous warmup, in which an ``hvd.DistributedOptimizer`` averages gradients at every step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_periodic.sync.progress import ProgressTracker
 
 
 class SynchronousWarmup:
-    """Whether something else still averages the gradients of the ranks that exchange.
+    """Tells whether other code still averages the gradients of the ranks that exchange.
 
-    Their replicas are equal so long, and the center is what they are.
+    While it does, all replicas are identical and the center equals them.
 
     Args:
-        planner: knows the schedule.
-        progress: knows the local steps.
+        planner: holds the schedule.
+        progress: counts the local steps.
     """
 
     def __init__(self, planner: Planner, progress: ProgressTracker) -> None:
@@ -29,16 +29,16 @@ class SynchronousWarmup:
 
     @property
     def equal(self) -> bool:
-        """Whether gradients are still averaged over the ranks that exchange."""
+        """Whether the warmup is active: gradients are averaged over the ranks that exchange."""
         return self.until is not None and self._progress.local_steps < self.until
 
     @property
     def over(self) -> bool:
-        """Whether gradients have been averaged over the ranks that exchange, and no longer are."""
+        """Whether there was a warmup that has ended."""
         return self.until is not None and self._progress.local_steps >= self.until
 
     def on_end(self, then: Callable[[], object]) -> None:
-        """Call ``then`` if the step that was just counted was the last of the phase."""
+        """Call ``then`` if the step just counted was the last of the warmup."""
         if self._progress.local_steps == self.until:
             then()
 
@@ -46,17 +46,17 @@ class SynchronousWarmup:
 def schedule_around(
     averaged: JobCommunicator | None, communicator: Communicator, schedule: Schedule, asynchronous: bool
 ) -> Schedule:
-    """Return the schedule of exchanges; where the averaging of gradients over the same ranks ends, they begin.
+    """Return the schedule of exchanges, which start after a warmup over the same ranks has ended.
 
     Args:
-        averaged: the ranks whose gradients are averaged, if any are.
+        averaged: the ranks whose gradients are averaged; None if no gradients are.
         communicator: the ranks that exchange.
-        schedule: as it was asked for.
-        asynchronous: whether they exchange without waiting for each other.
+        schedule: the requested schedule.
+        asynchronous: whether the exchange is asynchronous.
 
     Raises:
         ValueError: the exchanging ranks average their gradients at every step, so that no exchange changes anything; or
-            asynchronous exchange.
+            gradients are averaged and the exchange is asynchronous.
     """
     if averaged is None or averaged.size == 1:
         return schedule

@@ -131,7 +131,7 @@ def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
             "000002-step5/rank-1.npz is damaged or belongs to another checkpoint: its SHA-256 differs from the manifest"
         )
         assert (named in loading) == (rank == 1)
-        assert "RuntimeError: Training cannot begin from a checkpoint that was not loaded on rank 1: " in step
+        assert "RuntimeError: Training cannot start: loading the checkpoint failed on rank 1: " in step
         assert named in step
         assert "pass at_step=...: there are steps 2" in step
         assert [older, older_step] == ["", ""]

@@ -88,13 +88,10 @@ def test_damage_is_an_error_on_all_ranks(ranks: Reports) -> None:
     last = len(ranks) - 1
     for rank, (other, other_step, loading, step) in enumerate(column(ranks, "damage")):
         assert "ValueError: The local optimizer was saved with" in other
-        assert (
-            f"Training cannot begin from a checkpoint that was not loaded on {named(range(len(ranks)))}: The "
-            in other_step
-        )
+        assert f"Training cannot start: loading the checkpoint failed on {named(range(len(ranks)))}: The " in other_step
         damaged = f"000001-step5/rank-{last}.npz is damaged or belongs to another checkpoint: its SHA-256 differs"
         assert (damaged in loading) == (rank == last)
-        assert f"Training cannot begin from a checkpoint that was not loaded on rank {last}: " in step
+        assert f"Training cannot start: loading the checkpoint failed on rank {last}: " in step
         assert damaged in step
 
 

@@ -28,7 +28,7 @@ def test_weights_of_a_compiled_model_loaded_on_the_root(ranks: Reports) -> None:
     for case in found[0]:
         of_ranks = column(found, case)
         if "sharded" in case:
-            assert all("has loaded its share of the center" in report[0] for report in of_ranks)
+            assert all("has loaded its shard of the center" in report[0] for report in of_ranks)
             continue
         for rank, (error, steps, rounds, skipped, center) in enumerate(of_ranks):
             assert error == "", case

@@ -301,7 +301,7 @@ def test_lines_of_one_rank_name_it_too(said: pytest.LogCaptureFixture) -> None:
         optimizer.step([np.full(2, math.nan if communicator.rank else 1.0)])
 
     run_ranks(2, train)
-    told = [line for line in said.messages if "left out" in line or "differ at the first step" in line]
+    told = [line for line in said.messages if "excluded" in line or "differ at the first step" in line]
     assert len(told) == 2
     assert all(line.startswith("Optimizer 2: ") for line in told)
 

@@ -101,8 +101,8 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
     for kind, text in errors(3, work):
         assert kind is RuntimeError
         assert text == (
-            "Shares of the center were lost together with their copies: those of ranks 1 and 3, with copies on ranks 1 "
-            "and 3. Start the job again from a checkpoint"
+            "Shards of the center were lost together with their backups: the shards of ranks 1 and 3, with backups on "
+            "ranks 1 and 3. Start the job again from a checkpoint"
         )
 
 
@@ -150,7 +150,7 @@ def test_the_log_says_where_a_share_came_from(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "hvd_periodic"):
         recover("elastic", "sharded", [kept[0], kept[2]])
     assert [record.getMessage() for record in caplog.records] == [
-        "Rank 1 has gone: its share of the center comes from the copy that rank 2 has kept, now rank 1"
+        "Rank 1 was lost: its shard of the center is restored from the backup on rank 2, now rank 1"
     ]
 
 

@@ -238,7 +238,7 @@ def test_what_is_kept_with_an_asynchronous_center_is_refused() -> None:
     for kind, message in errors(2, work):
         assert kind is ValueError
         assert "Claims keeps" in message
-        assert "asynchronous exchange knows the center alone" in message
+        assert "asynchronous exchange supports no other state" in message
 
 
 @pytest.mark.parametrize("algorithm", [EASGD(), Averaging(), SlowMo(), BMUF()], ids=lambda made: type(made).__name__)

@@ -192,7 +192,7 @@ def test_a_state_with_an_exchange_under_way_needs_an_optimizer_that_overlaps() -
             optimizer.step([x - 1.0])
         state = optimizer.synchronizer.state_dict()
         other = PeriodicOptimizer(SGD(0.1), {"x": np.zeros(2)}, Averaging(), 2, process_set=communicator)
-        with pytest.raises(ValueError, match="was saved while an exchange was under way: load it into an optimizer"):
+        with pytest.raises(ValueError, match="was saved while an exchange was in flight: load it into an optimizer"):
             other.synchronizer.load_state_dict(state)
 
     run_ranks(2, run)

@@ -82,7 +82,7 @@ def test_a_rank_that_has_failed_to_load_is_an_error() -> None:
 def test_a_root_without_state_or_with_a_share_of_it() -> None:
     with pytest.raises(RuntimeError, match="Rank 1 has loaded a state, and the root, rank 0, has none"):
         decide({0: NEW, 1: OLD}, 0)
-    with pytest.raises(RuntimeError, match="has loaded its share of the center"):
+    with pytest.raises(RuntimeError, match="has loaded its shard of the center"):
         decide({0: replace(OLD, center=""), 1: NEW}, 0)
     with pytest.raises(RuntimeError, match="load the state on every rank"):
         decide({0: OLD, 1: NEW}, 0, averaging=True)

@@ -259,7 +259,7 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
         2, lambda arrays: joined(arrays, processes, [2, None][arrays.rank], easgd, center="sharded")
     ):
         assert kind is RuntimeError
-        assert "Shares of the center were lost together with their copies" in text
+        assert "Shards of the center were lost together with their backups" in text
         assert "those of rank 0, with copies on rank 1" in text
 
 

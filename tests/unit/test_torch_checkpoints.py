@@ -153,7 +153,7 @@ def test_objects_with_a_state_and_plain_values(tmp_path: Path) -> None:
         ValueError, match=r"rank-0\.npz has no state of `sampler`\. It has states of: scheduler, scaler"
     ):
         hvdp.load(tmp_path, other, resumed, sampler=scheduler)
-    with pytest.raises(RuntimeError, match=r"Training cannot begin from a checkpoint that was not loaded on rank 0: "):
+    with pytest.raises(RuntimeError, match=r"Training cannot start: loading the checkpoint failed on rank 0: "):
         train(other, resumed, 1)
     hvdp.load(tmp_path, other, resumed)
     train(other, resumed, 1)

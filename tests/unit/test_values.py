@@ -369,4 +369,4 @@ def test_weights_that_make_no_sense_are_refused() -> None:
 
     for kind, text in errors(2, run):
         assert kind is ValueError
-        assert "They differ in weight: of all ranks alike on rank 0; of every rank its own on rank 1" in text
+        assert "They differ in weight: not given on rank 0; given on rank 1" in text
