@@ -120,7 +120,7 @@ class Asynchronous(Exchanger[V]):
                     missed = self.worker.transport.missed
             notes = ScheduleState(memory=plan.memory)
             progress.advance(step, plan.next_exchange, notes, started, not excluded, bool(excluded), sent, missed)
-            context.handshake.have_exchanged()
+            context.handshake.notify_followers()
             report_exchange(self, own, came, None)
             progress.time(step)
         return False

@@ -23,16 +23,16 @@ class CenterReader(Generic[V]):
         startup: knows whether training has started.
 
     Attributes:
-        inside: the model holds the center now.
+        in_center_block: the model holds the center now.
     """
 
     def __init__(self, exchanger: Exchanger[V], checkpoint: Checkpoint[V], startup: Startup[V]) -> None:
         self._exchanger, self._checkpoint, self._startup = exchanger, checkpoint, startup
-        self.inside = False
+        self.in_center_block = False
 
     def require_outside_center_block(self, method: str) -> None:
         """Raise a RuntimeError inside :meth:`center`, on behalf of a method that makes no sense there."""
-        if self.inside:
+        if self.in_center_block:
             raise RuntimeError(
                 f"{method}() inside the center() block: the model holds the center there, not this rank's replica. "
                 "Leave the block first"
@@ -49,7 +49,7 @@ class CenterReader(Generic[V]):
         shown = list(self._exchanger.tensor_groups) if self._is_known() else []
         offload = self._exchanger.context.exchanged.replica.offload
         held = [[offload(group.values.read(bucket)) for bucket in group.values.layout.buckets] for group in shown]
-        self.inside = True
+        self.in_center_block = True
         try:
             with membership.communicator.tracker.at("center()"):
                 for group in shown:
@@ -60,7 +60,7 @@ class CenterReader(Generic[V]):
             for group, vectors in zip(shown, held, strict=True):
                 for bucket, vector in zip(group.values.layout.buckets, vectors, strict=True):
                     group.values.write(bucket, vector)
-            self.inside = False
+            self.in_center_block = False
 
     def distance(self, begin: Callable[[], object]) -> float:
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
@@ -83,7 +83,7 @@ class CenterReader(Generic[V]):
         if not self._exchanger.steps_agree:
             return
         self._exchanger.context.handshake.check_same_call(Purpose.AUDIT)
-        self._exchanger.arrive()
+        self._exchanger.wait_and_update_centers()
         self._exchanger.tensor_groups.audit()
 
     def get_ready(self, begin: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ class CenterReader(Generic[V]):
         if self._exchanger.reads_together:
             begin()
         self.meet_to_read()
-        self._exchanger.arrive()
+        self._exchanger.wait_and_update_centers()
         self.follow_equal_replicas()
 
     def meet_to_read(self) -> None:
@@ -117,7 +117,7 @@ class CenterReader(Generic[V]):
 
     def follow_equal_replicas(self) -> None:
         """Set the center to the replica while all replicas are identical (synchronous warmup)."""
-        if self._exchanger.context.warmup.equal and not self.inside:
+        if self._exchanger.context.warmup.active and not self.in_center_block:
             self._exchanger.tensor_groups.reset()
 
     def _is_known(self) -> bool:

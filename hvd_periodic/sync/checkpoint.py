@@ -49,7 +49,7 @@ class Checkpoint(Generic[V]):
     def save(self) -> dict[str, Any]:
         """Return copies of the whole state; collective unless the center is on every rank."""
         exchanger = self._exchanger
-        exchanger.arrive()
+        exchanger.wait_and_update_centers()
         membership, optimizer_state = exchanger.context.membership, exchanger.optimizer_state()
         communicator, name = membership.communicator, membership.name
         return self.assembled(

@@ -156,7 +156,7 @@ class Exchanger(ABC, Generic[V]):
         try:
             self.context.progress.report(loss)
         except ValueError as error:
-            self.context.handshake.failure = str(error)
+            self.context.handshake.fatal_error = str(error)
             self.tell_failure(error)
             raise
 
@@ -170,7 +170,7 @@ class Exchanger(ABC, Generic[V]):
     def land(self) -> None:
         """Apply the exchange in flight to the replica."""
 
-    def arrive(self) -> None:
+    def wait_and_update_centers(self) -> None:
         """Wait for the exchange in flight and update the centers."""
 
     def in_flight(self) -> Any:

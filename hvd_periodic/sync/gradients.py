@@ -145,7 +145,7 @@ class Gradients(Generic[V]):
 
     def show(self) -> None:
         """Run the local rule unless the synchronous warmup is active."""
-        if not self.exchanger.context.warmup.equal:
+        if not self.exchanger.context.warmup.active:
             self.run()
 
     def run(self) -> None:

@@ -114,9 +114,9 @@ class Handshake:
         followers: functions that are called when an exchange has changed the replica.
         everyone_trains: whether no rank was leaving at the last exchange.
         background_save: the last background save of these ranks, complete or not; None if there was none.
-        failure: why this rank can never exchange again; None while it can.
-        came: time of the last handshake, when this rank was ready for it, in seconds since 1970.
-        waited: duration of the last handshake in seconds: waiting for all ranks and gathering their records.
+        fatal_error: why this rank can never exchange again; None while it can.
+        ready_at: time of the last handshake, when this rank was ready for it, in seconds since 1970.
+        wait_seconds: duration of the last handshake in seconds: waiting for all ranks and gathering their records.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class Handshake:
         self.weight = weight
         self.checks: list[Check] = []
         self.followers: list[Callable[[], object]] = []
-        self.failure: str | None = None
+        self.fatal_error: str | None = None
         self.everyone_trains = True
         self.background_save: Saving | None = None
-        self.came = self.waited = 0.0
+        self.ready_at = self.wait_seconds = 0.0
         self._warned = False
 
     def meet(self, purpose: Purpose, problem: str | None = None) -> list[Record]:
@@ -167,17 +167,17 @@ class Handshake:
         """
         predicted, problem = None, own.problem or self.problem(own, purpose)
         try:
-            predicted = self._planner.foreseen(own, purpose) if problem is None else None
+            predicted = self._planner.predict(own, purpose) if problem is None else None
         except Exception as error:
             problem = f"The schedule failed: {type(error).__name__}: {error}"
         failure = None if problem is None else RuntimeError(problem)
         record, communicator = self._record(own, purpose, predicted, problem), self._membership.communicator
         communicator.tracker.follow_steps(self._membership.number, self._progress)
-        self.came, came = time.time(), time.perf_counter()
+        self.ready_at, came = time.time(), time.perf_counter()
         met = communicator.handshake(record, failure, piggyback)
-        self.waited = time.perf_counter() - came
+        self.wait_seconds = time.perf_counter() - came
         if self.background_save is not None:
-            self.have_met(purpose)
+            self.continue_background_save(purpose)
         return met
 
     @contextmanager
@@ -186,10 +186,10 @@ class Handshake:
         try:
             yield
         except Exception as error:
-            self.failure = f"The exchange at step {local_steps} failed: {error}"
+            self.fatal_error = f"The exchange at step {local_steps} failed: {error}"
             raise
 
-    def have_met(self, purpose: Purpose) -> None:
+    def continue_background_save(self, purpose: Purpose) -> None:
         """Complete a background save, which needs all ranks in one call.
 
         With several levels this does nothing, since a handshake does not include all ranks.
@@ -198,19 +198,19 @@ class Handshake:
         if save is not None and save.everyone.one_level and purpose in _EXCHANGING:
             save.complete(wait=False)
 
-    def have_exchanged(self) -> None:
+    def notify_followers(self) -> None:
         """Notify the followers that an exchange was run or applied to the replica."""
         for follow in self.followers:
             follow()
 
-    def have_left(self) -> None:
+    def complete_background_save(self) -> None:
         """Complete a background save at the end of training of all levels."""
         if self.background_save is not None:
             self.background_save.complete()
 
     def rejoin(self) -> None:
         """Start over with a new set of ranks; abandon a background save of the previous ones."""
-        self.failure, self.everyone_trains = None, True
+        self.fatal_error, self.everyone_trains = None, True
         if self.background_save is not None:
             self.background_save.abandon("the ranks of the job have changed before all of them had written it")
             self.background_save = None
@@ -265,7 +265,7 @@ class Handshake:
             steps = own.counters.local_steps
             return f"The losses reported until step {steps} are not all finite: {own.notes.loss_sum}"
         try:
-            found = self._membership.communicator.changed() or self.failure or self.weight.problem
+            found = self._membership.communicator.changed() or self.fatal_error or self.weight.problem
             found = found or next(filter(None, (check() for check in self.checks)), None)
             if found is None and self._optimizer_state is not None and purpose in _EXCHANGING:
                 found = self._optimizer_state.problem()

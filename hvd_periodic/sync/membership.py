@@ -20,7 +20,7 @@ class Membership:
         name: prefix of the names of collectives.
 
     Attributes:
-        asked_root: the ``root`` as given.
+        requested_root: the ``root`` as given.
         number: number of this optimizer among those of its ranks, as in the name: 1 for the first.
         all_ranks: all ranks that train together, including ranks that average gradients with one that exchanges.
         in_groups: whether gradients are averaged at every step within groups, between which ranks exchange.
@@ -31,7 +31,7 @@ class Membership:
 
     def join(self, communicator: Communicator, root: int, name: str) -> None:
         """Replace the ranks, the root and the name."""
-        self.communicator, self.asked_root, self.name = communicator, root, name
+        self.communicator, self.requested_root, self.name = communicator, root, name
         last = name.rpartition(".")[2]
         self.number = int(last) if last.isdigit() else 0
         self.root = root if root < communicator.size else 0
@@ -76,7 +76,7 @@ class Membership:
         return self.communicator if self.is_lockstep_group else self.all_ranks
 
     @property
-    def first(self) -> int:
+    def root_among_all(self) -> int:
         """The root among all ranks of the handshake: :attr:`root`, or 0 for one of several lockstep groups."""
         return 0 if self.is_lockstep_group else self.root
 
@@ -90,19 +90,19 @@ class Membership:
         """Global rank of the root in the job."""
         return self.communicator.global_ranks[self.root]
 
-    def sender(self, what: str) -> Callable[[Any], Any]:
+    def broadcaster(self, what: str) -> Callable[[Any], Any]:
         """Return a function that broadcasts the root's values to the ranks that exchange, one value per call."""
-        return sender(self.communicator, f"{self.name}.{what}", self.root)
+        return broadcaster(self.communicator, f"{self.name}.{what}", self.root)
 
-    def senders(self, what: str) -> list[Callable[[Any], Any]]:
+    def broadcasters(self, what: str) -> list[Callable[[Any], Any]]:
         """Return functions that broadcast the root's values: among the ranks that exchange, then within groups."""
-        found, together = [self.sender(what)], self.all_ranks
+        found, together = [self.broadcaster(what)], self.all_ranks
         if together.group is not None:
-            found.append(sender(together.group, f"{together.group_name}.{what}", together.group_root))
+            found.append(broadcaster(together.group, f"{together.group_name}.{what}", together.group_root))
         return found
 
 
-def sender(communicator: Communicator, name: str, root: int) -> Callable[[Any], Any]:
+def broadcaster(communicator: Communicator, name: str, root: int) -> Callable[[Any], Any]:
     """Return a function that broadcasts one value per call, under names with a prefix."""
     calls = itertools.count()
     return lambda value: communicator.broadcast(value, f"{name}.{next(calls)}", root)

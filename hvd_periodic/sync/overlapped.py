@@ -80,14 +80,16 @@ class Overlapped(Synchronous[V]):
 
     def exchange(self, leaving: bool = False) -> bool:
         """Apply the exchange in flight, then exchange."""
-        if self.context.handshake.failure is None:  # Otherwise the handshake reports the failure to the other ranks.
+        if (
+            self.context.handshake.fatal_error is None
+        ):  # Otherwise the handshake reports the failure to the other ranks.
             self.land()
         before = self.context.progress.counters
         training = super().exchange(leaving)
         self._counted_before = before
         return training
 
-    def arrive(self) -> None:
+    def wait_and_update_centers(self) -> None:
         """Wait for the exchange in flight and update the centers; it is applied to the replica when due.
 
         Raises:
@@ -96,8 +98,8 @@ class Overlapped(Synchronous[V]):
         if not self._under_way:
             return
         context, started = self.context, time.perf_counter()
-        if context.handshake.failure is not None:
-            raise RuntimeError(context.handshake.failure)
+        if context.handshake.fatal_error is not None:
+            raise RuntimeError(context.handshake.fatal_error)
         if not any(part.pending for part in self._under_way):
             return
         try:
@@ -128,7 +130,7 @@ class Overlapped(Synchronous[V]):
             raise
 
     def _land(self) -> None:
-        self.arrive()
+        self.wait_and_update_centers()
         if not self._under_way:
             return
         context, started = self.context, time.perf_counter()
@@ -140,13 +142,13 @@ class Overlapped(Synchronous[V]):
                 part.apply_to_replica(context.progress.local_steps > self._begun)
             self._constrain()
         self._forget()
-        context.handshake.have_exchanged()
+        context.handshake.notify_followers()
         context.progress.add(exchange_seconds=time.perf_counter() - started)
 
     def discard(self) -> None:
         """Wait for the exchange in flight and forget it."""
-        if self.context.handshake.failure is None:
-            self.arrive()
+        if self.context.handshake.fatal_error is None:
+            self.wait_and_update_centers()
         self._forget()
 
     def _forget(self) -> None:
@@ -169,7 +171,7 @@ class Overlapped(Synchronous[V]):
 
     def in_flight(self) -> Any:
         """Return the exchange that is not yet applied, for a checkpoint."""
-        self.arrive()
+        self.wait_and_update_centers()
         snapshot = self.tensor_groups.parameters.snapshot
         if not self._under_way or snapshot is None:
             return None
@@ -215,7 +217,7 @@ class Overlapped(Synchronous[V]):
         used = communicator.namespace, name
         twin = _SENDING.get(used)
         if twin is not None and twin is not self:
-            twin.arrive()
+            twin.wait_and_update_centers()
         _SENDING[used] = self
         with self.context.exchanged.replica.range("hvd_periodic.begin"):
             part = InFlightExchange(

@@ -168,7 +168,7 @@ class Planner:
         self.schedule = schedule
         self._membership = membership
 
-    def foreseen(self, own: LocalStatus, purpose: Purpose) -> int | None:
+    def predict(self, own: LocalStatus, purpose: Purpose) -> int | None:
         """Return the step of the exchange after this one, if the schedule knows it before the handshake; else None.
 
         Raises:
@@ -182,7 +182,7 @@ class Planner:
                 return None
             raise
 
-    def first(self, records: Sequence[Record]) -> Plan:
+    def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of the first exchange, from the learning rate at the start of training."""
         clock = Clock(learning_rate=leading(records).learning_rate)
         if all(record.foreseen for record in records):
@@ -193,7 +193,7 @@ class Planner:
         """Return the plan of the first exchange of an asynchronous rank."""
         return ask(self.schedule, Clock(learning_rate=learning_rate))
 
-    def following(self, handshake: GlobalStatus) -> Plan:
+    def next_plan(self, handshake: GlobalStatus) -> Plan:
         """Return the plan of the exchange after this one, the same on all ranks.
 
         If no rank trains any more, the schedule need not have an answer; if no steps are pending either, it is not

@@ -107,7 +107,7 @@ def to_counts(counters: Counters) -> Counts:
 def with_distance(exchanger: Exchanger[Any], own: LocalStatus) -> LocalStatus:
     """Return the status with the distance to the center, if a listener asks for it and it can be measured locally."""
     journal = exchanger.context.journal
-    if not journal.listeners or exchanger.reads_together or exchanger.context.warmup.equal:
+    if not journal.listeners or exchanger.reads_together or exchanger.context.warmup.active:
         return own
     return replace(own, distance=journal.measure_distance(exchanger.tensor_groups.distance))
 
@@ -134,7 +134,7 @@ def report_exchange(
     if exchanger.steps_agree:
         size = context.membership.communicator.size
         closes = context.exchanged.algorithm.contraction(Exchange(size, own.clock.period)) if completes else 0.0
-        closes = 1.0 if context.warmup.equal else closes
+        closes = 1.0 if context.warmup.active else closes
     count = to_counts(context.progress.counters)
     known = own.step_seconds, own.notes.loss, own.learning_rate, own.distance
     context.journal.exchanged(count, came, waited, closes, *known)

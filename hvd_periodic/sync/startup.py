@@ -16,7 +16,7 @@ from hvd_periodic.ranks import by_value, named, titled
 from hvd_periodic.sync.checkpoint import Checkpoint
 from hvd_periodic.sync.exchanger import Exchanger, TakeoverState
 from hvd_periodic.sync.gradients import Assigned
-from hvd_periodic.sync.membership import sender
+from hvd_periodic.sync.membership import broadcaster
 from hvd_periodic.sync.reporting import report_start
 
 
@@ -48,7 +48,7 @@ class LoadStatus:
         run: identifier of the training run of the state; empty if unknown.
         center: digest of the loaded center; empty if this rank does not have all of it.
         replica: digest of the parameters.
-        moment: the point at which this rank starts.
+        call_point: the point at which this rank starts.
         failure: why the last load on this rank failed; empty if it did not.
         group: a number that is equal on ranks that share one center.
     """
@@ -59,18 +59,16 @@ class LoadStatus:
     run: str
     center: str
     replica: str
-    moment: CallPoint = CallPoint.BEFORE_UPDATE
+    call_point: CallPoint = CallPoint.BEFORE_UPDATE
     failure: str = ""
     group: int = 0
 
 
-def decide(
-    standings: Mapping[int, LoadStatus], root: int, averaging: bool = False, asynchronous: bool = False
-) -> Start:
+def decide(statuses: Mapping[int, LoadStatus], root: int, averaging: bool = False, asynchronous: bool = False) -> Start:
     """Decide from what training starts; the result is the same on all ranks.
 
     Args:
-        standings: the status of all ranks, by global rank.
+        statuses: the status of all ranks, by global rank.
         root: the global rank whose values all start from.
         averaging: whether gradients are averaged over ranks, so that local optimizers must be in the same state.
         asynchronous: whether each rank exchanges on its own clock.
@@ -84,46 +82,46 @@ def decide(
         >>> decide({0: old, 1: new}, root=0)
         <Start.FROM_ROOT: 'what the root has loaded'>
     """
-    failures = {rank: standing.failure for rank, standing in standings.items() if standing.failure}
+    failures = {rank: status.failure for rank, status in statuses.items() if status.failure}
     if failures:
         raise RuntimeError(
             f"Training cannot start: loading the checkpoint failed on {named(failures)}: "
             f"{next(iter(failures.values()))}"
         )
-    loaded = {rank: standing for rank, standing in standings.items() if standing.loaded}
+    loaded = {rank: status for rank, status in statuses.items() if status.loaded}
     if not loaded:
-        known = any(standing.moment is CallPoint.BEFORE_UPDATE for standing in standings.values())
+        known = any(status.call_point is CallPoint.BEFORE_UPDATE for status in statuses.values())
         return Start.ANEW if known else Start.AS_CONSTRUCTED
-    if len(loaded) < len(standings):
+    if len(loaded) < len(statuses):
         if averaging:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which the root does not "
                 "bring: load the state on every rank. Received: "
-                + _by_rank(standings, lambda standing: f"step {standing.local_steps}")
+                + _by_rank(statuses, lambda status: f"step {status.local_steps}")
             )
         if root not in loaded:
             raise RuntimeError(
                 f"{titled(loaded)} {'has' if len(loaded) == 1 else 'have'} loaded a state, and the root, rank {root}, "
                 "has none: load it on the root, from which all then start, or on every rank"
             )
-        if not asynchronous and not standings[root].center:
+        if not asynchronous and not statuses[root].center:
             raise RuntimeError(
                 f"Rank {root} has loaded its shard of the center, and others have loaded nothing: load on every rank "
                 "the file that it saved itself"
             )
         return Start.FROM_ROOT
-    _require_one(loaded, lambda standing: standing.run and f"run {standing.run}")
+    _require_one(loaded, lambda status: status.run and f"run {status.run}")
     if not asynchronous:
-        _require_one(loaded, lambda standing: f"step {standing.local_steps}")
+        _require_one(loaded, lambda status: f"step {status.local_steps}")
         _require_one(loaded, lambda s: f"step {s.local_steps}, exchanging at {s.exchanges[0]} and {s.exchanges[1]}")
-        for group in {standing.group for standing in loaded.values()}:
-            of_group = {rank: standing for rank, standing in loaded.items() if standing.group == group}
-            _require_one(of_group, lambda standing: standing.center and f"center {standing.center[:8]}")
+        for group in {status.group for status in loaded.values()}:
+            of_group = {rank: status for rank, status in loaded.items() if status.group == group}
+            _require_one(of_group, lambda status: status.center and f"center {status.center[:8]}")
     return Start.AS_LOADED
 
 
 def parameters_replaced(
-    start: Start, standings: Mapping[int, LoadStatus], rank: int, root: int, averaging: bool
+    start: Start, statuses: Mapping[int, LoadStatus], rank: int, root: int, averaging: bool
 ) -> bool:
     """Return whether a rank's parameters are replaced, so that its present gradients belong to other parameters.
 
@@ -137,20 +135,20 @@ def parameters_replaced(
     if start not in (Start.ANEW, Start.FROM_ROOT):
         return False
     if averaging:
-        return len({standing.replica for standing in standings.values()}) > 1
-    return standings[rank].replica != standings[root].replica
+        return len({status.replica for status in statuses.values()}) > 1
+    return statuses[rank].replica != statuses[root].replica
 
 
-def _require_one(standings: Mapping[int, LoadStatus], text: Callable[[LoadStatus], str]) -> None:
-    if len({text(standing) for standing in standings.values()} - {""}) > 1:
+def _require_one(statuses: Mapping[int, LoadStatus], text: Callable[[LoadStatus], str]) -> None:
+    if len({text(status) for status in statuses.values()} - {""}) > 1:
         raise RuntimeError(
-            f"The ranks have loaded states of different runs or steps: {_by_rank(standings, text)}. Load on every rank "
+            f"The ranks have loaded states of different runs or steps: {_by_rank(statuses, text)}. Load on every rank "
             "what it saved itself, all at the same step; or the state of one of them on the root alone"
         )
 
 
-def _by_rank(standings: Mapping[int, LoadStatus], text: Callable[[LoadStatus], str]) -> str:
-    return by_value({rank: text(standing) or "unknown" for rank, standing in sorted(standings.items())})
+def _by_rank(statuses: Mapping[int, LoadStatus], text: Callable[[LoadStatus], str]) -> str:
+    return by_value({rank: text(status) or "unknown" for rank, status in sorted(statuses.items())})
 
 
 _started: list[weakref.ref[Any]] = []
@@ -177,7 +175,7 @@ def warn_of_former(synchronizer: Any) -> None:
         if former is synchronizer or not shared:
             continue
         counters = former.counters
-        if counters.local_steps > counters.last_exchange and not former.warmup.equal:
+        if counters.local_steps > counters.last_exchange and not former.warmup.active:
             synchronizer.membership.log.warning(
                 "A new optimizer takes over parameters of one that has taken %d local steps since its last exchange, "
                 "at step %d: all ranks start from the root's parameters, and what other ranks learned in these steps "
@@ -218,22 +216,22 @@ class Startup(Generic[V]):
         self._exchanger.tensor_groups.give_values()
         self._exchanger.restart()
 
-    def begin(self, moment: CallPoint) -> bool:
+    def begin(self, call_point: CallPoint) -> bool:
         """Compare the status of all ranks and start training; return whether this rank's parameters are replaced."""
         exchanger, context, checkpoint = self._exchanger, self._context, self._checkpoint
         membership = context.membership
         records = context.handshake.meet(Purpose.START)
-        standings = membership.all_ranks.gather(self._standing(moment), "start")
-        averaging = self._averaging([standing.local_steps for standing in standings.values()])
+        statuses = membership.all_ranks.gather(self._load_status(call_point), "start")
+        averaging = self._averaging([status.local_steps for status in statuses.values()])
         everyone = membership.communicator.handshake_group
-        root = everyone.global_ranks[membership.first]
-        start = decide(standings, root, averaging, asynchronous=not exchanger.steps_agree)
+        root = everyone.global_ranks[membership.root_among_all]
+        start = decide(statuses, root, averaging, asynchronous=not exchanger.steps_agree)
         if start is Start.ANEW:
-            self._begin_anew(different=len({standing.replica for standing in standings.values()}) > 1)
+            self._begin_anew(different=len({status.replica for status in statuses.values()}) > 1)
         elif start is Start.AS_CONSTRUCTED:  # A copy made before training holds the statistics of its own rank.
             exchanger.tensor_groups.give_statistics()
         elif start is Start.FROM_ROOT:
-            self._take_over(everyone, membership.first, membership.name)
+            self._take_over(everyone, membership.root_among_all, membership.name)
         elif start is Start.AS_LOADED:
             exchanger.resume(checkpoint.state)
         checkpoint.forget()
@@ -242,11 +240,11 @@ class Startup(Generic[V]):
         self.begun = True
         self._tell()
         giver = root if start is Start.FROM_ROOT else membership.global_root
-        return parameters_replaced(start, standings, membership.global_rank, giver, averaging)
+        return parameters_replaced(start, statuses, membership.global_rank, giver, averaging)
 
     def broadcast(self) -> None:
         """Give all ranks the state of the root."""
-        self.take_from(self._context.membership.first)
+        self.take_from(self._context.membership.root_among_all)
 
     def take_from(self, giver: int) -> None:
         """Give all ranks the state of the rank ``giver``."""
@@ -305,7 +303,7 @@ class Startup(Generic[V]):
         optimizer_state = communicator.broadcast_object(
             exchanger.optimizer_state_to_give(None), f"{name}.optimizer", giver
         )
-        send = sender(communicator, name, giver)
+        send = broadcaster(communicator, name, giver)
         for group in exchanger.tensor_groups:
             for store in group.center_state.values():
                 exchanger.tensor_groups.send_store(store, send)
@@ -343,7 +341,7 @@ class Startup(Generic[V]):
         self._exchanger.restart()
         self._exchanger.tensor_groups.give_statistics()
 
-    def _standing(self, moment: CallPoint) -> LoadStatus:
+    def _load_status(self, call_point: CallPoint) -> LoadStatus:
         """Return the status of this rank for the others."""
         counters, checkpoint, groups = self._context.progress.counters, self._checkpoint, self._exchanger.tensor_groups
         membership = self._context.membership
@@ -355,7 +353,7 @@ class Startup(Generic[V]):
             checkpoint.run if loaded else "",
             groups.digest(self._exchanger.loaded_centers(checkpoint.state)) if loaded else "",
             groups.replica_digest(),
-            moment,
+            call_point,
             checkpoint.failure,
             min(membership.communicator.global_ranks) if membership.is_lockstep_group else 0,
         )
@@ -365,7 +363,7 @@ class Startup(Generic[V]):
         exchanger, checkpoint, progress = self._exchanger, self._checkpoint, self._context.progress
         placement, is_root = exchanger.placement, communicator.rank == root
         exchanger.begin_taking_over()
-        send = sender(communicator, f"{name}.broadcast", root)
+        send = broadcaster(communicator, f"{name}.broadcast", root)
         known, state = checkpoint.has_loaded() or progress.local_steps > 0, checkpoint.state
         optimizer_state = exchanger.optimizer_state_to_give(state)
         mine = (progress.counters, progress.notes, checkpoint.run, known, state is not None, optimizer_state)

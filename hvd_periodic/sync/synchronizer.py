@@ -1,4 +1,4 @@
-"""Counts local steps, and exchanges when one is due."""
+"""Counts local steps, and runs an exchange when one is due."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ _AVERAGED_UNTIL_NOW = (
 
 
 class ReplicaSynchronizer(Generic[V]):
-    """Runs one algorithm on one replica, whenever its schedule says so.
+    """Runs the exchanges of one replica by one algorithm and one schedule.
 
-    Construction is local; :meth:`start` is the first call that communicates, and gives all ranks the root's values.
-    Until the first step other values may be loaded, into the model or as a state: :meth:`begin` then finds out which
+    Construction is local. :meth:`start` is the first call that communicates; it gives all ranks the root's values.
+    Other values may be loaded until the first step, into the model or as a state: :meth:`begin` then finds out which
     rank has loaded which. Every rank calls :meth:`prepare_gradients` before each local update, :meth:`step` once per
     iteration, and :meth:`finalize` at the end.
 
     Args:
         replica: the parameters of this rank, as a front end provides them.
-        algorithm: what an exchange computes.
-        schedule: when to exchange: a schedule, a function of the clock, or local steps.
-        communicator: with whom.
-        root: the rank, within the communicator, whose values all start from.
-        name: prefix of the names of its collectives. Default: the communicator's next unique name, which all ranks have
-            to draw equally often.
+        algorithm: the computation of an exchange.
+        schedule: when to exchange: a schedule, a function of the clock, or a number of local steps.
+        communicator: the ranks that exchange.
+        root: the rank, within the communicator, from whose values all start.
+        name: prefix of the names of collectives. Default: the communicator's next unique name; all ranks must request
+            equally many.
         center: where the center of the parameters lives: ``"replicated"`` on every rank; ``"root"``, on the root alone;
             ``"sharded"``, one n-th of it on every rank. The last two make :meth:`center`, :meth:`distance` and
-            :meth:`state_dict` collective: all ranks call them. Statistics are replicated always.
+            :meth:`state_dict` collective: all ranks must call them. Statistics are always replicated.
         asynchronous: exchange with one center, on the root, without waiting for other ranks. The center is then in
             shared memory where all ranks are on one host; otherwise on the root, or with ``center="sharded"`` one n-th
             of it on every rank. :meth:`center`, :meth:`distance` and :meth:`state_dict` are not collective.
@@ -79,18 +79,18 @@ class ReplicaSynchronizer(Generic[V]):
             collide may be lost.
         outer: an optimizer of the framework that moves the center, for algorithms that take one.
         rates: the learning rates of the local optimizer, for algorithms that ask for them.
-        optimizer_state: what becomes of the local optimizer's state at an exchange.
-        local_optimizer: that state, for policies that touch it.
-        overlap: local steps for which an exchange may be under way, or ``"period"``.
-        compression: how the messages of the parameters travel.
-        fragments: in how many parts, one after another within a period.
-        nonfinite: what becomes of a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
-        weight: how much this rank counts in means over ranks; None: all alike.
+        optimizer_state: policy for the local optimizer's state at an exchange.
+        local_optimizer: access to that state, for policies that change it.
+        overlap: local steps during which an exchange may be in flight, or ``"period"``.
+        compression: encoding of the messages of the parameters.
+        fragments: number of parts of the parameters that are exchanged one after another within a period.
+        nonfinite: policy for a rank whose replica is not finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        weight: weight of this rank in means over ranks; None: all ranks count equally.
         audit_every: exchanges after which ranks compare their centers; 0: never.
-        timeout_seconds: for which a rank waits for others in one place; None: for ever.
-        center_file: in which an asynchronous center lies, which outlives the job.
-        run_log: folder of the run log; None: that of the environment, if there is one; False: none.
-        journal: hears of exchanges. Default: a new one.
+        timeout_seconds: seconds for which a rank waits for the others in one call; None: no limit.
+        center_file: file that holds an asynchronous center and outlives the job.
+        run_log: folder of the run log; None: the folder that the environment names, if any; False: no log.
+        journal: notifies listeners of exchanges. Default: a new journal.
 
     Attributes:
         exchangers: the strategies of exchange, synchronous and asynchronous.
@@ -110,7 +110,7 @@ class ReplicaSynchronizer(Generic[V]):
         journal: notifies listeners of exchanges.
 
     Raises:
-        ValueError: hyper-parameters that make no sense for so many ranks, or an unknown ``center``.
+        ValueError: the number of ranks does not allow the hyper-parameters, or ``center`` is unknown.
         RuntimeError: asynchronous exchange is not possible between these ranks.
     """
 
@@ -217,15 +217,15 @@ class ReplicaSynchronizer(Generic[V]):
         return ProgressTracker(schedule)
 
     def average_within(self, group: Communicator | None) -> None:
-        """Take notice of the ranks that average their gradients with this one at every step, before :meth:`start`.
+        """Include ranks that average their gradients with this one at every step; to be called before :meth:`start`.
 
-        They agree, start and are restored like this one; those that exchange do so anyway.
+        These ranks agree, start and are restored together with the ranks that exchange.
         """
         if group is not None:
             self.membership.average_within(group, throughout=self.warmup.until is None)
 
     def start(self) -> None:
-        """Check that all ranks are about to do the same; give all the root's values, or begin from what was loaded.
+        """Check that all ranks have the same settings; give all the root's values, or begin from the loaded state.
 
         Raises:
             ValueError: ranks differ; raised on all of them.
@@ -236,49 +236,49 @@ class ReplicaSynchronizer(Generic[V]):
         self.startup.start(self.begin)
 
     def check_agreement(self) -> None:
-        """Check that all ranks are about to do the same; for asynchronous exchange, make the center.
+        """Check that all ranks have the same settings; for asynchronous exchange, create the center.
 
         Raises:
             ValueError: ranks differ; raised on all of them.
-            RuntimeError: asynchronous exchange is not possible, as the job was launched.
+            RuntimeError: the launcher of the job does not allow asynchronous exchange.
         """
         check_agreement(self.exchanger, self.policy)
         self.exchanger.open()
 
-    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
-        """Begin training, if it has not begun since construction or since a state was loaded: all ranks together.
+    def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
+        """Begin training unless it has begun since construction and since a state was loaded; collective.
 
-        The ranks find out who has what:
+        The ranks find out which of them have loaded a state:
 
-        - nobody has loaded a state: all start from what is now in the model of the root;
-        - every rank has loaded its own, or all the same one: they go on exactly from there;
-        - the root has, and others have not: all take over its parameters, center, counters, and state of the center's
+        - none: all start from the parameters that are now in the model of the root;
+        - all, each its own or all the same one: they continue exactly from there;
+        - the root, but not all others: all take over its parameters, center, counters, and state of the center's
           optimizer.
 
         Args:
-            moment: what this rank can say of its model. Where all have changed theirs already, they started from what
-                :meth:`start` gave them.
+            call_point: the point at which this rank begins. If all have changed their models already, they started from
+                the values that :meth:`start` gave them.
 
         Returns:
-            Whether this rank took over other parameters, so that gradients which it has are of none that it holds.
+            Whether this rank took over other parameters, so that its gradients are not those of its parameters.
 
         Raises:
-            RuntimeError: the states of ranks do not belong together; ranks wait in different places; all are at the
-                end, and have trained without counting a step; one cannot go on. On all ranks.
+            RuntimeError: the loaded states do not belong together; ranks are in different calls; all are at the end
+                and have trained without counting a step; or a rank cannot continue. Raised on all ranks.
         """
-        return not self.startup.begun and self.startup.begin(moment)
+        return not self.startup.begun and self.startup.begin(call_point)
 
     def report(self, loss: Any) -> None:
-        """Tell schedules the loss of this rank; before the step that it belongs to, at every one or now and then.
+        """Report the loss of this rank to the schedule, before the step to which it belongs; not necessarily at each.
 
-        At an exchange, the mean over ranks of what they have reported since the last one is the ``loss`` of the clock.
+        At an exchange, the ``loss`` of the clock is the mean over ranks of the losses reported since the last one.
 
         Args:
             loss: a number: a float, or a tensor or array without dimensions.
 
         Raises:
-            TypeError: no number.
-            ValueError: NaN or infinity. The other ranks get an error where they exchange next; this one waits for them.
+            TypeError: ``loss`` is not a number.
+            ValueError: NaN or infinity. This rank waits for the others, which raise an error at their next exchange.
 
         Example:
             >>> import numpy as np
@@ -294,10 +294,10 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.report(loss)
 
     def prepare_gradients(self) -> None:
-        """Show the local gradients to the algorithm; call it before every local update.
+        """Show the local gradients to the algorithm; to be called before every local update.
 
-        EASGD with ρ > 0 adds its elastic term to them, AGN accumulates them. The first call begins training, see
-        :meth:`begin`: gradients of parameters that are replaced there are discarded.
+        EASGD with ρ > 0 adds its elastic term to the gradients, AGN accumulates them. The first call begins training as
+        :meth:`begin` does, and discards the gradients if that replaces the parameters.
 
         Raises:
             RuntimeError: called inside ``center()``; or as :meth:`begin`.
@@ -308,16 +308,16 @@ class ReplicaSynchronizer(Generic[V]):
         self.gradients.prepare()
 
     def step(self, updated: bool = True) -> bool:
-        """Count one iteration and exchange if one is due; call it after every iteration, on all ranks.
+        """Count one iteration, and exchange if an exchange is due; to be called after every iteration, on all ranks.
 
         Args:
-            updated: whether the local update ran; an iteration without it counts as well, so that ranks agree.
+            updated: whether the local update ran; iterations without it count as well, so that ranks agree.
 
         Returns:
             Whether an exchange took place.
 
         Raises:
-            RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed and was not
+            RuntimeError: called inside ``center()``; after an update whose gradients the algorithm needed but was not
                 shown; or as :meth:`sync`.
         """
         self.center_reader.require_outside_center_block("step")
@@ -332,7 +332,7 @@ class ReplicaSynchronizer(Generic[V]):
         return bool(due)
 
     def sync(self) -> None:
-        """Exchange now, on all ranks, whatever the schedule says.
+        """Exchange now, on all ranks, independently of the schedule.
 
         Raises:
             RuntimeError: the parameters changed since construction, or ranks are at different steps; on all ranks.
@@ -342,18 +342,20 @@ class ReplicaSynchronizer(Generic[V]):
         self.exchanger.exchange()
 
     def land(self) -> None:
-        """Let the replica take an exchange that is under way; call it before other weights are put into the model."""
+        """Apply the exchange in flight to the replica; to be called before other weights are put into the model."""
         self.center_reader.require_outside_center_block("land")
         self.exchanger.land()
 
     def finalize(self) -> None:
-        """Leave training: exchange what is left, so that all ranks end with the same center.
+        """Leave training: exchange the last local steps, so that all ranks end with the same center.
 
-        Ranks may arrive after different numbers of steps: one that is done takes part in the exchanges of the others.
-        If nobody has stepped since the last one, none takes place. Training may go on, from the most steps of a rank.
+        Ranks may call it after different numbers of steps: a rank that is done takes part in the exchanges of the
+        others. No exchange takes place if no rank has stepped since the last one. Training may continue afterwards,
+        from the largest number of steps.
 
-        In asynchronous training each rank pushes what is left, and waits, asleep, until all have: the center is final
-        then. Ranks of groups wait for those of all groups: the first process that ends would take Horovod from all.
+        In asynchronous training each rank pushes its last local steps and sleeps until all have done so; the center is
+        final then. Ranks of groups wait for the ranks of all groups, since the first process that ends shuts down
+        Horovod for all.
 
         Raises:
             RuntimeError: the centers of the ranks differ; on all ranks.
@@ -362,27 +364,27 @@ class ReplicaSynchronizer(Generic[V]):
         self.membership.communicator.wait_for_job()
 
     def leave(self) -> None:
-        """Do what :meth:`finalize` does among the ranks that exchange."""
+        """Do as :meth:`finalize`, without waiting for ranks of other groups."""
         self.center_reader.require_outside_center_block("finalize")
         self.exchanger.check_alive()
         self.begin(CallPoint.END)
         self.exchanger.leave()
-        self.handshake.have_left()
+        self.handshake.complete_background_save()
         self.tell_end()
 
     def audit(self) -> None:
-        """Check on all ranks that they hold the same center, to the bit; each what it holds of it for all.
+        """Check that all ranks hold the same center, bit by bit; collective.
 
         Raises:
-            RuntimeError: they do not; names the ranks. Or other ranks have come for something else.
+            RuntimeError: centers differ, the message names the ranks; or other ranks are in another call.
         """
         self.center_reader.audit()
 
     def restart_center(self) -> Any:
-        """Let exchanges begin: set the center to the parameters, which have to be the same on all ranks.
+        """Set the center to the parameters, which must be equal on all ranks, when a synchronous warmup ends.
 
         Raises:
-            RuntimeError: the parameters are not the same.
+            RuntimeError: the parameters differ.
         """
         self.exchanger.discard()
         self.tensor_groups.restart()
@@ -391,22 +393,22 @@ class ReplicaSynchronizer(Generic[V]):
     def broadcast(self) -> None:
         """Give all ranks the root's parameters, buffers, center, counters and schedule position.
 
-        It restores training when a checkpoint was loaded on the root only; the state of the local optimizer is not part
-        of it. Where gradients are averaged in groups, each takes over the values of its first rank before.
+        It restores training when a checkpoint was loaded on the root only, except for the state of the local optimizer.
+        If gradients are averaged within groups, each group first takes over the values of its first rank.
 
         Raises:
-            RuntimeError: called inside ``center()``; or a state was loaded on some ranks only, where gradients are
-                averaged, so that local optimizers have to be in the same state.
+            RuntimeError: called inside ``center()``; or a state was loaded on some ranks only although gradients are
+                averaged, which requires equal states of local optimizers.
         """
         self.center_reader.require_outside_center_block("broadcast")
         self.startup.broadcast()
 
     @contextmanager
     def center(self) -> Iterator[None]:
-        """Hold the center variables in the model inside the block, the local values again after it, come what may.
+        """Hold the center variables in the model inside the block; restore the local values after it, also on errors.
 
-        Buffers that are averaged at exchanges take the values of the last one. Before the first step the center is what
-        the model holds. Where the center is not on every rank, all ranks have to enter the block.
+        Averaged buffers take their values at the last exchange. Before the first step, the center equals the model. If
+        the center is not on every rank, all ranks must enter the block.
 
         Raises:
             RuntimeError: blocks are nested.
@@ -417,28 +419,28 @@ class ReplicaSynchronizer(Generic[V]):
     def distance(self) -> float:
         """Return ‖x − c‖₂, the distance of this rank's parameters to the center.
 
-        Nothing is communicated where the center is on every rank; otherwise all ranks have to ask.
+        It communicates nothing if the center is on every rank, and is collective otherwise.
         """
         return self.center_reader.distance(self.begin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that training needs to continue exactly, except the parameters and the local optimizer.
+        """Return the state that training needs to continue exactly, without the parameters and the local optimizer.
 
-        It holds copies, in tensors, dicts, lists and numbers only; the whole center, wherever that lives. Where it is
-        not on every rank, all ranks have to call this, once training has begun.
+        It consists of copies, in tensors, dicts, lists and numbers only, and contains the whole center. If the center
+        is not on every rank, all ranks must call this once training has begun.
         """
         return self.center_reader.state_dict(self.begin)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned: on every rank its own, or all the same; or on the root alone.
+        """Restore a result of :meth:`state_dict`: every rank its own, or all the same one; or the root alone.
 
-        The first step afterwards finds out who has loaded what, see :meth:`begin`. The next exchange takes place where
-        the saved schedule put it, those after it where this one does.
+        The first step afterwards finds out which ranks have loaded a state, see :meth:`begin`. The saved schedule
+        determines the next exchange, the schedule of this synchronizer all later ones.
 
         Raises:
             ValueError: the state belongs to another algorithm, another model or another version.
-            RuntimeError: called inside ``center()``; or in the middle of asynchronous training, which other ranks would
-                not notice.
+            RuntimeError: called inside ``center()``; or during asynchronous training, which other ranks would not
+                notice.
         """
         self.check_state_dict(state)
         self.load_checked(state)
@@ -455,12 +457,12 @@ class ReplicaSynchronizer(Generic[V]):
 
     @property
     def tensor_groups(self) -> TensorGroups[V]:
-        """What is exchanged: the parameters, and statistics of several kinds, with their centers."""
+        """The exchanged tensors with their centers: the parameters, and several kinds of statistics."""
         return self.exchanger.tensor_groups
 
     @property
     def counters(self) -> Counters:
-        """Steps, rounds, bytes and seconds so far."""
+        """Steps, exchanges, bytes and seconds so far."""
         return self.progress.counters
 
     @property
@@ -475,7 +477,7 @@ class ReplicaSynchronizer(Generic[V]):
 
     @property
     def learning_rate(self) -> Callable[[], Any] | None:
-        """Returns the learning rate of the local optimizer, for schedules; set where that optimizer is known."""
+        """Function that returns the learning rate of the local optimizer, for schedules; None if it is unknown."""
         return self.progress.learning_rate
 
     @learning_rate.setter
@@ -483,19 +485,19 @@ class ReplicaSynchronizer(Generic[V]):
         self.progress.learning_rate = learning_rate
 
     def tell_end(self) -> None:
-        """Tell the journal that training is over."""
+        """Report the end of training to the journal."""
         self.journal.ended(to_counts(self.counters))
 
     @property
     def begun(self) -> bool:
-        """Whether training has begun, since construction and since a state was loaded."""
+        """Whether training has begun since construction and since a state was loaded."""
         return self.startup.begun
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refuse copies and pickles, whose functions would still be those of the original: of its learning rate, say.
+        """Refuse copies and pickles, which would share functions with the original, such as that of the learning rate.
 
         Raises:
-            TypeError: always; a front end that can do better overrides this.
+            TypeError: always; a front end may override this.
         """
         raise TypeError(
             f"A {type(self).__name__} cannot be copied or pickled: construct another one on all ranks, and load "
@@ -503,13 +505,13 @@ class ReplicaSynchronizer(Generic[V]):
         )
 
     def center_tensors(self) -> list[Any]:
-        """Return what this rank holds of the center of the parameters: views, in their order and in its dtype."""
-        self.exchanger.arrive()
+        """Return views of this rank's shard of the center of the parameters, in order, in the dtype of the center."""
+        self.exchanger.wait_and_update_centers()
         return self.tensor_groups.parameters.center.tensors()
 
 
 def _refuse(given: bool, option: str, received: object, why: str) -> None:
-    """Raise a ValueError where an option is given that makes no sense with asynchronous exchange."""
+    """Raise a ValueError if an option was given that asynchronous exchange does not have."""
     if given:
         raise ValueError(
             f"`{option}` is for synchronous exchange: with asynchronous=True {why}. Received: {option}={received!r}"

@@ -106,7 +106,7 @@ class Synchronous(Exchanger[V]):
 
     def first_plan(self, records: Sequence[Record]) -> Plan:
         """Return the plan of the first exchange, the same on all ranks."""
-        return self.context.planner.first(records)
+        return self.context.planner.first_plan(records)
 
     def tell_failure(self, error: Exception) -> None:
         """Enter the handshake in which the other ranks wait for this one; they learn of the failure there."""
@@ -131,7 +131,7 @@ class Synchronous(Exchanger[V]):
                 records, piggybacks = context.handshake.handshake_with(purpose, own, piggyback)
 
             agreed = context.handshake.agree(records, own)
-            plan = context.planner.following(agreed)
+            plan = context.planner.next_plan(agreed)
             self._follow(agreed.settings)
             due = self._due(agreed, own)
             if piggyback is not None and agreed.weights is None:
@@ -143,8 +143,8 @@ class Synchronous(Exchanger[V]):
             notes = replace(ScheduleState() if due.completes else own.notes, memory=plan.memory, since=due.noted)
             exchanged, excluded = bool(due.turns), own.excluded is not None
             progress.advance(agreed.step, next_exchange, notes, started, exchanged, excluded, sent)
-            context.handshake.have_exchanged()
-            report_exchange(self, own, context.handshake.came, context.handshake.waited, due.completes)
+            context.handshake.notify_followers()
+            report_exchange(self, own, context.handshake.ready_at, context.handshake.wait_seconds, due.completes)
             progress.time(agreed.step)
             return agreed.training
 
@@ -162,8 +162,8 @@ class Synchronous(Exchanger[V]):
 
     def _expected(self, own: LocalStatus, purpose: Purpose) -> DueFragments | None:
         """Return the due fragments, assuming that all ranks are as far as this one; None if nothing is piggybacked."""
-        failed = own.problem or own.excluded or self.context.handshake.failure
-        if purpose is not Purpose.EXCHANGE or failed or not self.piggyback.possible or self.context.warmup.equal:
+        failed = own.problem or own.excluded or self.context.handshake.fatal_error
+        if purpose is not Purpose.EXCHANGE or failed or not self.piggyback.possible or self.context.warmup.active:
             return None
         counters, size = own.counters, self.context.membership.communicator.size
         pending = counters.local_steps - counters.last_exchange
@@ -194,7 +194,7 @@ class Synchronous(Exchanger[V]):
             reset_to_center(groups, context, own.excluded)
         if not due.turns:
             return 0
-        if context.warmup.equal:
+        if context.warmup.active:
             groups.restart()
             groups.audit()
         else:
@@ -232,7 +232,7 @@ class Synchronous(Exchanger[V]):
             counters.local_steps > 0
             or counters.rounds > 0
             or not self.placement.everywhere
-            or self.context.warmup.equal
+            or self.context.warmup.active
         ):
             return None
         if not self.tensor_groups.distance() > 0:
@@ -272,7 +272,7 @@ class Synchronous(Exchanger[V]):
         stores: list[Store[Any]] = []
         replica, groups = self.context.exchanged.replica, self.tensor_groups.held_alike
         for group in (
-            groups[:1] if self.context.warmup.equal else groups
+            groups[:1] if self.context.warmup.active else groups
         ):  # Statistics differ as long as gradients do not.
             if group.center.layout is group.values.layout:
                 stores.append(group.center)

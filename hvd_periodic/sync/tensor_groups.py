@@ -71,20 +71,20 @@ class TensorGroups(Generic[V]):
         self.reset()
         membership = self._membership
         for group in self.statistics:
-            self.send_store(group.center, membership.sender(f"{group.name}.restart"))
+            self.send_store(group.center, membership.broadcaster(f"{group.name}.restart"))
             alone = Exchange(membership.communicator.size, 1, 1)
             group.exchange(membership.communicator, alone, membership.name)
 
     def give_values(self) -> None:
         """Give all ranks the root's parameters, statistics and constants."""
-        for send in self._membership.senders("values"):
+        for send in self._membership.broadcasters("values"):
             self.send_values(send)
 
     def give_statistics(self) -> None:
         """Give all ranks the root's centers of statistics, which a forward pass may have changed on each rank."""
         for group in self.statistics:
             if group.placement.everywhere:
-                self.send_store(group.center, self._membership.sender(group.name))
+                self.send_store(group.center, self._membership.broadcaster(group.name))
 
     def send_values(self, send: Callable[[Any], Any]) -> None:
         """Replace the values of this rank with the results of ``send``."""

@@ -28,12 +28,12 @@ class SynchronousWarmup:
         """Local steps at which the warmup ends; None if there is none."""
 
     @property
-    def equal(self) -> bool:
+    def active(self) -> bool:
         """Whether the warmup is active: gradients are averaged over the ranks that exchange."""
         return self.until is not None and self._progress.local_steps < self.until
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether there was a warmup that has ended."""
         return self.until is not None and self._progress.local_steps >= self.until
 

@@ -330,7 +330,7 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
         connection, synchronizer = optimizer._exchanges.connection, optimizer.synchronizer
         connection.communicator = connection.ranks()
         optimizer._exchanges.plan.check(connection, optimizer.gradient_group)
-        synchronizer.join(connection.communicator, synchronizer.membership.asked_root, connection.name)
+        synchronizer.join(connection.communicator, synchronizer.membership.requested_root, connection.name)
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:

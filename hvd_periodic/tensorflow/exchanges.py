@@ -186,12 +186,12 @@ class Exchanges:
         replaced |= connection.any_in_group(changed)
         stale = before is None and derived != synchronizer.replica.derived_from()
         if stale:  # The others hear of it where they meet next.
-            synchronizer.handshake.failure = (
+            synchronizer.handshake.fatal_error = (
                 "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken over, "
                 "and the step that is being compiled has the old values: call "
                 "optimizer.build(model.trainable_variables) on all ranks after layers are adapted, and before training"
             )
-            raise ValueError(synchronizer.handshake.failure)
+            raise ValueError(synchronizer.handshake.fatal_error)
         self._forget_sums_of_others()
         synchronizer.opened = True
         return replaced

@@ -83,7 +83,7 @@ class FitEnd:
     def _best_of_root(self, shown: Sequence[tf.Variable]) -> list[Any] | None:
         """Return the weights that EarlyStopping of the root has kept; None if there are none."""
         mine = next((c.best_weights for c in reversed(self._restoring) if c.best_weights is not None), None)
-        senders = self._optimizer.synchronizer.membership.senders("best")
+        senders = self._optimizer.synchronizer.membership.broadcasters("best")
         if not _sent(senders, np.array([mine is not None], np.int32))[0]:
             return None
         weights = self._model.get_weights() if mine is None else list(mine)

@@ -50,7 +50,7 @@ class GradientPreparation:
     def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the means of gradients over the ranks of a DistributedOptimizer, as long as it averages."""
         average, synchronizer = self._average, self._synchronizer
-        if average is None or (tf.executing_eagerly() and synchronizer.warmup.over):
+        if average is None or (tf.executing_eagerly() and synchronizer.warmup.finished):
             return gradients
         if tf.executing_eagerly() or synchronizer.warmup.until is None:
             return average(gradients, variables)

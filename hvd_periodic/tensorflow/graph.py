@@ -137,7 +137,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.algorithm.check(communicator.size)
         loaded, checkpoint = self.checkpoint.state, self.checkpoint
         cut_for_others = not self.begun and checkpoint.has_loaded() and loaded is None
-        self.join(communicator, self.membership.asked_root, name)
+        self.join(communicator, self.membership.requested_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
         self.handshake.rejoin()
         self.startup.begun, self.started, self.opened = False, True, True
@@ -151,13 +151,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.startup.take_from(giver)
         self.startup.begun = False
 
-    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
+    def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training, as in the core. In a graph of TensorFlow 1, ranks start by an operation of the session."""
         if self.begun or in_session():
             return False
         with outside():
             self.checkpoint.adopt()
-            return super().begin(moment)
+            return super().begin(call_point)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict()`` returned, as in the core.

@@ -52,7 +52,7 @@ class VariableCenterReader(CenterReader[Any]):
         """Return ‖x − c‖₂; collective, unless every rank can read the center by itself."""
         with self._exchanger.context.membership.communicator.tracker.at("distance()"):
             self.meet_to_read()
-            self._exchanger.arrive()
+            self._exchanger.wait_and_update_centers()
             self.follow_equal_replicas()
             return float(self._exchanger.tensor_groups.distance())
 

@@ -207,7 +207,7 @@ class SavedExchanges:
 def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
     """Return the exchange in flight, by the names under which it is saved; nothing where the model holds the center."""
     in_flight = synchronizer.exchanger.in_flight()
-    if in_flight is None or synchronizer.center_reader.inside:
+    if in_flight is None or synchronizer.center_reader.in_center_block:
         return {}
     snapshot = in_flight.pop("snapshot")
     values = {_IN_FLIGHT: np.frombuffer(json.dumps(in_flight).encode(), np.uint8)}

@@ -128,15 +128,15 @@ class Synchronizer(VariableSynchronizer):
         self.started = True
         self.start()
 
-    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
+    def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
         with outside():
             if not self.started:
                 self.started = True
                 communicator = self.membership.communicator
-                self.join(communicator, self.membership.asked_root, communicator.unique_name())
+                self.join(communicator, self.membership.requested_root, communicator.unique_name())
                 self.start()
-        return super().begin(moment)
+        return super().begin(call_point)
 
     def _list_variables(self) -> None:
         """Let ``variables`` be all that there are, in an order that does not tell which ranks have been there before.

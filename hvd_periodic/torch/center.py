@@ -48,7 +48,7 @@ def center_state_dict(model: torch.nn.Module, optimizer: PeriodicOptimizer | Syn
         raise ValueError(
             "`model` holds none of the parameters that `optimizer` exchanges: pass the model it was made for"
         )
-    with nullcontext() if synchronizer.center_reader.inside else synchronizer.center():
+    with nullcontext() if synchronizer.center_reader.in_center_block else synchronizer.center():
         state = model.state_dict()
         copied: Any = type(state)(
             (original_name(name), value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value))

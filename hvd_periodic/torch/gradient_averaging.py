@@ -51,11 +51,11 @@ class GradientAveraging:
     @property
     def in_flight(self) -> bool:
         """Whether averages of gradients are in flight, from the backward pass on."""
-        return self.present and not self.done and not self._warmup.over
+        return self.present and not self.done and not self._warmup.finished
 
     def wait(self) -> None:
         """Wait for the averages, unless the phase is over: replicas then differ, and nothing is averaged."""
-        if self.present and not self._warmup.over:
+        if self.present and not self._warmup.finished:
             self._inner.synchronize()
 
     @contextmanager
@@ -78,14 +78,14 @@ class GradientAveraging:
         """Reset the gradients of the wrapped optimizer; Horovod's does not take ``set_to_none``."""
         if not self._direct:
             self._inner.zero_grad(set_to_none=set_to_none)
-        elif self._warmup.over:
+        elif self._warmup.finished:
             torch.optim.Optimizer.zero_grad(self._inner, set_to_none)  # Horovod's requires a step that averages.
         else:
             self._inner.zero_grad()
 
     def _follow_phase(self) -> None:
         """Make the DistributedOptimizer leave the gradients alone while the replicas may differ."""
-        passes = _NEVER_REACHED if self._warmup.over else self._passes
+        passes = _NEVER_REACHED if self._warmup.finished else self._passes
         if self._inner.backward_passes_per_step != passes:
             self._inner.set_backward_passes_per_step(passes)
 

@@ -157,23 +157,23 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             self.start()
         _watch(self)
 
-    def begin(self, moment: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
+    def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training unless it has begun, as in the base class."""
-        return not self.begun and self._begin(moment)
+        return not self.begun and self._begin(call_point)
 
     @neutrally
-    def _begin(self, moment: CallPoint) -> bool:
+    def _begin(self, call_point: CallPoint) -> bool:
         refuse_averaging(self.replica.tensors, self.membership.communicator.global_ranks)
         with self.replica.evaluating():
             if self._alone:
                 communicator = self.membership.communicator
                 self.join(communicator, communicator.unique_name())
-            return not self.begun and super().begin(moment)
+            return not self.begun and super().begin(call_point)
 
     def join(self, communicator: Communicator, name: str) -> None:
         """Do the handshake that construction skips under elastic Horovod, where some ranks may have started before."""
         self._alone = False
-        self.membership.join(communicator, self.membership.asked_root, name)
+        self.membership.join(communicator, self.membership.requested_root, name)
         self.average_within(self.averaging)
         self.start()
 
@@ -276,7 +276,7 @@ class Synchronizer(ReplicaSynchronizer[torch.Tensor]):
             "algorithm": self.exchanged.algorithm,
             "schedule": self.planner.schedule,
             "communicator": membership.communicator,
-            "root": membership.asked_root,
+            "root": membership.requested_root,
             "name": membership.name,
             "center": self.exchanger.placement.name,
             "optimizer_state": self.policy,

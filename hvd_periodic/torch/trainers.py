@@ -66,7 +66,7 @@ class Centers:
     @property
     def inside(self) -> bool:
         """Whether the model holds the centers."""
-        return all(synchronizer.center_reader.inside for synchronizer in self.synchronizers)
+        return all(synchronizer.center_reader.in_center_block for synchronizer in self.synchronizers)
 
     @property
     def left(self) -> bool:
@@ -91,7 +91,7 @@ class Centers:
         """Return a block, already entered, in which the model holds the centers: all of them, or none."""
         with ExitStack() as block:
             for synchronizer in self.synchronizers:
-                if not synchronizer.center_reader.inside:
+                if not synchronizer.center_reader.in_center_block:
                     block.enter_context(synchronizer.center())
             return block.pop_all()
 

@@ -183,7 +183,7 @@ def an_evaluator_that_fails() -> list[bool]:
     view = job.optimizer.synchronizer.center_reader
 
     def fail(engine: Engine) -> None:
-        inside.append(view.inside)
+        inside.append(view.in_center_block)
         if len(inside) == 1:
             raise ArithmeticError("on purpose")
 
@@ -191,7 +191,7 @@ def an_evaluator_that_fails() -> list[bool]:
     at = Events.ITERATION_COMPLETED(every=2)
     job.trainer.add_event_handler(at, lambda: attempt(lambda: job.evaluator.run([0] * 3), ArithmeticError))
     job.run(range(5), at=Events.COMPLETED)
-    return [*inside, view.inside]
+    return [*inside, view.in_center_block]
 
 
 @scenario

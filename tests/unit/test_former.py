@@ -41,7 +41,7 @@ def test_while_gradients_are_averaged_nothing_is_lost(caplog: pytest.LogCaptureF
     arrays = {"x": np.zeros(1)}
     former = ModelAverageOptimizer(SGD(1.0), arrays, PostLocal(5, 2).around_averaging())
     former.step([np.ones(1)])
-    assert former.synchronizer.warmup.equal
+    assert former.synchronizer.warmup.active
     ModelAverageOptimizer(SGD(1.0), arrays, 2)
     assert "takes over" not in caplog.text
 

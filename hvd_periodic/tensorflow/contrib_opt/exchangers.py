@@ -24,7 +24,7 @@ class SessionSynchronous(Synchronous[Any]):
     how_to_start = ""
 
     def _exchange_tensors(self, agreed: GlobalStatus, due: DueFragments, own: LocalStatus) -> int:
-        if due.turns and self.context.progress.rounds == 0 and not self.context.warmup.equal:
+        if due.turns and self.context.progress.rounds == 0 and not self.context.warmup.active:
             self.tensor_groups.audit(self.how_to_start)
         return super()._exchange_tensors(agreed, due, own)
 

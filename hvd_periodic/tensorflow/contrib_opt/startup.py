@@ -137,7 +137,7 @@ class Start:
             layout_of([(variable.op.name, variable) for variable in variables], bucket_bytes), variables
         )
         store.load_variables()
-        for send in self._synchronizer.membership.senders(name):
+        for send in self._synchronizer.membership.broadcasters(name):
             self._synchronizer.tensor_groups.send_store(store, send)
         with tf.control_dependencies(store.tensors()):
             return store.assign()
