@@ -413,7 +413,7 @@ def _restore(of_rank: tuple[Any, ...], moving: torch.optim.Optimizer | None, arg
 def _assemble(
     synchronizer: Synchronizer, replica: TorchReplica, moving: torch.optim.Optimizer | None, arguments: dict[str, Any]
 ) -> None:
-    """Put the parts together."""
+    """Initialize the base class of a synchronizer for a torch replica."""
     Parts.__init__(
         synchronizer,
         replica,
