@@ -206,7 +206,7 @@ class Planner:
             if handshake.pending:
                 return ask(self.schedule, handshake.clock)
         except RuntimeError as error:
-            self._membership.log.debug("Where training has ended, the period stays as it was: %s", error)
+            self._membership.log.debug("Training has ended, so the period stays as it was: %s", error)
         return Plan(handshake.step + max(handshake.period, 1), handshake.clock.memory)
 
     def next_async(self, own: LocalStatus) -> Plan:

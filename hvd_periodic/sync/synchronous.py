@@ -278,7 +278,7 @@ class Synchronous(Exchanger[V]):
         replica, groups = self.context.exchanged.replica, self.tensor_groups.held_alike
         for group in (
             groups[:1] if self.context.warmup.equal else groups
-        ):  # Statistics differ as long as gradients do not.
+        ):  # Statistics differ between ranks during the warmup.
             if group.center.layout is group.values.layout:
                 stores.append(group.center)
             elif state is not None:

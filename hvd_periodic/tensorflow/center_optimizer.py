@@ -201,8 +201,8 @@ class CenterOptimizer:
         slots = self._slots_of_copy(count)
         if slots.count(None) != self._slots_of_copy(0).count(None):
             raise ValueError(
-                f"`center='sharded'` cuts tensors anew where ranks change, and {type(self.optimizer).__name__} keeps "
-                f"something of each that has not its shape: use center='root', or another `{outer_name()}`"
+                f"`center='sharded'` cuts tensors again when ranks change, and {type(self.optimizer).__name__} keeps "
+                f"state per tensor that differs from it in shape: use center='root', or another `{outer_name()}`"
             )
         return slots
 

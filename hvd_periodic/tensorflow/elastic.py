@@ -338,7 +338,7 @@ def _built(model: keras.Model, optimizer: Any) -> Any:
         ValueError: the model has no variables yet.
     """
     if not model.built:
-        raise ValueError("The model is not built: give it its input shape by keras.Input, or call model.build()")
+        raise ValueError("The model is not built: give it its input shape with keras.Input, or call model.build()")
     found = optimizer if optimizer is not None else getattr(model, "optimizer", None)
     if found is not None and not found.built:
         found.build(model.trainable_variables)

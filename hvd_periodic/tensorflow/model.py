@@ -29,7 +29,7 @@ AnyVariable = Any
 
 NO_VALUES = (
     "The variables have no values yet, because the model is built inside of the compiled step: give it its input shape "
-    "by keras.Input, or call model.build(input_shape), before it is trained"
+    "with keras.Input, or call model.build(input_shape), before it is trained"
 )
 
 
@@ -52,8 +52,8 @@ def described(value: object) -> str:
         return kind.__name__
     return (
         f"{kind.__name__} of tf_keras, which is Keras 2. Exchanges are for Keras 3: unset the environment variable "
-        "TF_USE_LEGACY_KERAS, by which tf.keras is tf_keras, or take model and optimizer from `import keras`; a script "
-        "that needs tf_keras exchanges by hvdp.Synchronizer(model.trainable_variables, ...) in a loop of its own"
+        "TF_USE_LEGACY_KERAS, which makes tf.keras tf_keras, or take model and optimizer from `import keras`; a script "
+        "that needs tf_keras exchanges with hvdp.Synchronizer(model.trainable_variables, ...) in its own loop"
     )
 
 
@@ -140,7 +140,7 @@ def named_variables(
     names: set[str] = set()
     for variable in trained:
         if not isinstance(variable, (keras.Variable, tf.Variable)):
-            raise TypeError(f"What is exchanged must be variables. Received: {type(variable).__name__}")
+            raise TypeError(f"Exchanged objects must be variables. Received: {type(variable).__name__}")
     held = {id(native(variable)) for variable in trained}
     if len(held) < len(trained):
         raise ValueError(

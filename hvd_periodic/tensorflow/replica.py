@@ -80,11 +80,11 @@ class VariableReplica(Replica[Any]):
     reuses_memory = False
     framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     how_to_exclude = (
-        "Set trainable = False on their layers before the optimizer is made, and say what exchanges make of them: "
+        "Set trainable = False on their layers before the optimizer is made, and choose how they are exchanged: "
         "buffers={'PATTERN': 'average'}. If another optimizer trains them, pass as `model` what this one trains"
     )
     how_to_exchange = (
-        "Say what exchanges make of them: buffers={'PATTERN': 'average'}, and 'local' if each rank is to have its own"
+        "Choose how they are exchanged: buffers={'PATTERN': 'average'}, or 'local' if each rank is to have its own"
     )
 
     def __init__(
@@ -113,7 +113,7 @@ class VariableReplica(Replica[Any]):
         self.values = HostValues()
         exchanged = (named.parameters, named.averaged, named.counted, named.followed)
         here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
-        self.in_host_memory = here or in_session()  # The values of a session's variables come to Python.
+        self.in_host_memory = here or in_session()  # A session passes its variables' values to Python.
         self.tensor_space = TensorSpace()
         self.space: VectorSpace[Any] = HostSpace(self.values) if self.in_host_memory else self.tensor_space
         self._new_variable, self._forget_variable = new_variable, forget_variable
@@ -143,7 +143,7 @@ class VariableReplica(Replica[Any]):
 
     def refuse_constraints(self, share: Layout, asynchronous: bool) -> None:
         """Raise a ValueError if constraints of the parameters cannot be applied to the center."""
-        pairs = zip(self.named.parameters, self.named.constraints, strict=False)  # of TensorFlow 1 there are none
+        pairs = zip(self.named.parameters, self.named.constraints, strict=False)  # TensorFlow 1 has none
         constrained = [name for (name, _), constraint in pairs if constraint is not None]
         if not constrained:
             return
