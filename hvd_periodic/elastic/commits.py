@@ -435,10 +435,10 @@ def refuse_fixed(name: str, synchronizer: ReplicaSynchronizer[Any], averages: bo
     communicator = synchronizer.membership.communicator.handshake_group
     within = getattr(getattr(communicator, "process_set", None), "process_set_id", type(communicator).__name__)
     refused = {
-        "exchanges asynchronously, by an MPI that ends with the first rank": synchronizer.exchanger.worker is not None,
-        "is around an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
-        f"exchanges within process set {within}, and where there is one, Horovod ends all with the first that is lost; "
-        "process_set=hvdp.node_ranks does without": within != 0,
+        "exchanges asynchronously, and MPI ends with the first rank": synchronizer.exchanger.worker is not None,
+        "wraps an hvd.DistributedOptimizer, whose ranks have to agree at every step": averages,
+        f"exchanges within process set {within}, with which Horovod ends all ranks when one is lost; use "
+        "process_set=hvdp.node_ranks instead": within != 0,
     }
     for why, found in refused.items():
         if found:

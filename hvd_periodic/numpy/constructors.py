@@ -25,8 +25,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         beta: α = β/n instead.
         rho: strength of the elastic term in the local loss.
         asynchronous: exchange with one center without waiting for other ranks.
-        period: another name of ``communication_period``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``communication_period``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -77,8 +77,8 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer.
         model: a dict, or (name, array) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        period: another name of ``interval_steps``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``interval_steps``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.
@@ -117,8 +117,8 @@ class AGNOptimizer(PeriodicOptimizer):
         outer_optimizer: moves the center; default: a copy of ``optimizer``, with its own state.
         op: ``"sum"`` or ``"average"`` of the workers' gradients.
         asynchronous: exchange with one center without waiting for other ranks.
-        period: another name of ``communication_period``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``communication_period``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range; on every rank.

@@ -27,7 +27,7 @@ def as_nonfinite(nonfinite: str) -> str:
     return nonfinite
 
 
-_SKIP_ADVICE = "nonfinite='skip' leaves such a rank out, and gives it the center back"
+_SKIP_ADVICE = "nonfinite='skip' excludes such a rank and resets it to the center"
 
 
 class Checked(NamedTuple):

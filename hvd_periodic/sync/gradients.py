@@ -96,8 +96,8 @@ class Assigned(Generic[V]):
         if found:
             self._named_others = True
             self._log().warning(
-                "These weights are this rank's own inside center(), too: %s. No exchange touches them, and they have "
-                "changed since the start, so that ranks may read different values. %s",
+                "Inside center(), these weights still have this rank's values: %s. No exchange touches them, and they "
+                "have changed since the start, so that ranks may read different values. %s",
                 _listed(found),
                 self._replica.how_to_exchange,
             )

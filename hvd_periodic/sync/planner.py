@@ -211,7 +211,7 @@ class Planner:
         except RuntimeError as error:
             if handshake.training:
                 raise
-            self._membership.log.debug("Where training has ended, the period stays as it was: %s", error)
+            self._membership.log.debug("Training has ended, so the period stays as it was: %s", error)
         return Plan(handshake.step + max(handshake.period, 1), clock.memory)
 
     def next_async(self, own: LocalStatus) -> Plan:

@@ -96,7 +96,7 @@ def decide(statuses: Mapping[int, LoadStatus], root: int, averaging: bool = Fals
         if averaging:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which the root does not "
-                "bring: load the state on every rank. Received: "
+                "send: load the state on every rank. Received: "
                 + _by_rank(statuses, lambda status: f"step {status.local_steps}")
             )
         if root not in loaded:
@@ -255,7 +255,7 @@ class Startup(Generic[V]):
         if self._averaging(list(steps)) and len(steps) > 1:
             raise RuntimeError(
                 "Ranks that average their gradients need local optimizers in the same state, which broadcast() does "
-                f"not bring: load the state on every rank. Received: states of steps {sorted(steps)}"
+                f"not send: load the state on every rank. Received: states of steps {sorted(steps)}"
             )
         self._take_over(membership.communicator.handshake_group, giver, membership.name)
         if together.group is not None:

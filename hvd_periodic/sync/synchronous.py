@@ -271,9 +271,9 @@ class Synchronous(Exchanger[V]):
         """Return the loaded centers in full; none if this rank has only shards."""
         stores: list[Store[Any]] = []
         replica, groups = self.context.exchanged.replica, self.tensor_groups.held_alike
-        for group in (
-            groups[:1] if self.context.warmup.active else groups
-        ):  # Statistics differ as long as gradients do not.
+        if self.context.warmup.active:  # Statistics differ between ranks during the warmup.
+            groups = groups[:1]
+        for group in groups:
             if group.center.layout is group.values.layout:
                 stores.append(group.center)
             elif state is not None:

@@ -205,7 +205,7 @@ class ExchangeSpec(Generic[V]):
         if self.outer is not None and not self.algorithm.takes_outer_optimizer:
             raise ValueError(f"{name} moves the center by itself and takes no outer optimizer")
         if self.algorithm.needs_outer_optimizer and self.outer is None:
-            raise ValueError(f"{name} moves the center by an optimizer: pass `{outer_name()}`")
+            raise ValueError(f"{name} moves the center with an optimizer: pass `{outer_name()}`")
         if self.algorithm.uses_learning_rate and self.rates is None:
             raise ValueError(f"{name} needs the learning rate of local steps: pass `optimizer`")
 

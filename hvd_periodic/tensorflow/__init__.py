@@ -9,7 +9,7 @@ Example::
     optimizer = hvdp.ModelAverageOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), model, interval_steps=10)
     model.compile(optimizer, loss="sparse_categorical_crossentropy")
 
-For graphs of TensorFlow 1 there is ``hvd_periodic.tensorflow.contrib_opt``.
+For TensorFlow 1 graphs, use ``hvd_periodic.tensorflow.contrib_opt``.
 """
 
 import importlib
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``elastic`` where it is asked for: it needs Horovod."""
+    """Import ``elastic`` on first access, since it needs Horovod."""
     if name == "elastic":
         return importlib.import_module("hvd_periodic.tensorflow.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """Callbacks for ``model.fit`` with a periodic optimizer.
 
-They add to ``logs``, so they come before callbacks that read those, such as ``keras.callbacks.TensorBoard``::
+Several of them add to ``logs``, so list them before callbacks that read ``logs``, such as
+``keras.callbacks.TensorBoard``::
 
     callbacks = [
         hvdp.callbacks.EvaluateCenter((images, labels)),
@@ -40,12 +41,12 @@ def _optimizer_of(callback: keras.callbacks.Callback) -> PeriodicOptimizer:
 class BroadcastAtStart(keras.callbacks.Callback):
     """Give all ranks the root's variables, center and counters when training begins.
 
-    A new optimizer does this by itself. The callback is for what was loaded since then on the root alone. Where every
-    rank has loaded a state of its own, it would replace those. All ranks have to use it.
+    A new optimizer does this by itself. Use the callback for values that were loaded afterwards on the root alone. If
+    every rank has loaded its own state, the callback would replace these states. All ranks must use it.
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast; where the first batch is yet to build the model, its first step gives all the root's values."""
+        """Broadcast; if the model is not built yet, the first step broadcasts the root's values instead."""
         optimizer = _optimizer_of(self)
         if optimizer.built or self.model.built:
             optimizer.build(self.model.trainable_variables)
@@ -54,7 +55,7 @@ class BroadcastAtStart(keras.callbacks.Callback):
 
 
 def _refuse_swapped(callback: keras.callbacks.Callback, fellows: Sequence[keras.callbacks.Callback]) -> None:
-    """Raise a ValueError where moving averages are in the model when a callback reads what is trained."""
+    """Raise a ValueError if the model holds moving averages when a callback reads the trained weights."""
     for fellow in fellows:
         if fellow is callback:
             return
@@ -69,20 +70,19 @@ def _refuse_swapped(callback: keras.callbacks.Callback, fellows: Sequence[keras.
 class FinalizeAtEnd(keras.callbacks.Callback):
     """Run ``optimizer.finalize()`` when training ends, so that all ranks leave ``fit`` with the same model.
 
-    The last exchange is of the replicas as the last step left them. It takes place before Keras or any other callback
+    The last exchange uses the replicas as the last step left them. It takes place before Keras or any other callback
     changes the model at the end of training, wherever this one is in the list. All ranks then hold:
 
     - the center;
-    - with ``use_ema=True``, the mean of all ranks' moving averages, and the center is in ``optimizer.center()``;
-    - with ``EarlyStopping(restore_best_weights=True)``, the center of the epoch that is best for the callback of the
-      root.
+    - with ``use_ema=True``, the mean of all ranks' moving averages; ``optimizer.center()`` gives the center;
+    - with ``EarlyStopping(restore_best_weights=True)``, the center of the best epoch, as chosen by the root's callback.
 
-    Batch-norm statistics take part as ``buffers=`` says. Ranks that have fewer batches than others, or stop early, take
-    part in exchanges until all are done. All ranks have to use it.
+    Batch-norm statistics are exchanged as set in ``buffers=``. Ranks that have fewer batches than others, or stop
+    early, take part in exchanges until all are done. All ranks must use it.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
-        ValueError: when training begins, other callbacks with which this cannot hold.
+        ValueError: when training begins, other callbacks make this impossible.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class FinalizeAtEnd(keras.callbacks.Callback):
         self._epoch_is_over = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look at the other callbacks."""
+        """Check the other callbacks."""
         optimizer, fellows = _optimizer_of(self), callbacks_of_fit(self)
         for fellow in fellows:
             if isinstance(fellow, keras.callbacks.BackupAndRestore):
@@ -100,16 +100,16 @@ class FinalizeAtEnd(keras.callbacks.Callback):
         self._end = optimizer.fit_end = FitEnd(optimizer, self.model, fellows)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep the center, if it is the best; by now all callbacks have seen the end of the epoch before."""
+        """Keep the center if it is the best; by now all callbacks have handled the end of the previous epoch."""
         if self._end is not None and self._epoch_is_over:
             self._end.keep_best()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note that there is a center to keep."""
+        """Note that an epoch has ended, whose center may be kept."""
         self._epoch_is_over = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Finalize, if Keras has not let the optimizer do so; let the model hold the best center."""
+        """Finalize, unless Keras has already made the optimizer do so; put the best center into the model."""
         optimizer = _optimizer_of(self)
         end = self._end or FitEnd(optimizer, self.model, [])
         if self._end is None or optimizer.fit_end is end:
@@ -121,16 +121,16 @@ class FinalizeAtEnd(keras.callbacks.Callback):
 class EvaluateCenter(keras.callbacks.Callback):
     """Evaluate the center at the end of every epoch; metrics appear in ``logs`` as ``val_center_loss`` and so on.
 
-    Where every rank holds the center, nothing is communicated, and one rank may evaluate for all; with
-    ``center="root"`` or ``"sharded"`` all ranks have to. With metrics that drive decisions, let all ranks evaluate the
-    same data, so that they decide alike; Keras wants to be told which way is better:
+    With a replicated center nothing is communicated, and one rank may evaluate for all; with ``center="root"`` or
+    ``"sharded"`` all ranks must use the callback. If metrics drive decisions, all ranks should evaluate the same data,
+    so that they decide equally. Keras needs to know which direction is better:
     ``EarlyStopping("val_center_loss", mode="min")``.
 
     Args:
-        validation_data: ``(inputs, targets)``, ``(inputs, targets, sample_weights)``, or what else ``model.evaluate``
-            takes as its first argument.
-        batch_size: samples per batch, where the data are arrays.
-        every: epochs between evaluations, 1 or more.
+        validation_data: ``(inputs, targets)``, ``(inputs, targets, sample_weights)``, or any other first argument of
+            ``model.evaluate``.
+        batch_size: samples per batch, if the data are arrays.
+        every: evaluate after every so many epochs, 1 or more.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
@@ -145,7 +145,7 @@ class EvaluateCenter(keras.callbacks.Callback):
         self._every = require_int(every, "`EvaluateCenter(every=...)`", minimum=1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Evaluate, and add to the logs."""
+        """Evaluate the center and add the metrics to the logs."""
         if (epoch + 1) % self._every:
             return
         with _optimizer_of(self).center():
@@ -155,17 +155,17 @@ class EvaluateCenter(keras.callbacks.Callback):
 
 
 class SaveBestCenter(keras.callbacks.ModelCheckpoint):
-    """Save the model with the values of the center, when it is the best so far; on the root rank only.
+    """Save the model with the values of the center when it is the best so far; on the root only.
 
-    With ``center="root"`` or ``"sharded"`` all ranks have to use it. In asynchronous exchange other workers may have
-    moved the center between its evaluation and this.
+    With ``center="root"`` or ``"sharded"`` all ranks must use it. In asynchronous exchange other workers may move the
+    center between its evaluation and the save.
 
     Args:
         filepath: as in ``keras.callbacks.ModelCheckpoint``; ``.weights.h5`` with ``save_weights_only=True``.
-        monitor: what decides; metrics of the center come from :class:`EvaluateCenter`.
-        mode: ``"min"`` or ``"max"`` of it is best. Default: the minimum of a loss, the maximum of an accuracy.
+        monitor: the metric that decides; :class:`EvaluateCenter` adds metrics of the center.
+        mode: whether the ``"min"`` or ``"max"`` of the metric is best. Default: min of a loss, max of an accuracy.
         save_best_only: False: save after every epoch.
-        options: others of ``keras.callbacks.ModelCheckpoint``.
+        options: other arguments of ``keras.callbacks.ModelCheckpoint``.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
@@ -189,7 +189,7 @@ class SaveBestCenter(keras.callbacks.ModelCheckpoint):
         super().__init__(filepath, monitor=monitor, mode=mode, save_best_only=save_best_only, **options)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save the center, if ``save_freq`` is a number of batches."""
+        """Save the center if ``save_freq`` is a number of batches."""
         if self.save_freq != "epoch":
             with self._center_on_root() as saving:
                 if saving:
@@ -210,22 +210,22 @@ class SaveBestCenter(keras.callbacks.ModelCheckpoint):
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Save a checkpoint now and then, see :func:`hvd_periodic.tensorflow.save`. All ranks have to use it.
+    """Save checkpoints regularly, see :func:`hvd_periodic.tensorflow.save`. All ranks must use it.
 
-    With it goes ``epoch``, the number of epochs that are done: what :func:`hvd_periodic.tensorflow.load` returns of it
-    is the ``initial_epoch`` of the job that goes on.
+    A checkpoint includes ``epoch``, the number of completed epochs. :func:`hvd_periodic.tensorflow.load` returns it;
+    pass it as ``initial_epoch`` to the ``fit`` that resumes.
 
     Args:
-        path: folder of this training and no other.
-        every: ``"epoch"``: at the end of every epoch; or local steps from one save to the next, 1 or more: at the end
-            of the first batch after so many. All ranks have to come to it after the same number of batches.
-        keep: checkpoints that are left. Default: all.
-        background: let a thread write while training goes on; the end of training waits for it.
-        more: what else is saved, by name.
+        path: folder of this training run and no other.
+        every: ``"epoch"`` for the end of every epoch, or the number of local steps between saves, 1 or more; then the
+            first batch that completes so many steps saves. All ranks must reach it after the same number of batches.
+        keep: number of checkpoints to keep. Default: all.
+        background: whether a thread writes while training continues; the end of training waits for it.
+        more: further values to save, by name.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
-        TypeError, ValueError: ``every`` is something else.
+        TypeError, ValueError: ``every`` has another type or value.
         ValueError: when training begins, ``SwapEMAWeights(swap_on_epoch=True)`` comes before this one.
         RuntimeError: a file could not be written; on all ranks.
     """
@@ -248,28 +248,28 @@ class Checkpoint(keras.callbacks.Callback):
         self._saving: Saving | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Count local steps from here."""
+        """Count local steps from the start of training."""
         optimizer = _optimizer_of(self)
         _refuse_swapped(self, callbacks_of_fit(self))
         self._last_steps = optimizer.synchronizer.local_steps if optimizer.built else 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note which epoch it is."""
+        """Note the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save, if so many local steps were taken."""
+        """Save if enough local steps were taken."""
         if self._every is not None and _optimizer_of(self).synchronizer.local_steps - self._last_steps >= self._every:
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save, if that is when."""
+        """Save if ``every`` is ``"epoch"``."""
         self._epoch = epoch + 1
         if self._every is None:
             self._save()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Wait for what is under way."""
+        """Wait for a background save."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -284,8 +284,8 @@ class ReportExchanges(keras.callbacks.Callback):
     """Add the state of the exchanges to ``logs`` at the end of every epoch, for TensorBoard and the history.
 
     The entries are ``rounds``, ``center_distance`` (‖x − c‖₂ on this rank), ``skipped_updates``, ``bytes_sent`` and
-    ``exchange_seconds``, since the start of training; of asynchronous exchange also ``staleness_mean`` and
-    ``staleness_max``. With ``center="root"`` or ``"sharded"`` all ranks have to use it.
+    ``exchange_seconds``, since the start of training; in asynchronous exchange also ``staleness_mean`` and
+    ``staleness_max``. With ``center="root"`` or ``"sharded"`` all ranks must use it.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
@@ -293,12 +293,12 @@ class ReportExchanges(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look at the callbacks before this one."""
+        """Check the callbacks before this one."""
         _optimizer_of(self)
         _refuse_swapped(self, callbacks_of_fit(self))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Add to the logs."""
+        """Add the entries to the logs."""
         synchronizer = _optimizer_of(self).synchronizer
         counters = synchronizer.counters
         if logs is not None:
@@ -313,19 +313,19 @@ class ReportExchanges(keras.callbacks.Callback):
 
 
 class ReportLoss(keras.callbacks.Callback):
-    """Tell schedules such as :class:`~hvd_periodic.AdaComm` the loss of every batch, at its end.
+    """Report the loss of every batch to schedules such as :class:`~hvd_periodic.AdaComm`, at the end of the batch.
 
-    A batch that is the last before an exchange therefore counts for the round after it. Keras tells callbacks the mean
-    over the epoch so far, from which the losses of single batches are worked out as if all batches were of one size.
-    All ranks have to use it.
+    The last batch before an exchange therefore counts for the next round. Keras gives callbacks the mean over the epoch
+    so far; the losses of single batches are computed from it as if all batches had the same size. All ranks must use
+    it.
 
     Raises:
         TypeError: the model's optimizer is not a periodic one.
-        ValueError: a loss of NaN or infinity.
+        ValueError: a loss is NaN or infinite.
     """
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begin a mean."""
+        """Start a new mean."""
         self._batches, self._total = 0, 0.0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

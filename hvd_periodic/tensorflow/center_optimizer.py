@@ -1,4 +1,4 @@
-"""The Keras optimizer that moves the center, with a state of its own."""
+"""The Keras optimizer that moves the center, with its own state."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
     "gradient_accumulation_steps": None,
     "loss_scale_factor": None,
 }
-"""Settings that a copy does not take over: it steps once per exchange, on gradients of full scale."""
+"""Settings that a copy does not inherit: it steps once per exchange, on gradients without a loss scale."""
 
 
 _PLAIN = (bool, int, float, str, type(None))
-"""Types of settings that a compiled function takes as they are."""
+"""Types of settings that become constants in a compiled function."""
 
 _MARK = 0.73918246
-"""A value that no state of an optimizer starts from by itself."""
+"""A value with which no optimizer state starts on its own."""
 
 
 class CenterOptimizer:
     """A Keras optimizer over the center variables.
 
-    A copy of the local optimizer takes over its class and hyper-parameters, and its current learning rate before every
-    step: a schedule follows the local steps. It shares no state with the original.
+    A copy of the local optimizer has its class and hyper-parameters, and takes its current learning rate before every
+    step, so that a schedule follows the local steps. It shares no state with the original.
 
     Args:
-        local: the local optimizer, copied if no other is given.
+        local: the local optimizer, which is copied if ``optimizer`` is None.
         optimizer: another optimizer, not yet built.
 
     Attributes:
-        optimizer: the one that moves the center.
-        cut: the centers are parts of tensors.
-        others: like this, each for a fragment of the parameters; this one has no center where there are some.
+        optimizer: the optimizer that moves the center.
+        cut: whether the centers are parts of tensors.
+        others: clones, one per fragment of the parameters; if there are any, this one has no center itself.
 
     Raises:
-        TypeError: ``optimizer`` is not a Keras optimizer; or a local one cannot be copied.
+        TypeError: ``optimizer`` is not a Keras optimizer; or the local one cannot be copied.
         ValueError: ``optimizer`` is the local one or has been used already.
     """
 
@@ -71,7 +71,7 @@ class CenterOptimizer:
         self._centers: list[Any] = []
 
     def clone(self) -> CenterOptimizer:
-        """Return one like this that has no center yet, and takes the learning rate of this one before every step."""
+        """Return a clone without a center, which takes the learning rate of this one before every step."""
         self.others.append(CenterOptimizer(self._local, None if self.copied else unused(self.optimizer)))
         self.others[-1]._given_rate = self.given_rate
         if self._owner is not None:
@@ -79,30 +79,30 @@ class CenterOptimizer:
         return self.others[-1]
 
     def track(self, owner: Any, name: str) -> None:
-        """Let TensorFlow know the optimizer that moves the center as a part of another one, under a name."""
+        """Register the center's optimizer with TensorFlow as a part of ``owner``, under a name."""
         self._owner, self._name = owner, name
         owner._track_trackable(self.optimizer, name, overwrite=True)
 
     @property
     def given_rate(self) -> Any:
-        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        """The learning rate of the optimizer that was given, if users may set it; else None."""
         if self._given_rate is not None or self.copied or is_scheduled(self.optimizer):
             return self._given_rate
         return self.optimizer.learning_rate
 
     @property
     def variables(self) -> list[Any]:
-        """The state of all of them."""
+        """The state of the optimizer, or of all clones."""
         return [variable for each in self.others or [self] for variable in each.optimizer.variables]
 
     @property
     def copied(self) -> bool:
-        """Whether this is a copy of the local optimizer."""
+        """Whether the center's optimizer is a copy of the local one."""
         return self._followed is not None
 
     @property
     def _scheduled(self) -> bool:
-        """Whether the local optimizer's rate is a function of its iterations, which may differ between ranks."""
+        """Whether the local optimizer's rate is a schedule over its iterations, which may differ between ranks."""
         return self._followed is not None and is_scheduled(self._followed)
 
     def bind(
@@ -111,9 +111,9 @@ class CenterOptimizer:
         centers: Sequence[tf.Variable],
         gradients: Sequence[tf.Variable],
     ) -> None:
-        """Build the optimizer over the centers of named parameters; ``gradients`` will hold what it is to apply.
+        """Build the optimizer over the centers of named parameters; ``gradients`` will hold their gradients.
 
-        Over those of another share of the center: another one, since Keras builds an optimizer once.
+        For another shard of the center a new optimizer is created, since Keras builds an optimizer only once.
         """
         if self.optimizer.built:
             self._given_rate, self.optimizer = self.given_rate, unused(self.optimizer)
@@ -126,8 +126,8 @@ class CenterOptimizer:
         self._build()
 
     def _build(self) -> None:
-        """Build the optimizer, whose state must not start from the values of the centers: they have none yet."""
-        values = [center.numpy() for center in self._centers]  # zeros, or what a checkpoint has just restored
+        """Build the optimizer; its state must not depend on the centers' values, which are not set yet."""
+        values = [center.numpy() for center in self._centers]  # zeros, or values that a checkpoint has just restored
         for center in self._centers:
             center.assign(tf.fill(center.shape, tf.cast(_MARK, center.dtype)))
         self.optimizer.build(self._centers)
@@ -141,7 +141,7 @@ class CenterOptimizer:
             )
 
     def follow(self, name: str, value: Any) -> None:
-        """Take over a setting of the local optimizer, if this is a copy of it."""
+        """Adopt a setting of the local optimizer if this is a copy of it."""
         if self.copied and getattr(self.optimizer, name) != value:
             if self.cut and name in ("clipnorm", "global_clipnorm") and value is not None:
                 raise ValueError(
@@ -153,7 +153,7 @@ class CenterOptimizer:
             other.follow(name, value)
 
     def follow_exclusions(self) -> None:
-        """Spare the centers of variables that the local optimizer spares its weight decay."""
+        """Exclude centers from weight decay if the local optimizer excludes their variables."""
         if self._followed is not None and self._centers:
             pairs = zip(self._parameters, self._centers, strict=True)
             spared = [center for parameter, center in pairs if not self._followed._use_weight_decay(parameter)]
@@ -162,47 +162,47 @@ class CenterOptimizer:
             other.follow_exclusions()
 
     def take_rate(self, given: Any, maximum: Callable[[Any], Any]) -> None:
-        """Take the learning rate of the next step.
+        """Set the learning rate of the next step.
 
         Args:
-            given: the rate that ranks have agreed on; None where each has the same, or a schedule drives it.
-            maximum: as of :func:`rate_of_now`.
+            given: the rate on which ranks have agreed; None if all have the same, or a schedule determines it.
+            maximum: as in :func:`rate_of_now`.
         """
         if self._followed is not None:
             self.optimizer.learning_rate = rate_of_now(self._followed, given, maximum)
         elif self._given_rate is not None:
-            self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # else taken for its own
+            self.optimizer.learning_rate = tf.convert_to_tensor(self._given_rate)  # it would adopt a variable
 
     def step(self) -> None:
         """Move the centers by their gradients."""
         self.optimizer.apply([tf.convert_to_tensor(gradient) for gradient in self._gradients], self._centers)
 
     def constants(self) -> dict[str, object]:
-        """Return the settings that a compiled function of :meth:`apply` would take as they are now."""
+        """Return the settings that a compiled :meth:`step` would contain as constants."""
         plain = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, _PLAIN)}
         spared = [self.optimizer._use_weight_decay(center) for center in self._centers]
         return {**plain, "weight decay": spared}
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the variables that the optimizer has over centers of these: ask a copy."""
+        """Return shape and dtype of the optimizer's variables for given centers, found from a copy."""
         trial = copied(self.optimizer, learning_rate=0.0)
         made = [(path, tf.Variable(tf.zeros(shape, dtype), trainable=False)) for path, shape, dtype in centers]
         trial.build([_named(path, variable) for path, variable in made])
         return [(tuple(variable.shape), variable.dtype) for variable in trial.variables]
 
     def slots(self, count: int) -> list[int | None]:
-        """Return of which of so many centers every variable of the optimizer is a slot; None: it counts for all.
+        """Return, for every variable of the optimizer over ``count`` centers, the index of its center; None: of all.
 
-        A copy over vectors of different lengths tells.
+        The answer comes from a copy over vectors of different lengths.
 
         Raises:
-            ValueError: the optimizer keeps something of single centers that has another shape than they.
+            ValueError: the optimizer has state per center whose shape differs from the center's.
         """
         slots = self._slots_of_copy(count)
         if slots.count(None) != self._slots_of_copy(0).count(None):
             raise ValueError(
-                f"`center='sharded'` cuts tensors anew where ranks change, and {type(self.optimizer).__name__} keeps "
-                f"something of each that has not its shape: use center='root', or another `{outer_name()}`"
+                f"`center='sharded'` cuts tensors again when ranks change, and {type(self.optimizer).__name__} keeps "
+                f"state per tensor that differs from it in shape: use center='root', or another `{outer_name()}`"
             )
         return slots
 
@@ -214,7 +214,7 @@ class CenterOptimizer:
         return [owners.get(tuple(variable.shape)) for variable in trial.variables]
 
     def steps(self, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-        """Return what a new optimizer of this kind makes of ``x``, in a step per gradient."""
+        """Return ``x`` after one step per gradient of a new optimizer of this kind."""
         with tf.init_scope():
             trial = copied(self.optimizer, learning_rate=0.1)
             moved = tf.Variable(x, dtype=tf.float32, trainable=False)
@@ -226,12 +226,12 @@ class CenterOptimizer:
     def bind_host(
         self, parameters: Sequence[tuple[str, Any]], centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
     ) -> None:
-        """Build the optimizer over variables that stand for arrays in host memory."""
+        """Build the optimizer over variables that mirror arrays in host memory."""
         variables = [tf.Variable(tf.zeros_like(array), trainable=False) for array in (*centers, *gradients)]
         self.bind(parameters, variables[: len(centers)], variables[len(centers) :])
 
     def step_host(self, centers: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> None:
-        """Move the arrays."""
+        """Apply one step to the arrays."""
         pairs = [*zip(self._centers, centers, strict=True), *zip(self._gradients, gradients, strict=True)]
         for variable, array in pairs:
             variable.assign(array)
@@ -249,7 +249,7 @@ class CenterOptimizer:
     def settings(self) -> dict[str, object]:
         """Return the hyper-parameters of the next step, by readable name."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a learning rate that cannot be saved
+            warnings.simplefilter("ignore")  # a learning rate that cannot be saved
             config = self.optimizer.get_config()
         rate = self.given_rate if self._followed is None else self._followed.learning_rate
         rate = self.optimizer.learning_rate if rate is None else rate
@@ -258,11 +258,11 @@ class CenterOptimizer:
 
     @property
     def follows_rate(self) -> bool:
-        """Whether the learning rate is that of a variable of the local optimizer, which ranks may set differently."""
+        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
         return self._followed is not None and not self._scheduled
 
     def hyperparameters(self) -> dict[str, float] | None:
-        """Return the learning rate, where it is a variable of the local optimizer."""
+        """Return the learning rate if it is a variable of the local optimizer; else None."""
         if self._followed is None or not self.follows_rate:
             return None
         return {"learning_rate": float(keras.ops.convert_to_numpy(self._followed.learning_rate))}
@@ -272,24 +272,24 @@ class CenterOptimizer:
         return [array_of(variable) for variable in self.optimizer.variables]
 
     def load_state(self, state: list[Any]) -> None:
-        """Assign what :meth:`state` returned."""
+        """Assign a state that :meth:`state` returned."""
         for variable, value in zip(self.optimizer.variables, state, strict=True):
             variable.assign(value)
 
 
 def is_scheduled(optimizer: Any) -> bool:
-    """Return whether the learning rate is a function of the iterations, which may differ between ranks."""
+    """Return whether the learning rate is a schedule over the iterations, which may differ between ranks."""
     return not isinstance(optimizer.learning_rate, keras.Variable)
 
 
 def rate_of_now(optimizer: Any, given: Any, maximum: Callable[[Any], Any]) -> tf.Tensor:
-    """Return the learning rate that all ranks take, as a tensor, which no optimizer takes for a variable of its own.
+    """Return the current learning rate for all ranks, as a tensor, since an optimizer would adopt a variable.
 
     Args:
         optimizer: the local optimizer.
-        given: the rate that ranks have agreed on, if there is one.
-        maximum: returns the largest value of all ranks; where a schedule drives the rate, ranks that skipped updates or
-            have fewer steps are behind in it, and all take the rate of those that are not.
+        given: the rate on which ranks have agreed, if there is one.
+        maximum: returns the maximum over ranks. With a schedule, ranks that skipped updates or have fewer steps are
+            behind; all take the rate of the ranks with the most iterations.
     """
     rate = tf.convert_to_tensor(optimizer.learning_rate)
     if is_scheduled(optimizer):
@@ -299,7 +299,7 @@ def rate_of_now(optimizer: Any, given: Any, maximum: Callable[[Any], Any]) -> tf
 
 
 def _named(path: str, variable: tf.Variable) -> keras.Variable:
-    """Return a variable under the path of another: by it some optimizers of Keras tell what they treat differently."""
+    """Return a variable under the path of another, since some Keras optimizers treat variables by their paths."""
     *scopes, name = path.split("/")
     with ExitStack() as stack:
         for scope in filter(None, scopes):
@@ -308,7 +308,7 @@ def _named(path: str, variable: tf.Variable) -> keras.Variable:
 
 
 def unused(optimizer: Any) -> Any:
-    """Return an unused optimizer like this one, which spares its weight decay those of the same names."""
+    """Return an unused copy of an optimizer, with the same exclusions from weight decay by name."""
     made = copied(optimizer)
     pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
     if pattern is not None:
@@ -321,16 +321,16 @@ def copied(optimizer: Any, replaced: Mapping[str, Any] = MappingProxyType({}), *
 
     Args:
         optimizer: any Keras optimizer.
-        replaced: more changes, of those arguments that it has.
-        changes: arguments that it has to have.
+        replaced: further changes, applied only to arguments that the optimizer has.
+        changes: changed arguments, which the optimizer must have.
 
     Raises:
-        TypeError: its configuration does not make one.
+        TypeError: the optimizer cannot be created from its configuration.
     """
     kind = type(optimizer)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a learning rate that cannot be saved, which is not copied
+            warnings.simplefilter("ignore")  # a learning rate that cannot be saved, which is not copied
             config = {**optimizer.get_config(), **changes}
         return kind.from_config({**config, **{key: replaced[key] for key in replaced.keys() & config.keys()}})
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of a Keras job: a file of every rank, from which any number of ranks goes on."""
+"""Checkpoints of a Keras job: one file per rank, from which any number of ranks can resume."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ def save(
     background: bool = False,
     **more: Any,
 ) -> Saving:
-    """Save what training needs to go on exactly; all ranks together, each a file of its own.
+    """Save the complete training state, one file per rank; collective.
 
-    As :func:`hvd_periodic.torch.save`, with the same files, for a Keras model: its variables, the states of its random
-    generators included; those of the local optimizer; and the state of the exchanges. Eagerly, between steps.
+    Like :func:`hvd_periodic.torch.save`, with the same files, for a Keras model: the variables of the model, including
+    the states of random generators, those of the local optimizer, and the state of the exchanges. Call it eagerly,
+    between steps.
 
     Args:
-        path: folder of this training and no other.
-        model: that is trained, and built.
-        optimizer: of this package, and built; or a synchronizer: pass the optimizer of a loop of your own among
-            ``more``.
-        keep: checkpoints that are left, this one included; older ones are removed when it is complete. Default: all.
-        background: let a thread write, from a copy, while training goes on. All ranks complete the set together, once
-            each has written: at an exchange, in the next save, which waits for this one, in ``finalize()``, in
-            ``wait()``, or at the end of the program.
-        more: what else is saved, by name: Keras optimizers, models and layers, and plain values: numbers, strings,
+        path: folder of this training run and no other.
+        model: the trained model, built.
+        optimizer: a built optimizer of this package; or a synchronizer, with the optimizer of your loop in ``more``.
+        keep: number of checkpoints to keep, including this one; older ones are removed when it is complete. Default:
+            all.
+        background: whether a thread writes, from a copy, while training continues. All ranks complete the set together
+            once each has written its file: at an exchange, in the next save, which waits for this one, in
+            ``finalize()``, in ``wait()``, or at the end of the program.
+        more: further objects to save, by name: Keras optimizers, models and layers, and plain values: numbers, strings,
             dicts, lists, tuples, arrays, tensors.
 
     Returns:
-        The saving, to ``wait()`` for on all ranks; it is over already without ``background``.
+        The save in progress; all ranks may ``wait()`` for it. Without ``background`` it is complete.
 
     Raises:
-        TypeError, ValueError: a wrong argument, or a value that no file can hold, with its path; on all ranks.
-        RuntimeError, OSError: a file could not be written, now or in the background by the last save; on all ranks.
+        TypeError, ValueError: an invalid argument, or a value that cannot be saved, with its path; on all ranks.
+        RuntimeError, OSError: a file could not be written, now or by the last background save; on all ranks.
 
     Example::
 
@@ -85,26 +86,26 @@ def save(
 def load(
     path: str | os.PathLike[str], model: keras.Model, optimizer: Trained, *, at_step: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Go on from the newest checkpoint in a folder, if there is one; call it after construction, before the first step.
+    """Resume from the newest checkpoint in a folder, if there is one.
 
-    As :func:`hvd_periodic.torch.load`: on all ranks or on the root alone, nothing is communicated, and the first step
-    finds out who has what.
+    Call it after construction, before the first step, on all ranks or on the root alone. As with
+    :func:`hvd_periodic.torch.load`, it communicates nothing; the first step checks which ranks have loaded a state.
 
     Args:
-        path: the folder that :func:`save` was given.
-        model: as it was saved, and built.
-        optimizer: as it was saved, and built; its state is loaded.
-        at_step: local steps of another checkpoint than the newest.
-        more: Keras optimizers, models and layers are given their variables back; of plain values, those that are
-            returned where nothing was saved.
+        path: the folder passed to :func:`save`.
+        model: the saved model, built.
+        optimizer: the saved optimizer, built; its state is loaded.
+        at_step: local steps of the checkpoint to load instead of the newest.
+        more: Keras optimizers, models and layers, whose variables are restored; and plain values as defaults, returned
+            if nothing was saved.
 
     Returns:
-        The plain values that were saved, by name; the ones given where there is no checkpoint, or none for this rank.
+        The saved plain values, by name; the given ones if there is no checkpoint, or none for this rank.
 
     Raises:
-        ValueError: a damaged file; or one of another model, algorithm or optimizer.
+        ValueError: a damaged file; or a file of another model, algorithm or optimizer.
         FileNotFoundError: there is no checkpoint of this step.
-        RuntimeError: a save into the folder is under way in the background: ``wait()`` for it on all ranks.
+        RuntimeError: a background save into the folder is in progress: ``wait()`` for it on all ranks.
 
     Example::
 
@@ -140,10 +141,10 @@ def load(
 
 
 class Tensors:
-    """TensorFlow's tensors as arrays: dtypes that numpy lacks as unsigned integers of the same bits."""
+    """Converts TensorFlow tensors to arrays; dtypes that numpy lacks become unsigned integers of the same bits."""
 
     def to_array(self, value: Any, copy: bool) -> tuple[np.ndarray, str] | None:
-        """Return a tensor as an array, always a copy, or an array of a dtype of TensorFlow's; None of anything else."""
+        """Return a tensor, or an array of a TensorFlow dtype, as an array that is a copy; None for other values."""
         if tf.is_tensor(value) and not isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
             array = np.asarray(value)
             kind = f"tensor {array.dtype.name}"
@@ -156,7 +157,7 @@ class Tensors:
         return np.array(array, copy=copy or None), kind
 
     def from_array(self, array: np.ndarray, kind: str) -> Any:
-        """Return the tensor, or the array."""
+        """Return the tensor or array that :meth:`to_array` was given."""
         dtype = tf.as_dtype(kind.removeprefix("tensor ")).as_numpy_dtype
         array = array if array.dtype == dtype else array.view(dtype)
         return tf.constant(array) if kind.startswith("tensor ") else array
@@ -181,7 +182,7 @@ def _check(model: Any, optimizer: Any) -> None:
 
 
 def _levels(optimizer: Trained) -> list[VariableSynchronizer]:
-    """Return the synchronizers of optimizers that are in one another, the outermost first."""
+    """Return the synchronizers of nested optimizers, the outermost first."""
     levels, level = [], optimizer
     while isinstance(level, PeriodicOptimizer):
         levels.append(level.synchronizer)
@@ -197,14 +198,14 @@ def _everyone(levels: Sequence[VariableSynchronizer]) -> TrainingGroup:
 
 
 def _local_variables(optimizer: Any) -> list[Any]:
-    """Return the variables of the optimizer that takes the local steps; none of a synchronizer."""
+    """Return the variables of the optimizer that takes the local steps; none for a synchronizer."""
     while isinstance(optimizer, PeriodicOptimizer):
         optimizer = optimizer.inner_optimizer
     return [] if isinstance(optimizer, VariableSynchronizer) else _variables(optimizer)
 
 
 def _variables(owner: Any) -> list[Any]:
-    """Return the variables of an optimizer, model or layer; metrics, which Keras resets, are none of a model."""
+    """Return the variables of an optimizer, model or layer, without those of metrics, which Keras resets."""
     metrics = {id(variable) for variable in getattr(owner, "metrics_variables", [])}
     return [variable for variable in owner.variables if id(variable) not in metrics]
 
@@ -214,7 +215,7 @@ def _has_variables(value: Any) -> bool:
 
 
 def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, Any]:
-    """Return a state with the names that tensors have now: Keras numbers layers, also those of models made before."""
+    """Return a state with the current tensor names: Keras numbers layers across all models of a process."""
     vectors = dict(state["vectors"])
     for group in level.tensor_groups:
         sums, saved = group.error_feedback.second_hop_residual, vectors.get(group.name, {})
@@ -233,7 +234,7 @@ def _renamed(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, An
 
 
 def _cut_anew(state: dict[str, Any], level: VariableSynchronizer) -> dict[str, Any]:
-    """Return a state in which what is kept of the center's optimizer is that of as many ranks as there are."""
+    """Return a state in which the center optimizer's state is resharded for the current number of ranks."""
     if level.exchanger.worker is not None:
         return state
     level.checkpoint.check_fragments(state)
@@ -245,10 +246,10 @@ def _values(variable: Any) -> np.ndarray:
 
 
 def _pairs(what: str, variables: Sequence[Any], values: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:
-    """Return variables with their values.
+    """Return variables paired with their values.
 
     Raises:
-        ValueError: they are of another model or optimizer.
+        ValueError: the values belong to another model or optimizer.
     """
     here, there = [tuple(variable.shape) for variable in variables], [value.shape for value in values]
     if here != there:

@@ -1,4 +1,4 @@
-"""The verbs of wires on TensorFlow tensors."""
+"""Coding operations of wires on TensorFlow tensors and on arrays."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TYPES = {
 
 
 class GraphCoding(Coding[Any]):
-    """Of tensors of known shapes, in a graph or not."""
+    """Coding of tensors with static shapes, in a graph or eagerly."""
 
     def at_once(self, x: Any) -> int | None:
-        """Return None: graphs would grow."""
+        """Return None: working in parts would make graphs larger."""
         return None
 
     def cast(self, x: Any, kind: str) -> Any:
@@ -41,27 +41,27 @@ class GraphCoding(Coding[Any]):
         return tf.cast(x, other.dtype)
 
     def clip(self, x: Any, limit: float) -> Any:
-        """Return ``x``, no element larger than the limit in magnitude."""
+        """Return ``x`` clipped to magnitudes of at most ``limit``."""
         return tf.clip_by_value(x, tf.constant(-limit, x.dtype), tf.constant(limit, x.dtype))
 
     def are_finite(self, tensors: Sequence[Any]) -> bool:
-        """Return whether no element is NaN or infinite, of those types that may be; not in a graph."""
+        """Return whether all elements are finite; only outside graphs."""
         real = (tensor for tensor in tensors if tensor.dtype.is_floating)
         return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in real)
 
     def is_finite_or(self, x: Any, other: Any) -> Any:
-        """Return whether every element is finite, or equal to that of another tensor; in a graph, a boolean scalar."""
+        """Return whether every element is finite or equal to that of ``other``; in a graph, a boolean scalar."""
         if not x.dtype.is_floating:
             return tf.constant(True)
         return tf.reduce_all(tf.logical_or(tf.math.is_finite(x), tf.equal(x, tf.cast(other, x.dtype))))
 
     def rows(self, x: Any, count: int, length: int) -> Any:
-        """Return the elements in rows."""
+        """Return the elements in rows, padded with zeros."""
         flat = tf.reshape(x, [-1])
         return tf.reshape(tf.pad(flat, [[0, count * length - self.sizes(flat)[0]]]), [count, length])
 
     def padded(self, x: Any, length: int) -> Any:
-        """Return rows with zeros behind."""
+        """Return rows padded with zeros to a length."""
         return tf.pad(x, [[0, 0], [0, length - self.sizes(x)[1]]])
 
     def reshape(self, x: Any, *shape: int) -> Any:
@@ -77,35 +77,35 @@ class GraphCoding(Coding[Any]):
         return tf.round(tf.math.divide_no_nan(x, y))
 
     def to_bytes(self, x: Any) -> Any:
-        """Return the memory of every row."""
+        """Return the bytes of every row."""
         *rows, length = self.sizes(x)
         return tf.reshape(tf.bitcast(x, tf.uint8), [*rows, length * x.dtype.size])
 
     def from_bytes(self, x: Any, kind: str) -> Any:
-        """Return what :meth:`to_bytes` was given."""
+        """Invert :meth:`to_bytes`."""
         size, (*rows, length) = _TYPES[kind].size, self.sizes(x)
         grouped = x if size == 1 else tf.reshape(x, [*rows, length // size, size])
         return tf.bitcast(grouped, _TYPES[kind])
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """Return rows side by side."""
+        """Return rows concatenated side by side."""
         return tf.concat(list(parts), axis=-1)
 
     def largest(self, x: Any, count: int) -> Any:
-        """Return the places of the largest magnitudes; of equal ones, the first."""
+        """Return the indices of the largest magnitudes, in ascending order; ties go to the lower index."""
         return tf.sort(tf.math.top_k(tf.abs(x), count).indices)
 
     def take(self, x: Any, places: Any) -> Any:
-        """Return the elements at these places."""
+        """Return the elements at these indices."""
         return tf.gather(x, places)
 
     def scattered(self, values: Any, places: Any, size: int) -> Any:
-        """Return zeros with these values in them."""
+        """Return a vector of zeros with the values at the given indices."""
         return tf.scatter_nd(places[:, None], values, [size])
 
 
 class ArrayCoding(Coding[np.ndarray]):
-    """Of arrays in host memory, and of the variables that they stand for.
+    """Coding of arrays in host memory, and of the variables that they stand for.
 
     Args:
         values: reads the variables.
@@ -115,13 +115,13 @@ class ArrayCoding(Coding[np.ndarray]):
         self._values = values
 
     def are_finite(self, tensors: Sequence[Any]) -> bool:
-        """Return whether no element is NaN or infinite, of those types that may be."""
+        """Return whether all elements are finite."""
         return super().are_finite([self._array(tensor) for tensor in tensors if tensor.dtype.is_floating])
 
     def is_finite_or(self, x: Any, other: Any) -> bool:
-        """Return whether every element is finite, or equal to that of another variable."""
+        """Return whether every element is finite or equal to that of ``other``."""
         return not x.dtype.is_floating or super().is_finite_or(self._array(x), self._array(other))
 
     def _array(self, variable: Any) -> np.ndarray:
         array = self._values.read(variable)
-        return array.astype(np.float32) if array.dtype.itemsize == 2 else array  # numpy has no product of bfloat16
+        return array.astype(np.float32) if array.dtype.itemsize == 2 else array  # numpy cannot multiply bfloat16

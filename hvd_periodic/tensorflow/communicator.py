@@ -1,4 +1,4 @@
-"""Horovod's collectives on TensorFlow tensors, in a graph or not."""
+"""Horovod's collectives on TensorFlow tensors and numpy arrays, in a graph or eagerly."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from hvd_periodic.tensorflow.host import eager, several_threads
 from hvd_periodic.tensorflow.host_values import as_array, as_tensor
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
-"""Collectives by whose names hvd.elastic.run recognizes that one has failed, because a rank has gone."""
+"""Names of collectives by which hvd.elastic.run recognizes a failure due to a lost rank."""
 
-_HOSTS_UPDATED = "Hosts were added or removed: all ranks begin anew, as where a HorovodAllreduce has failed"
+_HOSTS_UPDATED = "Hosts were added or removed: all ranks restart, as after a failed HorovodAllreduce"
 
 
 class TensorFlowCommunicator(HorovodCommunicator):
-    """The ranks of a Horovod process set, exchanging TensorFlow tensors or numpy arrays; results are of the same kind.
+    """Ranks of a Horovod process set that exchange TensorFlow tensors or numpy arrays; results have the same type.
 
-    ``allreduce`` and ``broadcast`` of tensors are operations of the graph that is being built, if one is.
-    ``allgather_object`` is done at once, also while a graph is built, and without eager execution in a session of its
-    own.
+    While a graph is being built, ``allreduce`` and ``broadcast`` of tensors become operations of this graph.
+    ``allgather_object`` runs immediately even then; without eager execution, it runs in a separate session.
 
     Args:
         process_set: the ranks that exchange. Default: all.
@@ -67,7 +66,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return self._begin(self._hvd.alltoall, buffer, name)
 
     def scatter(self, buffer: Any, counts: np.ndarray, name: str) -> Callable[[], tuple[Any, Any]]:
-        """Give every rank its part, eagerly."""
+        """Send every rank its part, eagerly."""
         options = {"name": _label(name, "Alltoall"), "ignore_name_scope": True, "process_set": self.process_set}
         of_arrays = isinstance(buffer, np.ndarray)
         value, splits = as_tensor(buffer) if of_arrays else buffer, as_tensor(counts)
@@ -81,22 +80,22 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return lambda: parts
 
     def tile(self, buffer: Any, times: int) -> Any:
-        """Return a tensor or an array several times."""
+        """Return a tensor or an array, repeated."""
         return np.tile(buffer, times) if isinstance(buffer, np.ndarray) else tf.tile(buffer, [times])
 
     def maximum(self, x: Any, y: Any) -> Any:
-        """Return the larger of both, of every element."""
+        """Return the elementwise maximum."""
         return np.maximum(x, y) if isinstance(x, np.ndarray) else tf.maximum(x, y)
 
     def gather_integers(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Gather at once, under the name that the same has in a graph."""
+        """Gather immediately, under the same name as in a graph."""
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return super().gather_integers(values, name)
             return np.asarray(self.allgather(values, name))
 
     def broadcast(self, buffer: Any, name: str, root: int) -> Any:
-        """Broadcast; Horovod names the root by its global rank."""
+        """Broadcast; Horovod takes the root's global rank."""
         return self._run(self._hvd.broadcast, buffer, name, root_rank=self.ranks[root])
 
     def _run(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Any:
@@ -104,7 +103,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return self._begin(operation, buffer, name, **options)()
 
     def _begin(self, operation: Callable[..., Any], buffer: Any, name: str, **options: Any) -> Callable[[], Any]:
-        """Start one collective; return a function that waits for its result. That of a tensor is there at once."""
+        """Start one collective; return a function that waits for its result. A tensor's result is available at once."""
         label = _label(name, operation.__name__.capitalize())
 
         def run(value: Any) -> Any:
@@ -128,29 +127,29 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return lambda: result
 
     def _apart(self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]) -> tf.Tensor:
-        """Return the result of one collective in a graph, called as a function of its own.
+        """Return the result of one collective in a graph, called as a separate function.
 
-        Horovod's operations claim to be free of side effects. As nodes of a graph, Grappler removes those whose result
-        a rank does not use, merges those of equal inputs and computes those of constants once, on that rank alone: the
-        others wait for ever. A function that is not inlined keeps them apart, and keeps their names.
+        Horovod's operations are not marked as having side effects. Grappler therefore removes graph nodes whose result
+        a rank does not use, merges nodes with equal inputs and folds nodes with constant inputs, on that rank alone, so
+        that the other ranks wait forever. A function that is not inlined prevents this and keeps the node's name.
         """
-        # Constants would be moved into the function, and the collective be computed when the graph is optimized.
+        # Constants would be moved into the function, and the collective would run when the graph is optimized.
         buffer = tf.raw_ops.PlaceholderWithDefault(input=buffer, shape=buffer.shape)
         return self._called_apart(run, buffer, key)(buffer)
 
     def _called_apart(
         self, run: Callable[[Any], Any], buffer: tf.Tensor, key: tuple[Any, ...]
     ) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Return one collective as a function, which keeps its name; outside of functions Horovod gives it none.
+        """Return one collective as a function, so that it keeps its name, which Horovod drops outside functions.
 
-        A script could not run any of its own while one without a name is in flight.
+        While an unnamed collective is in flight, a script could not run other collectives.
         """
         spec = tf.TensorSpec(buffer.shape, buffer.dtype)
         if (*key, spec) not in self._compiled:
 
             def called_apart(value: Any) -> Any:
                 result = run(value)
-                tf.raw_ops.Assert(condition=True, data=[result])  # has side effects, so that the call has to run
+                tf.raw_ops.Assert(condition=True, data=[result])  # a side effect, so that the call must run
                 return result
 
             with tf.init_scope():
@@ -159,7 +158,7 @@ class TensorFlowCommunicator(HorovodCommunicator):
         return self._compiled[*key, spec]
 
     def gather(self, array: np.ndarray, name: str) -> np.ndarray:
-        """Gather an array, eagerly or in a session of its own."""
+        """Gather an array, eagerly or in a separate session."""
         return self.tracker.run_blocking(lambda: self._gathered(array, name))
 
     def _gathered(self, array: np.ndarray, name: str) -> np.ndarray:
@@ -176,14 +175,14 @@ class TensorFlowCommunicator(HorovodCommunicator):
 
 
 class _Thread:
-    """A thread that runs functions one after another; it does not keep the process from ending."""
+    """A daemon thread that runs functions one after another."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._starting, self._started = Lock(), False
 
     def submit(self, run: Callable[[], Any]) -> Future[Any]:
-        """Run a function after those before; return where its result or error will be."""
+        """Queue a function; return the future of its result or error."""
         with self._starting:
             if not self._started:
                 Thread(target=_run_all, args=(self._queue,), name="hvd_periodic collectives", daemon=True).start()
@@ -205,15 +204,15 @@ def _run_all(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
 
 
 _THREAD = _Thread()
-"""Runs collectives on arrays: Horovod gives those outside of graphs no names, so that no two may be under way."""
+"""Runs collectives on arrays: eager ones are unnamed in Horovod, so that only one may be in flight."""
 
 
 def communicator_of(process_set: Any) -> Communicator:
-    """Return the communicator over a set of ranks, or the communicator that was given in its place.
+    """Return the communicator over a set of ranks; a communicator is returned as it is.
 
     Args:
-        process_set: a process set of Horovod, or a function that returns the ranks of this one's group. None: all
-            ranks; where Horovod is not initialized, and no launcher has started other processes, this one alone.
+        process_set: a process set of Horovod, or a function that returns the ranks of this rank's group. None: all
+            ranks; or this rank alone if Horovod is not initialized and no launcher has started other processes.
 
     Raises:
         RuntimeError, ValueError: as :class:`TensorFlowCommunicator` and :class:`~hvd_periodic.comm.subset.Subset`.
@@ -226,17 +225,17 @@ def communicator_of(process_set: Any) -> Communicator:
 
 
 def ranks_of(process_set: Any) -> Communicator:
-    """Return the communicator over a process set; of None, over all ranks, as :func:`communicator_of`."""
+    """Return the communicator over a process set; None as in :func:`communicator_of`."""
     alone = None if process_set is not None or hvd.is_initialized() else only_rank()
     return TensorFlowCommunicator(process_set) if alone is None else alone
 
 
 def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
-    """Return what Python runs for a compiled step of an elastic job, with the errors that hvd.elastic.run heeds.
+    """Return a wrapper of Python code in a compiled step of an elastic job, for errors that hvd.elastic.run handles.
 
-    It takes errors of TensorFlow that name a collective for a rank that was lost, and begins anew. Of others that are
-    ``UnknownError``, which most errors of Python become, it takes no notice, and the job would end as if it were done:
-    they become ValueErrors.
+    hvd.elastic.run interprets a TensorFlow error that names a collective as a lost rank, and restarts. It ignores other
+    ``UnknownError``s, which most Python errors become, so that the job would end as if it were complete. The wrapper
+    therefore raises those as ValueErrors.
     """
 
     def call() -> None:
@@ -255,6 +254,6 @@ def as_elastic_jobs_heed(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def _label(name: str, operation: str) -> str:
-    """Return the name of a collective, by which hvd.elastic.run recognizes that it has failed."""
+    """Return a collective's name by which hvd.elastic.run recognizes its failure."""
     label = f"{name}.Horovod{operation}"
     return label if label.endswith(_HEEDED) else f"{label}.{_HEEDED[0]}"

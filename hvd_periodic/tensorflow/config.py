@@ -1,4 +1,4 @@
-"""Algorithms and schedules as plain values, for the configuration of a saved optimizer."""
+"""Encodes algorithms and schedules as plain values for the configuration of a saved optimizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HOMES: tuple[ModuleType, ...] = (algorithms, schedules, local_state, wires)
 def encode(value: Any) -> Any:
     """Return an algorithm or schedule as JSON-like values; a constant period as an int.
 
-    Those of this package need no further ado; others are left to ``keras.saving.serialize_keras_object``, so that a
-    function has to be registered with ``keras.saving.register_keras_serializable``.
+    ``keras.saving.serialize_keras_object`` encodes objects that are not from this package, so a function must be
+    registered with ``keras.saving.register_keras_serializable``.
     """
     if isinstance(value, Schedule):
         value = value.argument
@@ -29,7 +29,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return what :func:`encode` was given."""
+    """Return the value that :func:`encode` was given."""
     if not isinstance(value, dict):
         return value
     if "hvd_periodic" not in value:

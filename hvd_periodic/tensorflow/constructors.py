@@ -1,4 +1,4 @@
-"""The three optimizers that people know by name, of Keras."""
+"""The three well-known optimizers, for Keras."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         moving_rate: α in (0, 2/(n+1)]; default min(0.9/n, 1/(n+1)).
         beta: α = β/n instead, without division by τ.
         rho: strength ρ ≥ 0 of the elastic term in the local loss, in 1/(learning rate).
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. The center
-            is on ``root_rank``, or with ``center="sharded"`` in parts on all; the rate is in (0, 1].
-        period: another name of ``communication_period``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks; needs MPI.
+            The center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the rate is in (0, 1].
+        period: another name for ``communication_period``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+        TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
 
     Example:
         >>> import keras, numpy as np
@@ -90,11 +90,11 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        period: another name of ``interval_steps``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``interval_steps``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+        TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
 
     References:
         Stich: Local SGD Converges Fast and Communicates Little. arXiv 1805.09767 (2018).
@@ -134,16 +134,16 @@ class AGNOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer, any Keras optimizer; its state stays local.
         model: the model, so that its batch-norm statistics are averaged; or None.
         communication_period: local steps between exchanges (τ), or a schedule.
-        outer_optimizer: moves the center: an unused Keras optimizer. Default: a copy of ``optimizer`` with a state of
-            its own, whose learning rate is that of ``optimizer`` at the time of the exchange.
+        outer_optimizer: an unused Keras optimizer that moves the center. Default: a copy of ``optimizer`` with its own
+            state, which uses the learning rate of ``optimizer`` at the time of the exchange.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
-        asynchronous: exchange with one center on its own clock, without waiting for other ranks; needs MPI. Each worker
-            in turn has its gradients applied by the center's optimizer.
-        period: another name of ``communication_period``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        asynchronous: each rank exchanges with one center on its own clock, without waiting for other ranks; needs MPI.
+            The center's optimizer applies the gradients of one worker after another.
+        period: another name for ``communication_period``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a refused argument, or ranks that disagree; on every rank.
+        TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
 
     References:
         Hermans, Spanakis, Möckel: Accumulated Gradient Normalization. arXiv 1710.02368 (2017).

@@ -9,10 +9,10 @@ from hvd_periodic.tensorflow.exchanges import Exchanges
 
 
 class CopiedUnused:
-    """An optimizer whose copies have not been used: of the same arguments, but of no model, and without any state.
+    """An optimizer whose copies are unused: they have the same arguments, but no model and no state.
 
-    Those of ``copy`` exchange with the same ranks; those of ``pickle`` are told of them, as loaded ones are. The files
-    that the original writes, and those inside of it, are not theirs: they write none.
+    Copies by ``copy`` exchange with the same ranks; copies by ``pickle`` learn the ranks later, like loaded optimizers.
+    Copies, and the optimizers nested in them, write none of the original's files.
     """
 
     _exchanges: Exchanges
@@ -35,7 +35,7 @@ class CopiedUnused:
 
 
 def _without_files(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration of which no optimizer writes a file, nor one inside of it."""
+    """Return a configuration with which neither the optimizer nor nested ones write files."""
     inside = config.get("optimizer")
     inner = {} if inside is None else {"optimizer": {**inside, "config": _without_files(inside["config"])}}
     return {**config, **inner, **{key: none for key, none in _NO_FILES.items() if key in config}}

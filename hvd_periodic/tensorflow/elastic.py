@@ -1,4 +1,4 @@
-"""Training that outlives its workers: what ``hvd.elastic.run`` keeps while ranks come and go."""
+"""Elastic training: the state that ``hvd.elastic.run`` keeps while ranks join and leave."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
 class State(CommittedState, ObjectState):
-    """What is kept of a job whose ranks change, in place of ``hvd.elastic.KerasState`` and ``TensorFlowKerasState``.
+    """State of an elastic job, in place of ``hvd.elastic.KerasState`` and ``TensorFlowKerasState``.
 
-    A rank that was lost takes the steps since its last commit with it, and nothing of the center's. The others go back
-    to the newest commit that all of them hold: replicas stay what they were, each its own. A rank that joins starts
-    from the center, with the state of its optimizer and the counters, and with the state of one of the other local
-    optimizers, in which Keras counts the iterations of schedules. Everything that depends on the number of ranks is
-    computed anew; steps that were compiled stay.
+    When a rank is lost, its steps since its last commit are lost with it, but nothing of the center. The other ranks
+    return to the newest commit that all of them hold, each with its own replica. A joining rank starts from the center,
+    with the state of the center's optimizer, the counters, and the state of another rank's local optimizer, in which
+    Keras counts the iterations of schedules. Everything that depends on the number of ranks is recomputed; compiled
+    steps stay valid.
 
-    A commit is a copy in memory of all that is kept, on every rank; each rank holds two. Of a center that lives on the
-    root or in shards, every rank copies its share, with the state of the center's optimizer, and gives a copy of it to
-    a rank of another host; only if both are killed at once, the job cannot go on. Before ranks are removed, every rank
-    gets the whole center.
-    Where ranks change, shares have new variables, among those of the optimizer. With ``commit="exchange"``
-    every exchange is one, in ``fit``, in compiled and in eager steps, and ``commit()`` need not be called: what a lost
-    rank takes with it is one period.
+    A commit is an in-memory copy of the whole state on every rank; each rank holds two. If the center lives on the root
+    or in shards, every rank copies its shard with the state of the center's optimizer, and sends a backup to a rank on
+    another host. Only if both are killed at once, the job cannot continue. Before ranks are removed, every rank gets
+    the full center. When ranks change, shards get new variables, listed among the optimizer's. With
+    ``commit="exchange"`` every exchange commits, in ``fit``, in compiled and in eager steps, and ``commit()`` need not
+    be called: a lost rank loses at most one period.
 
         def train(state):
             model.fit(dataset, epochs=30 - state.epoch, callbacks=[hvd.elastic.UpdateEpochStateCallback(state)])
@@ -52,18 +51,17 @@ class State(CommittedState, ObjectState):
 
     Args:
         model: a built model.
-        optimizer: of this package, over all ranks, perhaps around another one of groups of ranks that a function
-            returns; or any other, as in Horovod. Default: the one that the model is compiled with.
-        commit: ``"call"``: when :meth:`commit` is called, the same number of times on all ranks; ``"exchange"``: after
-            every exchange of the first optimizer of this package as well, until the first rank is at its end.
-        more: what else is kept: models, optimizers, variables, synchronizers of this package, all that has
-            ``state_dict()`` and ``load_state_dict()``, and plain objects, which all ranks take from one of them. They
-            become attributes.
+        optimizer: an optimizer of this package over all ranks, which may wrap another one over groups of ranks given by
+            a function; or any other optimizer, as in Horovod. Default: the optimizer with which the model is compiled.
+        commit: ``"call"`` commits only when :meth:`commit` is called, the same number of times on all ranks;
+            ``"exchange"`` also after every exchange of the first optimizer of this package, until a rank has finished.
+        more: further state, available as attributes: models, optimizers, variables, synchronizers of this package,
+            objects with ``state_dict()`` and ``load_state_dict()``, and plain objects, which all ranks take from one.
 
     Raises:
-        ValueError: a model that is not built; or an optimizer whose ranks cannot change: asynchronous, around an
-            ``hvd.DistributedOptimizer``, or with a process set; or with ``center="sharded"``, if its center's optimizer
-            keeps anything of variables in another shape than theirs.
+        ValueError: the model is not built; or the ranks of an optimizer cannot change, because it is asynchronous,
+            wraps an ``hvd.DistributedOptimizer``, has a process set, or has ``center="sharded"`` with a center
+            optimizer whose state per variable differs from it in shape.
 
     References:
         Horovod's documentation, "Elastic Horovod".
@@ -103,26 +101,26 @@ class State(CommittedState, ObjectState):
             self._commit_after_exchanges(next(iter(self._exchanging().values())).synchronizer)
 
     def _communicator(self) -> Communicator:
-        """Return the ranks that there are now."""
+        """Return the current ranks."""
         return communicator_of(None)
 
     def sync(self) -> None:
-        """Let all ranks go on from the newest commit of those that have one, as every such state does."""
+        """Resume all ranks from the newest commit that all survivors hold, as in :class:`CommittedState`."""
         with _lost_ranks():
             super().sync()
 
     def commit(self) -> None:
-        """Keep a copy of everything; let all ranks begin anew where hosts were added or removed."""
+        """Commit everything; then restart all ranks if hosts were added or removed."""
         with _lost_ranks():
             super().commit()
 
     def check_host_updates(self) -> None:
-        """Interrupt training on all ranks where hosts were added or removed, as every such state does."""
+        """Interrupt training on all ranks if hosts were added or removed, as in :class:`CommittedState`."""
         with _lost_ranks():
             super().check_host_updates()
 
     def _commit_after_exchanges(self, synchronizer: VariableSynchronizer) -> None:
-        """Commit after every exchange, as long as nobody is at the end, where not all ranks come by here."""
+        """Commit after every exchange until a rank has finished, since it would not take part in the commit."""
 
         def commit() -> None:
             if synchronizer.handshake.everyone_trains:
@@ -135,7 +133,7 @@ class State(CommittedState, ObjectState):
         synchronizer.watched += [variable for other in others for variable in other.seen()]
 
     def _all_kept(self) -> dict[str, Committable]:
-        """Return how everything is kept; of optimizers in one another, the outermost first."""
+        """Return the committable object of everything, by name; of nested optimizers, the outermost first."""
         kept = {name: _kept(value) for name, value in self._tracked.items()}
         return {name + depth * ".inner": each for name, found in kept.items() for depth, each in enumerate(found)}
 
@@ -144,68 +142,68 @@ class State(CommittedState, ObjectState):
 
 
 class _KeptVariables(Committable):
-    """Variables.
+    """Variables, as a committable object.
 
     Args:
-        variables: returns those that there are, in the same order on all ranks.
-        model: they are weights of a model, of which every rank may have loaded its own.
+        variables: returns the current variables, in the same order on all ranks.
+        model: whether they are weights of a model, which every rank may have loaded on its own.
     """
 
     def __init__(self, variables: Callable[[], Sequence[Any]], model: bool = False) -> None:
         self._variables, self._model = variables, model
 
     def variables(self) -> list[tf.Variable]:
-        """Return them as TensorFlow knows them."""
+        """Return the TensorFlow variables."""
         return [native(variable) for variable in self._variables()]
 
     def copied(self) -> Any:
-        """Return arrays."""
+        """Return copies as arrays."""
         return [np.array(variable.numpy()) for variable in self.variables()]
 
     def restore(self, copied: Any) -> None:
-        """Assign them."""
+        """Assign the arrays."""
         for variable, value in zip(self.variables(), copied, strict=True):
             variable.assign(value)
 
     def begin(self, loaded: bool) -> None:
-        """Take those of the first rank, where not every rank has its own."""
+        """Take over the first rank's values, unless every rank may have loaded its own."""
         if not (loaded and self._model):
             self.take_from(0)
 
     def take_from(self, giver: int) -> None:
-        """Take those of one rank."""
+        """Take over one rank's values."""
         self.restore(_of_rank(self.copied(), giver))
 
 
 class _KeptState(Committable):
-    """What has ``state_dict()`` and ``load_state_dict()``."""
+    """An object with ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def copied(self) -> Any:
-        """Return a copy of its state."""
+        """Return a copy of the state."""
         return copy.deepcopy(self.value.state_dict())
 
     def restore(self, copied: Any) -> None:
-        """Load a copy of the copy."""
+        """Load a copy of the state."""
         self.value.load_state_dict(copy.deepcopy(copied))
 
     def begin(self, loaded: bool) -> None:
-        """Take what the first rank has."""
+        """Take over the first rank's state."""
         self.take_from(0)
 
     def take_from(self, giver: int) -> None:
-        """Take what one rank has."""
+        """Take over one rank's state."""
         self.value.load_state_dict(_of_rank(self.value.state_dict(), giver))
 
 
 class _KeptSynchronizer(CommittableOptimizer):
-    """Exchanges, with variables of optimizers where these are part of one of this package.
+    """A synchronizer, with the local variables of the optimizer that it belongs to, if it does.
 
     Args:
-        synchronizer: runs the exchanges.
-        rates: the learning rates on which ranks have to agree before they exchange.
+        synchronizer: the synchronizer that runs the exchanges.
+        rates: returns the learning rates on which ranks must agree before they exchange.
         local: returns the other variables.
     """
 
@@ -220,65 +218,65 @@ class _KeptSynchronizer(CommittableOptimizer):
 
     @property
     def synchronizer(self) -> VariableSynchronizer:
-        """What runs the exchanges."""
+        """The synchronizer that runs the exchanges."""
         return self._synchronizer
 
     def copied(self) -> Any:
-        """Return both states; of that of exchanges, what this rank has of it by itself."""
+        """Return the local state, and the part of the exchange state that this rank holds."""
         return self._local.copied(), self.own()
 
     def exchanges_in(self, copied: Any) -> Mapping[str, Any]:
-        """Return the state of the exchanges."""
+        """Return the exchange state."""
         exchanges: Mapping[str, Any] = copied[1]
         return exchanges
 
     def resharded(self, saved: Any) -> Any:
-        """Return the state of the center's optimizer, cut for the ranks that there are now."""
+        """Return the state of the center's optimizer, resharded for the current ranks."""
         return resharded(saved, self.synchronizer)
 
     def completed(self, copied: Any, whole: FullCenter) -> Any:
-        """Return the states with the center."""
+        """Return the states, completed with the center."""
         local, exchanges = copied
         return local, whole.within(exchanges)
 
     def restore(self, copied: Any) -> None:
-        """Load both."""
+        """Load both states."""
         local, exchanges = copied
         self._local.restore(local)
-        self.synchronizer.startup.begun = False  # Who has what comes out in ready(): loading is local then.
+        self.synchronizer.startup.begun = False  # Keeps loading local; ready() then compares what ranks have loaded.
         self.synchronizer.load_state_dict(exchanges)
 
     def begin(self, loaded: bool) -> None:
-        """Start, or find out who has loaded what: of the root alone, all take the learning rates before."""
+        """Start training; if a state was loaded, first take over the first rank's learning rates."""
         if loaded:
             self._rates.take_from(0)
         self.synchronizer.start()
 
     def take_from(self, giver: int) -> None:
-        """Take replica, center, counters and local optimizer of one rank."""
+        """Take over the replica, center, counters and local optimizer of one rank."""
         self._rates.take_from(giver)
         self._local.take_from(giver)
         self.synchronizer.check_agreement()
         self.synchronizer.take_from(giver)
 
     def rejoin(self, name: str) -> None:
-        """Go on with the same variables, but for those of a share of the center."""
+        """Switch to the current ranks with the same variables, except for those of a center shard."""
         self.synchronizer.rejoin(name)
 
     def ready(self) -> None:
-        """Begin now: a compiled step does not ask."""
+        """Start training now, since a compiled step does not check."""
         self.synchronizer.begin()
 
 
 def _of_rank(value: Any, rank: int = 0) -> Any:
-    """Return the value that one rank has, on all."""
+    """Return one rank's value on all ranks."""
     return communicator_of(None).broadcast_object(value, "hvd_periodic.elastic", rank)
 
 
 def _kept(value: Any) -> list[Committable]:
-    """Return how something is kept: of optimizers in one another each, the outermost first; of plain objects nothing.
+    """Return the committable objects of a value: one per nested optimizer, the outermost first; none for plain objects.
 
-    What is read when a copy is made may have been replaced since.
+    They read variables and settings only when a copy is made, since these may have been replaced by then.
     """
     levels = _levels(value)
     if levels:
@@ -297,7 +295,7 @@ def _kept(value: Any) -> list[Committable]:
 
 
 def _kept_level(level: PeriodicOptimizer) -> Committable:
-    """Return how an optimizer of this package is kept; the local one is that of the innermost."""
+    """Return the committable object of an optimizer of this package; the innermost keeps the local optimizer."""
     synchronizer, inner = level.synchronizer, level.inner_optimizer
 
     def rates() -> list[Any]:
@@ -309,22 +307,22 @@ def _kept_level(level: PeriodicOptimizer) -> Committable:
 
 
 def _levels(value: Any) -> list[PeriodicOptimizer]:
-    """Return an optimizer of this package, and those inside of it."""
+    """Return an optimizer of this package and those nested in it."""
     return [value, *_levels(value.inner_optimizer)] if isinstance(value, PeriodicOptimizer) else []
 
 
 def _given_rates(synchronizer: VariableSynchronizer) -> list[Any]:
-    """Return the learning rate of the center's optimizer, where users may set it: ranks that join take it over."""
+    """Return the learning rate of the center's optimizer if users may set it: joining ranks take it over."""
     outer: Any = synchronizer.exchanged.outer
     rate = None if outer is None else outer.given_rate
     return [] if rate is None else [rate]
 
 
 def _connect(optimizer: PeriodicOptimizer) -> None:
-    """Let an optimizer that was loaded know of the ranks; communicates nothing.
+    """Connect a loaded optimizer to the ranks; communicates nothing.
 
     Raises:
-        ValueError: it had other ranks when it was saved, or too many for its rates.
+        ValueError: it had other ranks when it was saved, or its rates do not allow so many ranks.
     """
     if not optimizer._exchanges.started:
         connection, synchronizer = optimizer._exchanges.connection, optimizer.synchronizer
@@ -334,13 +332,13 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:
-    """Return the optimizer, or that of the model, with all its variables.
+    """Return the optimizer, or the model's, after building it.
 
     Raises:
         ValueError: the model has no variables yet.
     """
     if not model.built:
-        raise ValueError("The model is not built: give it its input shape by keras.Input, or call model.build()")
+        raise ValueError("The model is not built: give it its input shape with keras.Input, or call model.build()")
     found = optimizer if optimizer is not None else getattr(model, "optimizer", None)
     if found is not None and not found.built:
         found.build(model.trainable_variables)
@@ -349,7 +347,7 @@ def _built(model: keras.Model, optimizer: Any) -> Any:
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
-    """Say of collectives that fail what hvd.elastic.run waits for."""
+    """Raise failures of collectives as the error that hvd.elastic.run handles."""
     try:
         yield
     except tf.errors.UnknownError as error:

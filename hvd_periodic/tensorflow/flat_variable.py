@@ -1,4 +1,4 @@
-"""The memory of a variable as one flat vector, which changes in place."""
+"""A variable as a flat vector that is updated in place."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 
 
 class FlatVariable:
-    """A variable under the verbs: it is read when it is used, and :meth:`add` changes it where it is.
+    """A flat view of a variable for vector operations: it is read on use, and :meth:`add` updates it in place.
 
-    Where a tensor is expected it is one, of what the variable holds then; operators are those of tensors.
+    It converts to a tensor of the variable's current value, and supports the operators of tensors.
 
     Args:
-        variable: of any shape.
+        variable: a variable of any shape.
 
     Example:
         >>> variable = tf.Variable([[1.0, 2.0]])
@@ -26,7 +26,7 @@ class FlatVariable:
     """
 
     __array_priority__ = 100
-    """Operators of numpy leave it to those of here."""
+    """Makes numpy's operators defer to the operators of this class."""
 
     def __init__(self, variable: tf.Variable) -> None:
         self._variable = variable
@@ -35,14 +35,14 @@ class FlatVariable:
     __hash__ = object.__hash__
 
     def value(self) -> tf.Tensor:
-        """Return what it holds now."""
+        """Return the current value."""
         return tf.reshape(self._variable, [-1])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value(), dtype)
 
     def add(self, a: tf.Tensor, x: tf.Tensor) -> None:
-        """Add ``a x``, a scalar times a vector of the variable's dtype, in one pass; a CPU rounds as in two."""
+        """Add ``a x``, with ``x`` of the variable's dtype, in one pass; on a CPU, rounded like a product and a sum."""
         delta = tf.reshape(x, self._variable.shape)
         tf.raw_ops.ResourceApplyGradientDescent(var=self._variable.handle, alpha=-a, delta=delta)
 
@@ -52,7 +52,7 @@ def _converted(flat: FlatVariable, dtype: Any = None, name: str | None = None, a
 
 
 def _of_value(operator: str) -> Callable[..., Any]:
-    """Return an operator that is that of the value."""
+    """Return an operator that applies to the value."""
 
     def apply(flat: FlatVariable, *operands: Any) -> Any:
         return getattr(tf.Tensor, operator)(flat.value(), *operands)

@@ -1,4 +1,4 @@
-"""An ``hvd.DistributedOptimizer`` inside: whose gradients it averages, and how."""
+"""Gradient averaging by a nested ``hvd.DistributedOptimizer``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hvd_periodic.tensorflow.model import native
 
 
 class GradientAverage:
-    """The averaging of gradients over ranks that an ``hvd.DistributedOptimizer`` of Keras was set up for.
+    """Averages gradients over ranks with the settings of an ``hvd.DistributedOptimizer`` of Keras.
 
-    Under Keras 3 that of Horovod 0.28.1 does not run it by itself, and cannot be saved.
+    With Keras 3, Horovod 0.28.1's own optimizer does not average gradients, and it cannot be saved.
 
     Args:
         distributed: that optimizer, which is not used otherwise.
 
     Attributes:
-        communicator: the ranks.
+        communicator: the ranks over which gradients are averaged.
 
     Raises:
-        ValueError: several backward passes per step; or this rank is none of the ranks.
+        ValueError: several backward passes per step; or this rank is not among the ranks.
     """
 
     def __init__(self, distributed: Any) -> None:
@@ -36,7 +36,7 @@ class GradientAverage:
         self._distributed = distributed
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the means over ranks, with the compression and for the sparse gradients as Horovod was told."""
+        """Return the means over ranks, with Horovod's settings for compression and sparse gradients."""
         return list(self._distributed._allreduce(list(gradients), [native(variable) for variable in variables]))
 
 
@@ -46,7 +46,7 @@ def is_distributed(optimizer: object) -> bool:
 
 
 def refuse_as_subclass(made: type) -> None:
-    """Raise a TypeError where ``hvd.DistributedOptimizer`` makes a subclass, which is how it wraps an optimizer."""
+    """Raise a TypeError for a subclass that ``hvd.DistributedOptimizer`` creates to wrap an optimizer."""
     if "_allreduce" in vars(made):
         raise TypeError(
             "An hvd.DistributedOptimizer goes inside of an optimizer of hvd_periodic, not around it: "
@@ -55,12 +55,12 @@ def refuse_as_subclass(made: type) -> None:
 
 
 def split_distributed(optimizer: Any) -> tuple[Any, GradientAverage | None]:
-    """Return the optimizer that a DistributedOptimizer was made of, and what it averages; others as they are.
+    """Return the optimizer that a DistributedOptimizer wraps, and its averaging; others unchanged, and None.
 
-    It may be inside of a LossScaleOptimizer.
+    The DistributedOptimizer may be inside a LossScaleOptimizer.
 
     Raises:
-        ValueError: it has been used before; or as :class:`GradientAverage`.
+        ValueError: the DistributedOptimizer has been used before; or as :class:`GradientAverage`.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and is_distributed(optimizer.inner_optimizer):
         plain, average = split_distributed(optimizer.inner_optimizer)

@@ -1,4 +1,4 @@
-"""What becomes of gradients before the local update."""
+"""Prepares gradients before the local update."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hvd_periodic.tensorflow.store import accumulation_dtype
 
 
 class GradientPreparation:
-    """Gradients become their means over ranks, where those are taken, and then what the algorithm makes of them.
+    """Averages gradients over ranks, if requested, and applies the algorithm's local rule to them.
 
     Args:
-        local: the optimizer that takes the local steps; a ``LossScaleOptimizer`` scales what it is given.
-        average: how gradients are averaged over ranks, if they are.
-        synchronizer: knows until when they are, and the algorithm.
-        index_of: returns the place of a variable among the parameters.
+        local: the optimizer that takes the local steps; with a ``LossScaleOptimizer``, gradients are scaled.
+        average: averages gradients over ranks; None: they are not averaged.
+        synchronizer: holds the algorithm, and the step at which averaging ends.
+        index_of: returns the index of a variable among the parameters.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GradientPreparation:
         self._index_of = index_of
 
     def __call__(self, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], Any]:
-        """Return the gradients for the local update, and whether that will run: a bool, or a boolean scalar."""
+        """Return the gradients for the local update, and whether it will run: a bool, or a boolean scalar tensor."""
         present = (v for v, gradient in zip(variables, gradients, strict=True) if gradient is not None)
         self._synchronizer.replica.seen.update(map(self._index_of, present))
         gradients = self._averaged(gradients, variables)
@@ -48,7 +48,7 @@ class GradientPreparation:
         return gradients, updated
 
     def _averaged(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Return the means of gradients over the ranks of a DistributedOptimizer, as long as it averages."""
+        """Return the gradients, averaged over the ranks of a DistributedOptimizer as long as it averages."""
         average, synchronizer = self._average, self._synchronizer
         if average is None or (tf.executing_eagerly() and synchronizer.warmup.finished):
             return gradients
@@ -71,21 +71,21 @@ class GradientPreparation:
         return averaged
 
     def _updates(self, gradients: list[Any]) -> tuple[Any, Any]:
-        """Return whether the local update will run, and by what the gradients are scaled; None if they are not."""
+        """Return whether the local update will run, and the scale of the gradients; None if they are not scaled."""
         if not isinstance(self._local, keras.optimizers.LossScaleOptimizer):
             return True, self._local.loss_scale_factor
         finite = self._local.check_finite(gradients)
         return bool(finite) if tf.executing_eagerly() else finite, native(self._local.dynamic_scale)
 
     def _shown(self, gradients: list[Any], variables: list[Any], updated: Any, scale: Any) -> list[Any]:
-        """Return what the algorithm makes of gradients, which it is shown without their scale."""
+        """Return the gradients after the algorithm's local rule, which sees them without their scale."""
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         position = [self._index_of(variables[i]) for i in present]
         parameters = len(self._synchronizer.replica.parameters.layout.specs)
         prepared: list[Any] = []
 
         def unscaled(gradient: Any) -> Any:
-            """Return a gradient without its scale, in a dtype in which it does not vanish."""
+            """Return a gradient without its scale, in a dtype in which it does not underflow."""
             return scaled(1.0 / scale, tf.cast(gradient, accumulation_dtype(gradient.dtype)))
 
         def show() -> list[Any]:
@@ -97,7 +97,7 @@ class GradientPreparation:
             return prepared
 
         def skip() -> list[Any]:
-            """Return gradients that are not finite in the form that ``show``, traced before, gives to finite ones."""
+            """Return non-finite gradients in the form of the results of ``show``, which was traced before."""
             return [in_form_of(form, gradients[i]) for i, form in zip(present, prepared, strict=True)]
 
         made = list(gradients)

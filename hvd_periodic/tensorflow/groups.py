@@ -1,4 +1,4 @@
-"""Groups of ranks, for TensorFlow."""
+"""Groups of ranks for TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 
 
 def node_groups(size: int | None = None) -> Groups:
-    """Return groups of ranks: those of each host, or neighbours; all ranks call this, in place of ``hvd.init()``.
+    """Group the ranks of each host, or consecutive ranks; all ranks call this instead of ``hvd.init()``.
 
     Args:
-        size: ranks per group, of which the last may have fewer. Default: all of one host.
+        size: ranks per group; the last group may be smaller. Default: all ranks of a host.
 
     Returns:
-        the process sets of this rank: ``local``, of its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
+        The process sets of this rank: ``local``, its group, for ``hvd.DistributedOptimizer``; and ``cross``, between
         groups, for an optimizer of this package.
 
     Raises:
@@ -36,7 +36,7 @@ def node_groups(size: int | None = None) -> Groups:
 
 
 def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
-    """Return groups of these ranks, as :func:`node_groups` does; each rank has to be in one of them.
+    """Group the given ranks, like :func:`node_groups`; every rank must be in exactly one group.
 
     Raises:
         ValueError: groups overlap, do not hold every rank of the job, or differ between ranks.
@@ -50,10 +50,10 @@ def rank_groups(groups: Iterable[Iterable[int]]) -> Groups:
 
 
 def node_ranks() -> range:
-    """Return the ranks of this host, as there are now; local. Passed itself, as ``process_set``.
+    """Return the current ranks of this host; local. Pass the function itself as ``process_set``.
 
-    It says who is in the group of this rank, and is asked anew where ranks change: under elastic Horovod, where there
-    can be no process sets. So may any function that divides all ranks into groups.
+    The optimizer calls it for the group of this rank, and again when ranks change: for elastic Horovod, in which
+    process sets are not possible. Any function that divides all ranks into groups may be passed in its place.
 
     Raises:
         RuntimeError: Horovod is not initialized.

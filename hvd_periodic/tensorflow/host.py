@@ -1,4 +1,4 @@
-"""Python and the graphs that it builds or serves: which of them runs, in which threads, and calls between them."""
+"""Python code and graphs: which of them runs, in which threads, and calls between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorflow.python.ops.variables import default_variable_creator_v2
 
 
 def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
-    """Return what a Python function makes of integer vectors, when the graph runs: for decisions, never for data."""
+    """Return the result of a Python function of integer vectors when the graph runs: for decisions, never for data."""
 
     def call(*tensors: tf.Tensor) -> tf.Tensor:
         return tf.constant(function(*(tensor.numpy().tolist() for tensor in tensors)), dtype=tf.int64)
@@ -26,10 +26,10 @@ def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.T
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Leave the functions that are being compiled: what is done inside the block is done now, once.
+    """Leave the functions that are being compiled, so that code inside the block runs now, once.
 
-    Variables may be made there as well, also where TensorFlow compiles a function for the second time, in which it
-    makes none of its own.
+    The block may create variables, even when TensorFlow compiles a function for the second time, which forbids new
+    variables inside the function.
     """
 
     def make(_: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
@@ -44,15 +44,15 @@ def outside() -> Iterator[None]:
 
 
 def in_session() -> bool:
-    """Return whether a graph of TensorFlow 1 is being built, which sessions run; as opposed to a compiled function."""
+    """Return whether a TensorFlow 1 graph for sessions is being built, as opposed to a compiled function."""
     with tf.init_scope():
         return not tf.executing_eagerly()
 
 
 def eager() -> AbstractContextManager[None]:
-    """Return a ``with`` block in which operations run at once, also where a program has disabled eager execution.
+    """Return a context manager that runs operations eagerly, even if the program has disabled eager execution.
 
-    There, a thread that Python code of a graph runs in, or starts, would add operations to a graph.
+    In such a program, threads in which a graph's Python code runs, or that it starts, would add operations to a graph.
     """
     block: AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
     return block
@@ -62,7 +62,7 @@ def eager() -> AbstractContextManager[None]:
 def several_threads() -> bool:
     """Return whether TensorFlow has more than one thread that runs operations.
 
-    A compiled step keeps the thread on which it waits for Python: where it is the only one, a compiled function that
+    A compiled step blocks the thread on which it waits for Python. If this is the only thread, a compiled function that
     Python calls meanwhile would never run.
     """
     chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0))

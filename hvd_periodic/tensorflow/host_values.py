@@ -1,4 +1,4 @@
-"""Arrays that stand for variables while a compiled step waits for Python."""
+"""Arrays that represent variables while a compiled step waits for Python."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 
 _BLOCK_BYTES = 512 * 2**10
-"""Operations on as many bytes take much longer than to start them."""
+"""Size at which an operation takes much longer than its launch."""
 
 _ALIGNMENT = 64
-"""Addresses in bytes at which TensorFlow and numpy can share memory."""
+"""Alignment in bytes at which TensorFlow and numpy can share memory."""
 
 Key = tuple[int, int, int]
-"""Identity of a store, index of one of its buckets, and first element of a block of that."""
+"""Key of a block: identity of the store, index of the bucket, and the block's first element in it."""
 
 
 class _Place(NamedTuple):
-    """Elements ``[start, stop)`` of a variable, which begin at an offset in a block."""
+    """Location of a variable's elements ``[start, stop)``, at an offset in a block."""
 
     key: Key
     offset: int
@@ -39,9 +39,9 @@ class Blocks:
         stores: the stores.
 
     Attributes:
-        runs: the blocks of each store, in the groups that are written together, with their stores.
+        runs: groups of blocks that are written together, each with its store.
         of_bucket: the blocks of a bucket, by the identity of its store and its index.
-        of_variable: where the elements of a variable are, by the identity of the variable.
+        of_variable: the locations of a variable's elements, by the identity of the variable.
     """
 
     def __init__(self, stores: Sequence[Store[Any]]) -> None:
@@ -70,9 +70,9 @@ class Blocks:
 class HostValues:
     """The values of variables as flat numpy arrays.
 
-    While a compiled step waits for Python, an array stands for each block of its stores: the graph packs small
-    variables and hands over the memory of large ones, as an operation that Python starts takes ten times as long.
-    Elsewhere, a variable is read and assigned at once. An array that was read is valid until the next write, and must
+    While a compiled step waits for Python, an array represents each block of its stores: the graph packs small
+    variables and passes the memory of large ones, since an operation that Python starts takes ten times as long.
+    Otherwise, variables are read and assigned directly. An array that was read is valid until the next write, and must
     not be changed.
     """
 
@@ -85,7 +85,7 @@ class HostValues:
 
     @contextmanager
     def standing_for(self, blocks: Blocks, arrays: Iterable[tuple[Key, np.ndarray]]) -> Iterator[None]:
-        """Let arrays stand for blocks, or for some of them, inside the ``with`` block."""
+        """Represent all or some of the blocks by arrays inside the ``with`` block."""
         self._blocks, self._arrays = blocks, dict(arrays)
         try:
             yield
@@ -93,7 +93,7 @@ class HostValues:
             self._forget()
 
     def holds(self, variable: Any) -> bool:
-        """Return whether arrays stand for a variable now."""
+        """Return whether arrays represent a variable now."""
         places = self._blocks.of_variable.get(id(variable), ())
         return bool(places) and all(place.key in self._arrays for place in places)
 
@@ -116,7 +116,7 @@ class HostValues:
             self._copy_of(key)[offset : offset + stop - start] = array[start:stop]
 
     def read_bucket(self, store: Store[Any], bucket: Bucket) -> np.ndarray | None:
-        """Return a bucket of a store, or a part of one; None where no array stands for it now."""
+        """Return a bucket of a store, or a part of one; None if no array represents it now."""
         whole = self._whole.get((id(store), bucket.index))
         if whole is not None and whole.size == bucket.size:
             return whole
@@ -126,7 +126,7 @@ class HostValues:
         return parts[0] if parts else None
 
     def write_bucket(self, store: Store[Any], bucket: Bucket, array: np.ndarray) -> bool:
-        """Set a bucket of a store, or a part of one; return False where no array stands for it now."""
+        """Set a bucket of a store, or a part of one; return False if no array represents it now."""
         parts = self._parts(store, bucket)
         for key, within, of_bucket in parts:
             if within == slice(0, self._arrays[key].size):
@@ -138,16 +138,16 @@ class HostValues:
         return bool(parts)
 
     def lend(self, store: Store[Any], block: Bucket, array: np.ndarray) -> None:
-        """Let an array stand for a block whose variables have its values already."""
+        """Represent a block by an array whose values its variables already have."""
         self._replace(key_of(store, block), array)
         self._changed.discard(key_of(store, block))
 
     def changed(self, store: Store[Any], blocks: Iterable[Bucket]) -> bool:
-        """Return whether some of the variables do not have the values of these blocks yet."""
+        """Return whether any of these blocks has values that its variables do not have yet."""
         return any(key_of(store, block) in self._changed for block in blocks)
 
     def release(self, but: Sequence[Store[Any]] = ()) -> None:
-        """Give the variables their values, for code that reads or assigns them; but not those of some stores."""
+        """Write changed values to the variables, for code that reads or assigns them; skip the stores in ``but``."""
         written = [
             (store, block, self._arrays[key_of(store, block)])
             for store, run in self._blocks.runs
@@ -159,7 +159,7 @@ class HostValues:
             store.write(block, array)
 
     def _parts(self, store: Store[Any], bucket: Bucket) -> list[tuple[Key, slice, slice]]:
-        """Return in which blocks a bucket or a part of one is: the elements in each, and those of it."""
+        """Return all blocks that overlap with (part of) a bucket: key, slice of the block, slice of the bucket."""
         return [
             (
                 key,
@@ -177,7 +177,7 @@ class HostValues:
         self._changed.add(key)
 
     def _copy_of(self, key: Key) -> np.ndarray:
-        """Return an array that is about to be changed, in the place of one that may not."""
+        """Return the array of a block for modification, after replacing a read-only one with a copy."""
         if key not in self._own:
             self._replace(key, self._arrays[key].copy())
             self._own.add(key)
@@ -197,12 +197,12 @@ def key_of(store: Store[Any], block: Bucket) -> Key:
 
 
 def blocks_of(bucket: Bucket) -> Sequence[Bucket]:
-    """Return parts of a bucket that are whole variables, or parts of those that are larger; small ones share a part."""
+    """Cut a bucket into blocks: whole variables, or parts of large ones; small variables share a block."""
     return cut_into_blocks(bucket, _BLOCK_BYTES // bucket.itemsize, cut_tensors=False)
 
 
 def empty(size: int, dtype: Any) -> np.ndarray:
-    """Return an array whose memory TensorFlow takes over, and does not copy."""
+    """Return an uninitialized array whose memory TensorFlow can share without a copy."""
     nbytes = size * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
@@ -210,13 +210,13 @@ def empty(size: int, dtype: Any) -> np.ndarray:
 
 
 def joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """Return one array of several, in another type if need be."""
+    """Concatenate arrays, in the given dtype."""
     out = empty(sum(part.size for part in parts), dtype)
     return np.concatenate(parts, out=out, casting="unsafe") if parts else out
 
 
 def as_tensor(array: np.ndarray) -> tf.Tensor:
-    """Return a tensor of an array, in whose memory if possible: neither may be changed."""
+    """Return a tensor of an array, which shares its memory if possible: neither may be changed."""
     with tf.device("CPU:0"):
         if array.ctypes.data % _ALIGNMENT or not (array.flags.writeable and array.flags.c_contiguous and array.size):
             return tf.constant(array)
@@ -224,12 +224,12 @@ def as_tensor(array: np.ndarray) -> tf.Tensor:
 
 
 def as_array(tensor: tf.Tensor) -> np.ndarray:
-    """Return an array in the memory of a tensor that nothing else uses any more; it may be changed."""
+    """Return a writable array in the memory of a tensor, which nothing else may use any more."""
     return np.asarray(_Memory(tensor))
 
 
 class _Memory:
-    """The memory of a tensor, which TensorFlow itself only lets numpy read."""
+    """The memory of a tensor, to which TensorFlow gives numpy only read access."""
 
     def __init__(self, tensor: tf.Tensor) -> None:
         array = np.asarray(tensor)
@@ -238,7 +238,7 @@ class _Memory:
 
 
 def apart_from(array: np.ndarray, given: set[int]) -> np.ndarray:
-    """Return an array, or a copy if it is in memory at one of these addresses, or a part of that."""
+    """Return an array, or a copy if it is a view of memory at one of the addresses in ``given``."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base

@@ -1,4 +1,4 @@
-"""Python code that a compiled step waits for, as if it were an operation of the graph."""
+"""Runs Python code as an operation of a graph, for which a compiled step waits."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def hosted(
     others: Sequence[Any] = (),
     lent: Sequence[Store[Any]] = (),
 ) -> Callable[[], tf.Tensor]:
-    """Return a function that lets a graph wait for Python, and returns True.
+    """Return a function with which a graph runs Python code and waits for it; the function returns True.
 
-    Of all such functions, Python runs one at a time, in the order of the program: no process can have two handshakes
-    under way. TensorFlow raises an error of Python as a ``tf.errors.OpError`` that cites its type and text.
+    All such functions run one at a time, in program order, since a process cannot run two handshakes at once.
+    TensorFlow raises a Python error as a ``tf.errors.OpError`` that cites its type and text.
 
     Args:
         run: Python code that reads and writes variables through ``values``.
-        values: arrays that stand for the variables of ``stores`` meanwhile.
+        values: provides arrays that represent the variables of ``stores`` meanwhile.
         stores: variables in the memory in which Python runs.
-        others: variables that Python reads or assigns themselves; the graph keeps their order.
-        lent: variables that Python assigns itself, and of which it then has the values.
+        others: variables that Python reads or assigns directly; the graph orders these accesses.
+        lent: stores whose variables Python assigns directly, keeping arrays of the new values.
     """
     given = Blocks(stores)
     call = on_arrays(lambda *_: run(), values, stores, given, lent)
@@ -64,17 +64,17 @@ def on_arrays(
     given: Blocks,
     lent: Sequence[Store[Any]] = (),
 ) -> Callable[..., list[np.ndarray]]:
-    """Return a function of arrays that stand for the blocks of stores while Python runs.
+    """Return a function of arrays that represent the blocks of stores while Python runs.
 
-    It returns, for every run of blocks, whether Python has changed some of them; then the blocks, of no elements where
-    Python has not.
+    The function returns a flag for every run of blocks, whether Python has changed any of them, followed by the blocks,
+    which are empty if Python has not.
 
     Args:
-        run: Python code, which is given what arrays there are besides those of the blocks.
-        values: what reads and writes the variables.
+        run: Python code; its arguments are the arrays after those of the blocks.
+        values: reads and writes the variables.
         stores: variables that the graph reads and assigns.
         given: their blocks.
-        lent: as of :func:`hosted`.
+        lent: as in :func:`hosted`.
     """
     held = Blocks([*stores, *lent])
     keys = [key_of(store, block) for store, of_run in given.runs for block in of_run]
@@ -83,7 +83,7 @@ def on_arrays(
         arrays, more = arrays[: len(keys)], arrays[len(keys) :]
         for array in arrays:
             array.flags.writeable = False  # It may be the memory of a variable.
-        theirs = set(map(address_of, arrays))  # A result there would keep the arrays of all exchanges before.
+        theirs = set(map(address_of, arrays))  # A result in this memory would keep the arrays of all former exchanges.
         with values.standing_for(held, zip(keys, arrays, strict=True)):
             run(*more)
             changed = [values.changed(store, of_run) for store, of_run in given.runs]
@@ -115,7 +115,7 @@ _turns: list[tf.Variable] = []
 
 
 def _turn() -> tf.Variable:
-    """Return the variable by which functions that wait for Python wait for each other."""
+    """Return the variable that orders all functions that wait for Python."""
     if not _turns:
         with outside():
             _turns.append(tf.Variable(0, dtype=tf.int64, trainable=False))

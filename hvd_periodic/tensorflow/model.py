@@ -1,4 +1,4 @@
-"""Which variables of a Keras model take part in exchanges, and how."""
+"""Decides which variables of a Keras model take part in exchanges, and how."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AnyVariable = Any
 
 NO_VALUES = (
     "The variables have no values yet, because the model is built inside of the compiled step: give it its input shape "
-    "by keras.Input, or call model.build(input_shape), before it is trained"
+    "with keras.Input, or call model.build(input_shape), before it is trained"
 )
 
 
@@ -39,30 +39,30 @@ def native(variable: AnyVariable) -> tf.Variable:
 
 
 def untracked(name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
-    """Make a variable that nothing keeps but who asks for it."""
+    """Create a variable that is tracked by nothing; only the caller keeps it alive."""
     value = tf.broadcast_to(tf.cast(initial_value, dtype), tuple(shape))
     return tf.Variable(value, trainable=False, name=name.replace("/", "_"))
 
 
 def described(value: object) -> str:
-    """Return the type of what was given in place of something of Keras 3; of Keras 2, with what to do."""
+    """Return the type name of an invalid argument; for an object of Keras 2, with advice."""
     kind = type(value)
     old = next((base for base in kind.__mro__ if base.__module__.partition(".")[0] == "tf_keras"), None)
     if old is None:
         return kind.__name__
     return (
         f"{kind.__name__} of tf_keras, which is Keras 2. Exchanges are for Keras 3: unset the environment variable "
-        "TF_USE_LEGACY_KERAS, by which tf.keras is tf_keras, or take model and optimizer from `import keras`; a script "
-        "that needs tf_keras exchanges by hvdp.Synchronizer(model.trainable_variables, ...) in a loop of its own"
+        "TF_USE_LEGACY_KERAS, which makes tf.keras tf_keras, or take model and optimizer from `import keras`; a script "
+        "that needs tf_keras exchanges with hvdp.Synchronizer(model.trainable_variables, ...) in its own loop"
     )
 
 
 def with_rest_of(model: keras.Model | None, variables: Sequence[AnyVariable]) -> list[AnyVariable]:
-    """Return what takes part where the first step is of some variables: all that the model trains, as if it was built.
+    """Return the variables that take part, given those of the first step: all trainable ones, as for a built model.
 
     Args:
-        model: that was given to the optimizer, if it was.
-        variables: of the step, which may be others than the model's.
+        model: the model that was passed to the optimizer, if any.
+        variables: the variables of the step, which may include others than the model's.
     """
     given = set(map(id, variables))
     trained = [] if model is None else [v for v in model.trainable_variables if id(v) in given or have_values([v])]
@@ -72,16 +72,16 @@ def with_rest_of(model: keras.Model | None, variables: Sequence[AnyVariable]) ->
 
 
 def have_values(variables: Iterable[AnyVariable]) -> bool:
-    """Return whether variables have values; those that a compiled function makes have none until that is compiled."""
+    """Return whether variables have values; those that a compiled function creates have none until it is compiled."""
     with tf.init_scope():
         return not tf.executing_eagerly() or all(bool(native(variable).is_initialized()) for variable in variables)
 
 
 def only_makes(variables: Iterable[AnyVariable]) -> bool:
-    """Return whether what is being compiled has just made the variables, and so is never to run.
+    """Return whether the function being compiled has just created the variables, so that this version never runs.
 
-    TensorFlow gives them the values that they begin with, and compiles the function anew, before it takes a step. Where
-    it cannot, since these depend on what the function is given, running this one is an error.
+    TensorFlow initializes them and compiles the function again before it takes a step. If it cannot, since the initial
+    values depend on arguments of the function, running this version is an error.
     """
     if tf.executing_eagerly() or have_values(variables):
         return False
@@ -90,9 +90,9 @@ def only_makes(variables: Iterable[AnyVariable]) -> bool:
 
 
 def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Let variables of an optimizer be others, at the end of its list.
+    """Replace variables in an optimizer's list with others, appended at the end.
 
-    The list is another one: of one from which something was taken, TensorFlow saves no checkpoint.
+    This creates a new list, since TensorFlow cannot save a checkpoint of a list from which an item was removed.
     """
     gone = set(map(id, old))
     tracker, kept = optimizer._tracker, [variable for variable in optimizer._variables if id(variable) not in gone]
@@ -104,13 +104,13 @@ def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], ne
 
 
 def check_policy(buffers: Policies, model: object, loaded: bool = False) -> None:
-    """Raise unless ``buffers`` are policies that are possible, and ``model`` a Keras model or None.
+    """Check that ``buffers`` holds valid policies, and that ``model`` is a Keras model or None.
 
-    An optimizer that was loaded may be given its model later.
+    A loaded optimizer may get its model later.
 
     Raises:
-        TypeError: something else in place of the model or of the policies.
-        ValueError: an unknown policy, or one that needs a model without one.
+        TypeError: the model or the policies have another type.
+        ValueError: a policy is unknown, or needs a model and there is none.
     """
     check_policies(buffers)
     if model is not None and not isinstance(model, keras.Model):
@@ -125,22 +125,22 @@ def named_variables(
     """Return variables by role.
 
     Args:
-        parameters: what is trained.
-        model: where they come from. Its other weights follow according to ``buffers``, or are broadcast at the start.
-            Seeds and metrics stay local.
-        buffers: a policy for the variables that layers have besides trainable and frozen weights; or policies by
-            patterns or by a function, for all weights that are not trained. Default: average those whose name says that
-            they are statistics, and the maximum of integers.
+        parameters: the trained variables.
+        model: the model to which they belong. Its other weights are exchanged according to ``buffers``, or broadcast at
+            the start. Seeds and metrics stay local.
+        buffers: a policy for the layers' variables that are neither trainable nor frozen weights; or policies by
+            patterns or by a function, for all weights that are not trained. Default: the mean of variables whose names
+            mark them as statistics, and the maximum of integers.
 
     Raises:
-        TypeError: a parameter that is no variable.
-        ValueError: a parameter given twice; a pattern that matches no weight.
+        TypeError: a parameter is not a variable.
+        ValueError: a parameter is given twice; or a pattern matches no weight.
     """
     trained = list(parameters)
     names: set[str] = set()
     for variable in trained:
         if not isinstance(variable, (keras.Variable, tf.Variable)):
-            raise TypeError(f"What is exchanged must be variables. Received: {type(variable).__name__}")
+            raise TypeError(f"Exchanged objects must be variables. Received: {type(variable).__name__}")
     held = {id(native(variable)) for variable in trained}
     if len(held) < len(trained):
         raise ValueError(
@@ -178,12 +178,12 @@ def named_variables(
 
 
 def _deriving(model: keras.Model) -> list[Any]:
-    """Return layers that compute with what they once made of weights which training does not move (Normalization)."""
+    """Return layers that compute with values derived from untrained weights, such as Normalization."""
     return [layer for layer in model._flatten_layers() if hasattr(layer, "finalize_state") and layer.weights]
 
 
 def _statistics(model: keras.Model, deriving: Iterable[Any]) -> set[int]:
-    """Return the variables that no gradient ever moves, but training does, as opposed to weights that are frozen."""
+    """Return the ids of variables that training changes without gradients, as opposed to frozen weights."""
     return {
         id(native(variable))
         for layer in model._flatten_layers()
@@ -193,7 +193,7 @@ def _statistics(model: keras.Model, deriving: Iterable[Any]) -> set[int]:
 
 
 def _policy(buffers: Policies, name: str, weight: AnyVariable, statistic: bool) -> str:
-    """Return the policy of a weight; one policy for all is of statistics only."""
+    """Return the policy of a weight; a single policy for all applies to statistics only."""
     variable, for_all = native(weight), buffers is None or isinstance(buffers, str)
     policy = LOCAL if for_all and not statistic else policy_asked_for(buffers, name, weight)
     if policy is None:
@@ -207,7 +207,7 @@ def _policy(buffers: Policies, name: str, weight: AnyVariable, statistic: bool) 
 
 
 def _has_mean(variable: tf.Variable) -> bool:
-    """Return whether a variable is real and finite, with elements."""
+    """Return whether a variable has real, finite values and is not empty."""
     real = variable.dtype.is_floating and math.prod(variable.shape) > 0
     return bool(real and np.isfinite(tf.cast(variable, tf.float64).numpy()).all())
 
@@ -217,7 +217,7 @@ def _is_number(variable: tf.Variable) -> bool:
 
 
 def _unique(variable: AnyVariable, names: set[str]) -> str:
-    """Return the variable's path, with a number where another variable has the same."""
+    """Return the variable's path, with a number if another variable has the same path."""
     path = str(getattr(variable, "path", variable.name)).partition(":")[0]
     name, number = path, 1
     while name in names:

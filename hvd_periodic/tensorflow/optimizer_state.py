@@ -15,22 +15,22 @@ from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.vectors.store import Store
 
 _OTHERS = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients")
-"""Lists that Keras itself keeps for every optimizer: the variables, moving averages of them, sums of gradients."""
+"""Lists that Keras keeps for every optimizer: the variables, their moving averages, sums of gradients."""
 
 
 _MARK = 0.73918246
-"""A value that no state of an optimizer starts from by itself."""
+"""A value with which no optimizer state starts on its own."""
 
 
 class KerasOptimizerState:
-    """What a Keras optimizer keeps of every variable that is exchanged, in its shape.
+    """The state of a Keras optimizer in the shape of exchanged variables.
 
-    Optimizers of Keras hold it in lists, in the order of the variables; each is called after the variable that it
-    belongs to, followed by the name of the entry.
+    Keras optimizers hold it in lists, in the order of the variables. A state variable's name is that of the variable
+    that it belongs to, followed by the name of the entry.
 
     Args:
         optimizer: the local optimizer, built.
-        replica: the variables.
+        replica: the exchanged variables.
     """
 
     def __init__(self, optimizer: Any, replica: VariableReplica) -> None:
@@ -45,7 +45,7 @@ class KerasOptimizerState:
         return hasattr(self._optimizer, "optimizers")
 
     def entries(self) -> Mapping[str, Sequence[tuple[str, tf.Variable]]]:
-        """Return it by the optimizer's names, such as ``momentum``."""
+        """Return the state by the optimizer's names, such as ``momentum``."""
         if self._of_several:
             raise ValueError(
                 f"`optimizer_state` must be 'local' with {type(self._optimizer).__name__}, which consists of several "
@@ -67,27 +67,27 @@ class KerasOptimizerState:
         return self._replica.store_of(pairs)
 
     def stores(self) -> list[Store[Any]]:
-        """Return all entries as stores; none of several optimizers, whose state no exchange touches."""
+        """Return all entries as stores; none for an optimizer of several, whose state is not exchanged."""
         return [] if self._of_several else [self.store(pairs) for pairs in self.entries().values()]
 
     def learn_start(self) -> None:
-        """Build a copy, and look.
+        """Find the initial values from a built copy.
 
         Raises:
-            TypeError: there can be no copy.
+            TypeError: the optimizer cannot be copied.
         """
         try:
             with tf.init_scope():
                 self._start = _start_of(self._optimizer)
         except Exception as error:
             raise TypeError(
-                "`optimizer_state='reset'` and `nonfinite='skip'` have to know what the state of "
-                f"{type(self._optimizer).__name__} starts from, and a copy of it that would tell cannot be made "
+                "`optimizer_state='reset'` and `nonfinite='skip'` need the initial state of "
+                f"{type(self._optimizer).__name__}, and a copy that would show it cannot be made "
                 f"({type(error).__name__}: {error})"
             ) from error
 
     def reset(self) -> None:
-        """Set all to what a new optimizer has: zeros, the variables, or what its settings say."""
+        """Reset all state to that of a new optimizer: zeros, the variables, or values from its settings."""
         of_name, values = dict(self._replica.named.parameters), self._replica.values
         for entry, pairs in self.entries().items():
             start = self._start.get(entry, 0.0)
@@ -98,7 +98,7 @@ class KerasOptimizerState:
 
 
 def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
-    """Yield name of the entry, variable, and what is kept of it in its shape."""
+    """Yield the name of each entry, the variable, and its state variable of the same shape."""
     owners = optimizer._trainable_variables
     for attribute, kept in vars(optimizer).items():
         if not isinstance(kept, list) or len(kept) != len(owners) or attribute in _OTHERS:
@@ -111,7 +111,7 @@ def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
 
 
 def _start_of(optimizer: Any) -> dict[str, float | None]:
-    """Return what the entries of a new optimizer are filled with; None for a copy of the variable."""
+    """Return the initial values of a new optimizer's entries; None for a copy of the variable."""
     trial = copied(optimizer, learning_rate=0.0)
     trial.build([keras.Variable(np.full(1, _MARK, np.float32), name="probe")])
     values = {entry: float(variable.numpy()[0]) for entry, _, variable in _kept(trial)}

@@ -1,4 +1,4 @@
-"""A Keras optimizer that moves the center; and the learning rate of the local one, for algorithms that ask for it."""
+"""A Keras optimizer that moves the center; and the local optimizer's learning rate, for algorithms that need it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hvd_periodic.vectors.layout import Bucket, Layout
 from hvd_periodic.vectors.store import FlatStore, Store
 
 Maximum = Callable[[Any], Any]
-"""Returns the largest value of all ranks, of a scalar."""
+"""Returns the maximum of a scalar over ranks."""
 
 
 class FollowsRate(ABC):
-    """What moves the center by a learning rate of the local optimizer, on which ranks may have to agree.
+    """Moves the center with the local optimizer's learning rate, on which ranks may have to agree.
 
     Attributes:
-        maximum: returns the largest value of all ranks; set by the synchronizer.
+        maximum: returns the maximum over ranks; set by the synchronizer.
     """
 
     maximum: Maximum
@@ -36,7 +36,7 @@ class FollowsRate(ABC):
     @property
     @abstractmethod
     def follows_rate(self) -> bool:
-        """Whether it is a variable, which ranks may set differently."""
+        """Whether the learning rate is a variable, which ranks may set differently."""
 
     @abstractmethod
     def followed(self) -> list[Any]:
@@ -44,16 +44,16 @@ class FollowsRate(ABC):
 
     @abstractmethod
     def follow(self, settings: Any) -> None:
-        """Take the rate of another rank, or this rank's own of now."""
+        """Adopt the rate in ``settings``, or this rank's current one."""
 
 
 class VariableOuterOptimizer(FollowsRate):
-    """An optimizer of variables over the variables of the center.
+    """A Keras optimizer over the variables of the center.
 
     Args:
-        moved: makes and steps the optimizer.
-        parameters: the variables that are exchanged, by name, in the order of their layout.
-        values: holds the variables, where Python exchanges for a compiled step.
+        moved: creates and steps the optimizer.
+        parameters: the exchanged variables, by name, in the order of their layout.
+        values: holds the variables while Python exchanges for a compiled step.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class VariableOuterOptimizer(FollowsRate):
         self.maximum: Maximum = lambda value: value
 
     def clone(self) -> VariableOuterOptimizer:
-        """Return one like this that has no center yet."""
+        """Return a clone without a center."""
         return VariableOuterOptimizer(self._moved.clone(), self._parameters, self._values)
 
     def per_fragment(self, fragments: Sequence[Fragment]) -> DividedVariables:
-        """Return one of these for each fragment."""
+        """Return one outer optimizer for each fragment."""
         return DividedVariables(self, fragments)
 
     @property
@@ -86,7 +86,7 @@ class VariableOuterOptimizer(FollowsRate):
 
     @property
     def follows_rate(self) -> bool:
-        """Whether its learning rate is that of a variable of the local optimizer, which ranks may set differently."""
+        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
         return self._moved.follows_rate
 
     def followed(self) -> list[Any]:
@@ -95,15 +95,15 @@ class VariableOuterOptimizer(FollowsRate):
 
     @property
     def given_rate(self) -> Any:
-        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        """The learning rate of the optimizer that was given, if users may set it; else None."""
         return self._moved.given_rate
 
     def slots(self, count: int) -> list[int | None]:
-        """Return of which of so many parts of the center every variable is a slot; None: it counts for all."""
+        """Return, for every variable over ``count`` parts of the center, the index of its part; None: of all."""
         return self._moved.slots(count)
 
     def bind(self, center: Store[Any], gradient: Store[Any], whole: Layout) -> None:
-        """Build the optimizer; where there was one, another one over what this rank holds now."""
+        """Build the optimizer over this rank's part of the center; a former one is replaced."""
         self._require_elementwise(center.layout, whole)
         self._moved.cut = bool(center.layout.cut)
         self._moved.bind(self._owners(center.layout), center.tensors(), gradient.tensors())
@@ -128,9 +128,9 @@ class VariableOuterOptimizer(FollowsRate):
             self._moved.step()
 
     def _step_compiled(self, values: HostValues) -> None:
-        """Apply one step, while arrays stand for the variables.
+        """Apply one compiled step while arrays represent the variables.
 
-        It is compiled: single operations, which Python starts, take ten times as long.
+        Single operations, which Python starts, would take ten times as long.
         """
         constants = self._moved.constants()
         if self._compiled is None or self._compiled[0] != constants:
@@ -157,11 +157,11 @@ class VariableOuterOptimizer(FollowsRate):
         return self._moved.settings()
 
     def hyperparameters(self) -> Any:
-        """Return the learning rate, where it follows that of the local optimizer."""
+        """Return the learning rate if it follows the local optimizer's; else None."""
         return self._moved.hyperparameters()
 
     def follow(self, settings: Any) -> None:
-        """Take the learning rate of the next step, which may be that of another rank; all ranks together."""
+        """Set the learning rate of the next step, which may be another rank's; collective."""
         self._moved.take_rate(None if settings is None else settings["learning_rate"], self.maximum)
 
     def state(self) -> Any:
@@ -169,7 +169,7 @@ class VariableOuterOptimizer(FollowsRate):
         return self._moved.state()
 
     def load(self, state: Any) -> None:
-        """Assign them."""
+        """Assign the variables."""
         self._moved.load_state(state)
 
     def bind_host(self, center: FlatStore[Any], gradient: FlatStore[Any], whole: Layout) -> None:
@@ -180,19 +180,19 @@ class VariableOuterOptimizer(FollowsRate):
         self._initial = self._moved.state()
 
     def shapes(self, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of its variables."""
+        """Return shape and dtype of the optimizer's variables."""
         return self._moved.shapes([(spec.name, spec.shape, spec.kind) for spec in layout.specs])
 
     def reset(self) -> None:
-        """Set its variables to their initial values."""
+        """Set the variables to their initial values."""
         self._moved.load_state(self._initial)
 
     def pull(self, arrays: Sequence[np.ndarray]) -> None:
-        """Assign the arrays."""
+        """Assign the arrays to the variables."""
         self._moved.load_state(list(arrays))
 
     def push(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the variables."""
+        """Copy the variables into the arrays."""
         for array, value in zip(arrays, self._moved.state(), strict=True):
             array[...] = value
 
@@ -205,13 +205,13 @@ class VariableOuterOptimizer(FollowsRate):
 
 
 class DividedVariables(PerFragmentOptimizer, FollowsRate):
-    """One for each fragment, all of which follow the same learning rate."""
+    """One outer optimizer per fragment, all with the same learning rate."""
 
     parts: list[VariableOuterOptimizer]  # type: ignore[assignment]
 
     @property
     def maximum(self) -> Maximum:
-        """Returns the largest value of all ranks."""
+        """Returns the maximum over ranks."""
         return self.parts[0].maximum
 
     @maximum.setter
@@ -221,12 +221,12 @@ class DividedVariables(PerFragmentOptimizer, FollowsRate):
 
     @property
     def given_rate(self) -> Any:
-        """The learning rate of the optimizer that was given, where users may set it; None elsewhere."""
+        """The learning rate of the optimizer that was given, if users may set it; else None."""
         return self.parts[0].given_rate
 
     @property
     def follows_rate(self) -> bool:
-        """Whether the learning rate is that of a variable of the local optimizer, which ranks may set differently."""
+        """Whether the learning rate is a variable of the local optimizer, which ranks may set differently."""
         return self.parts[0].follows_rate
 
     def followed(self) -> list[Any]:
@@ -235,7 +235,7 @@ class DividedVariables(PerFragmentOptimizer, FollowsRate):
 
 
 class KerasLearningRate(FollowsRate, LearningRates):
-    """The learning rate of a Keras optimizer, one for all its variables; eagerly and in graphs.
+    """The learning rate of a Keras optimizer, the same for all its variables; eagerly and in graphs.
 
     Args:
         optimizer: the local optimizer.
@@ -250,7 +250,7 @@ class KerasLearningRate(FollowsRate, LearningRates):
 
     @property
     def follows_rate(self) -> bool:
-        """Whether it is a variable, which ranks may set differently."""
+        """Whether the learning rate is a variable, which ranks may set differently."""
         return not is_scheduled(self._optimizer)
 
     def followed(self) -> list[Any]:
@@ -258,7 +258,7 @@ class KerasLearningRate(FollowsRate, LearningRates):
         return [self._optimizer.iterations, *([self._optimizer.learning_rate] if self.follows_rate else [])]
 
     def settings(self) -> dict[str, object]:
-        """Return it by readable name.
+        """Return the learning rate by readable name.
 
         Raises:
             ValueError: the local optimizer has no learning rate of its own.
@@ -272,17 +272,17 @@ class KerasLearningRate(FollowsRate, LearningRates):
         return {"learning_rate of the local optimizer": rate}
 
     def hyperparameters(self) -> Any:
-        """Return it, where it is a variable."""
+        """Return the learning rate if it is a variable; else None."""
         return {"learning_rate": self._as_float()} if self.follows_rate else None
 
     def follow(self, settings: Any) -> None:
-        """Take that of another rank, or this rank's own of now; in a graph, a tensor of it."""
+        """Adopt the rate in ``settings``, or this rank's current one; in a graph, as a tensor."""
         given = None if settings is None else settings["learning_rate"]
         rate = tf.cast(rate_of_now(self._optimizer, given, self.maximum), tf.float64)
         self._now = float(rate) if tf.executing_eagerly() else rate
 
     def constant_ranges(self, layout: Layout, bucket: Bucket) -> Iterator[tuple[int, int, Any]]:
-        """Yield the whole bucket."""
+        """Yield the whole bucket as one range."""
         yield 0, bucket.size, self._now
 
     def _as_float(self) -> float:

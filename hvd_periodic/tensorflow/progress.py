@@ -1,4 +1,4 @@
-"""Counters and notes in variables, which compiled functions and checkpoints know."""
+"""Tracks progress in variables, which compiled functions and checkpoints can access."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from hvd_periodic.vectors.layout import DEFAULT_BUCKET_BYTES
 from hvd_periodic.vectors.store import Store
 
 Numbers = dict[str, Any]
-"""Numbers by name; None where there is none."""
+"""Numbers by name; None for a missing one."""
 
 NewVariable = Callable[[str, Sequence[int], tf.DType, Any], tf.Variable]
-"""``new_variable(name, shape, dtype, initial_value)`` makes a variable that is saved with the others of its owner."""
+"""``new_variable(name, shape, dtype, initial_value)`` creates a variable that is saved with the others of its owner."""
 
 _INTEGERS = [field.name for field in fields(Counters) if field.type == "int"]
 
 ADDED = {"left_out"}
-"""Counters that files of before do not hold, nor checkpoints of TensorFlow 1, whose graphs never count them."""
+"""Counters missing in older files, and in checkpoints of TensorFlow 1, whose graphs never count them."""
 
 MEMORY = "memory."
-"""Begins the names of variables of what a schedule remembers."""
+"""Prefix of the names of variables for a schedule's memory."""
 
 SINCE = "since"
-"""Names what has happened since every fragment was exchanged; with an index, each number of it."""
+"""Name of the steps and gradients since every fragment's last exchange; with an index, of one of these numbers."""
 
 _PER_FRAGMENT = len(SinceLastSync._fields)
 
 _NEVER = 2**63 - 1
-"""As a local step: later than any."""
+"""A local step that is never reached."""
 
 
 class VariableProgress(ProgressTracker):
-    """The ledger of the core with its numbers in variables.
+    """A progress tracker with its numbers in variables.
 
-    Outside of graphs it is read and set like that of the core; in a graph, numbers are tensors.
+    Outside graphs it is read and set like its base class; in a graph, numbers are tensors.
 
     Args:
-        new_variable: makes the variables.
-        schedule: as in the core.
-        learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
-        values: reads and writes the variables outside of graphs.
-        lands: exchanges may be in flight during local steps.
+        new_variable: creates the variables.
+        schedule: as in the base class.
+        learning_rate: returns the local optimizer's learning rate; in a graph, it may be a tensor.
+        values: reads and writes the variables outside graphs.
+        lands: whether exchanges may be in flight during local steps.
 
     Attributes:
-        variables: of the counters, by name.
-        note_variables: of what is kept from one exchange to the next, by name.
+        variables: variables of the counters, by name.
+        note_variables: variables of the state kept from one exchange to the next, by name.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class VariableProgress(ProgressTracker):
         super().__init__(schedule)
 
     def make_notes(self) -> None:
-        """Make the variables of what is kept between exchanges; last, for checkpoints of versions that had none.
+        """Create the variables of the schedule state; last, for checkpoints of versions that had none.
 
-        Nothing reports losses in graphs of TensorFlow 1.
+        TensorFlow 1 graphs have no variables for losses, since nothing reports losses there.
         """
         if not in_session():
             self.note_variables["loss_sum"] = self._new_variable("loss_sum", (), tf.float64, 0.0)
@@ -96,7 +96,7 @@ class VariableProgress(ProgressTracker):
 
     @property
     def counters(self) -> Counters:
-        """Steps, rounds, bytes and seconds so far; outside of graphs."""
+        """Steps, rounds, bytes and seconds so far; outside graphs."""
         with tf.init_scope():
             return Counters(**{name: self._number(name) for name in self.variables})
 
@@ -111,7 +111,7 @@ class VariableProgress(ProgressTracker):
 
     @property
     def notes(self) -> ScheduleState:
-        """What this rank keeps for its schedule; outside of graphs."""
+        """The state that this rank keeps for its schedule; outside graphs."""
         with tf.init_scope():
             numbers: Numbers = {}
             for owner, variable in self.note_variables.items():
@@ -126,7 +126,7 @@ class VariableProgress(ProgressTracker):
 
     @property
     def landing(self) -> int | None:
-        """The local step at which the replica takes an exchange in flight; None for none. Outside of graphs."""
+        """Local step at which the exchange in flight is applied to the replica, or None; outside graphs."""
         step = _NEVER if self._landing is None else self._values.read(self._landing).item()
         return None if step == _NEVER else step
 
@@ -137,17 +137,17 @@ class VariableProgress(ProgressTracker):
 
     @property
     def is_new(self) -> bool:
-        """Whether no checkpoint has just given its values to the new variables; in a session, that is not known yet."""
+        """Whether no checkpoint has set the new variables; False in a session, where this is not known yet."""
         return not in_session() and self.counters.local_steps == 0
 
     @property
     def local_steps(self) -> int:
-        """Iterations so far; outside of graphs."""
+        """Iterations so far; outside graphs."""
         return int(self._number("local_steps"))
 
     @property
     def rounds(self) -> int:
-        """Exchanges so far; outside of graphs."""
+        """Exchanges so far; outside graphs."""
         return int(self._number("rounds"))
 
     def store(self) -> Store[Any]:
@@ -161,7 +161,7 @@ class VariableProgress(ProgressTracker):
         return self._values.read(self.variables[name]).item()
 
     def _set(self, variable: tf.Variable, numbers: Any) -> None:
-        """Set a variable, outside of functions that are being compiled."""
+        """Set a variable, outside functions that are being compiled."""
         array = np.array(numbers, variable.dtype.as_numpy_dtype)
         if self._of_session and not self._values.holds(variable):
             variable.assign(array.reshape(variable.shape))
@@ -169,7 +169,7 @@ class VariableProgress(ProgressTracker):
             self._values.write(variable, array.reshape(-1))
 
     def _first_exchange(self, schedule: Schedule) -> int:
-        """Return the step of the first exchange; sessions of TensorFlow 1 do not decide it when training begins."""
+        """Return the step of the first exchange; TensorFlow 1 sessions do not determine it again at the start."""
         if in_session():
             return ask(schedule, Clock(learning_rate=self.current_rate())).next_exchange
         return super()._first_exchange(schedule)
@@ -195,21 +195,21 @@ class VariableProgress(ProgressTracker):
 
     @property
     def is_landing_due(self) -> Any:
-        """Whether the replica has to take an exchange in flight now; in a graph, a boolean scalar."""
+        """Whether the exchange in flight is due to be applied; in a graph, a boolean scalar."""
         return False if self._landing is None else self._is_reached(self._landing)
 
     def _is_reached(self, step: tf.Variable) -> Any:
-        """Return whether there have been as many local steps as a variable holds."""
+        """Return whether the local steps have reached the value of a variable."""
         if tf.executing_eagerly():
             return self.local_steps >= self._values.read(step).item()
         return self.variables["local_steps"] >= step
 
     def steps_to(self, step: int) -> tf.Tensor:
-        """Return in a graph how many local steps are left until there have been so many."""
+        """Return the number of local steps left until ``step``, as a tensor."""
         return step - self.variables["local_steps"].read_value()
 
     def report(self, loss: Any) -> None:
-        """Note a loss of this rank; in a compiled function, one of NaN is an error at the next exchange."""
+        """Note a loss of this rank; in a compiled function, a NaN raises an error at the next exchange."""
         if tf.executing_eagerly():
             super().report(loss)
             return
@@ -220,7 +220,7 @@ class VariableProgress(ProgressTracker):
         self.note_variables["losses"].assign_add(1)
 
     def noted(self, notes: ScheduleState) -> Numbers:
-        """Return what is to be kept, by name; None where the schedule has nothing to remember."""
+        """Return the schedule state as numbers by name; None for names that the schedule's memory lacks."""
         since = notes.since or [SinceLastSync()] * self._fragments
         numbers: Numbers = {f"{SINCE}.{i}": number for i, number in enumerate(chain(*since))}
         numbers |= {MEMORY + name: notes.memory.get(name) for name in self._remembers}
@@ -234,7 +234,7 @@ class VariableProgress(ProgressTracker):
 
 
 def _notes_of(values: Mapping[str, Any]) -> ScheduleState:
-    """Return notes from the values of their variables, some of which may not be there."""
+    """Return the schedule state from the values of its variables, some of which may be missing."""
     memory = {
         name.removeprefix(MEMORY): value
         for name, value in values.items()

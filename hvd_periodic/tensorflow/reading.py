@@ -1,4 +1,4 @@
-"""Forms of the core's parts that read, save and show: their numbers are in variables."""
+"""Variants of the core's center reader, checkpoint and gradients for numbers in variables."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hvd_periodic.tensorflow.space import in_form_of
 
 
 class VariableCenterReader(CenterReader[Any]):
-    """Reading the center, which steps that were compiled before notice as well.
+    """Reads the center; compiled steps notice when the model holds it.
 
     Attributes:
-        share_problem: returns what is wrong with this rank's share of the center, where it has one, or None.
+        share_problem: returns a message if this rank's shard of the center is unusable, else None; None without shards.
     """
 
     share_problem: Callable[[], str | None] | None = None
@@ -61,7 +61,7 @@ class VariableCenterReader(CenterReader[Any]):
         return super().misfit() or (None if self.share_problem is None else self.share_problem())
 
     def checks(self) -> list[tf.Operation]:
-        """Return what fails in a compiled step inside the block."""
+        """Return assertions that make a compiled step fail inside the ``center()`` block."""
         if self._held is None or tf.executing_eagerly():
             return []
         message = "step() inside the center() block: the model holds the center there. Leave the block first"
@@ -73,24 +73,24 @@ class VariableCenterReader(CenterReader[Any]):
 
 
 class VariableCheckpoint(Checkpoint[Any]):
-    """A checkpoint that may also have been restored into the variables.
+    """A checkpoint that TensorFlow may also have restored into the variables.
 
     Attributes:
-        saved_center: what it held of an asynchronous center, in the form of :meth:`save`, until training begins.
+        saved_center: the asynchronous center from a file, in the format of :meth:`save`; None once training starts.
     """
 
     saved_center: dict[str, Any] | None = None
 
     def has_loaded(self) -> bool:
-        """Return whether a state was loaded, in whatever way."""
+        """Return whether a state was loaded in any way."""
         return self.loaded or self._exchanger.context.progress.local_steps > 0 or self.saved_center is not None
 
     def adopt(self) -> None:
-        """Let training begin from the asynchronous center that a checkpoint held."""
+        """Start training from the asynchronous center of a checkpoint."""
         self.state = self.state or self.saved_center
 
     def save_before_training(self, begin: Callable[[], object]) -> dict[str, Any]:
-        """Return what was loaded, of an asynchronous center as well."""
+        """Return the loaded state, including that of an asynchronous center."""
         saved, replica = self.saved_center, self._exchanger.context.exchanged.replica
         if saved is None:
             return super().save_before_training(begin)
@@ -101,11 +101,11 @@ class VariableCheckpoint(Checkpoint[Any]):
         return self.assembled(vectors, saved["center_optimizer"])
 
     def check(self, state: dict[str, Any], begun: bool) -> None:
-        """Check a state as in the core, also if other statistics were averaged when it was saved."""
+        """Check a state as in the core, even if other statistics were averaged when it was saved."""
         super().check(self._translated(state), begun)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state as in the core, also if other statistics were averaged when it was saved."""
+        """Restore a state as in the core, even if other statistics were averaged when it was saved."""
         super().load(self._translated(state))
 
     def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -113,16 +113,16 @@ class VariableCheckpoint(Checkpoint[Any]):
         return _translated(state, self._exchanger.tensor_groups, named)
 
     def forget(self) -> None:
-        """Forget what was loaded: training has begun from it."""
+        """Forget the loaded state, from which training has started."""
         super().forget()
         self.saved_center = None
 
 
 class GraphGradients(Gradients[Any]):
-    """Shows gradients to algorithms; in a graph, the graph knows whether they are still averaged."""
+    """Shows gradients to algorithms; in a graph, a condition decides whether they are still averaged."""
 
     def show(self) -> None:
-        """Run the local rule, where exchanges have begun."""
+        """Run the local rule unless the synchronous warmup is active."""
         setting = self.exchanger.context
         until, replica = setting.warmup.until, cast(VariableReplica, setting.exchanged.replica)
         if tf.executing_eagerly() or until is None:
@@ -148,10 +148,9 @@ class GraphGradients(Gradients[Any]):
 
 
 def _translated(state: Any, groups: TensorGroups[Any], named: NamedVariables) -> Any:
-    """Return a synchronizer's saved state as one of these groups, as far as it can be.
+    """Return a synchronizer's saved state, converted to the current tensor groups as far as possible.
 
-    Weights that were exchanged besides the parameters then, and no longer are, are left out; those that are exchanged
-    only now start from what they are.
+    Statistics that are no longer exchanged are dropped; newly exchanged ones start from their current values.
     """
     if not isinstance(state, dict) or not isinstance(state.get("vectors"), Mapping):
         return state

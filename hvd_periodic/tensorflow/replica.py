@@ -29,20 +29,20 @@ Named = Sequence[tuple[str, tf.Variable]]
 
 @dataclass(frozen=True)
 class NamedVariables:
-    """The variables of a model by name, in the roles that they have in exchanges.
+    """The named variables of a model, by their role in exchanges.
 
     Attributes:
-        parameters: what the algorithm acts on.
+        parameters: variables on which the algorithm acts.
         averaged: real statistics, averaged at every exchange.
-        counted: of which the largest wins at every exchange, such as integers.
-        followed: what becomes the root's at every exchange.
-        constants: what is broadcast at the start only.
-        frozen: those of them that nothing changes.
-        constraints: of the parameters, in their order: what Keras makes a parameter obey after every update, or None.
-        deriving: layers that compute with what they once made of their weights: ``finalize_state()`` makes it anew.
-        unasked: those of ``constants`` of which nobody has asked that they are.
-        formerly: for every variable that version 0.1 averaged, whether it is among ``averaged``; empty where the user
-            has said what is.
+        counted: variables that take the maximum over ranks at every exchange, such as integers.
+        followed: variables that take the root's values at every exchange.
+        constants: variables that are broadcast at the start only.
+        frozen: those of ``constants`` that nothing changes.
+        constraints: for every parameter, the constraint that Keras applies after each update, or None.
+        deriving: layers that compute with values derived from their weights; ``finalize_state()`` recomputes them.
+        unasked: those of ``constants`` that the user has not asked to be constant.
+        formerly: for every variable that version 0.1 averaged, whether it is in ``averaged``; empty if the user has
+            chosen policies.
     """
 
     parameters: Named
@@ -62,29 +62,29 @@ class VariableReplica(Replica[Any]):
 
     Args:
         named: the variables by role.
-        new_variable: makes the variables of the algorithm's state.
-        bucket_bytes: upper bound of what one collective carries.
-        forget_variable: called with the name of one that is no longer used.
+        new_variable: creates the variables of the algorithm's state.
+        bucket_bytes: upper bound of the bytes in one collective.
+        forget_variable: called with the name of a variable that is no longer used.
 
     Attributes:
         values: reads and writes the variables while Python exchanges for a compiled step.
-        tensor_space: the verbs of the local rule, which a step runs on tensors.
-        gradients: of the parameters, in their order; what the local rule of the algorithm is shown and may replace.
-        seen: the places of parameters that have had a gradient, in a step that ran or was compiled.
+        tensor_space: vector operations for the local rule, which a step runs on tensors.
+        gradients: gradients of the parameters, in their order; the algorithm's local rule reads and may replace them.
+        seen: indices of parameters that have had a gradient, in a step that ran or was compiled.
 
     Raises:
-        TypeError: a parameter that cannot be averaged.
-        ValueError: no parameters.
+        TypeError: a parameter cannot be averaged.
+        ValueError: there are no parameters, or a shape is not fixed.
     """
 
     reuses_memory = False
     framework = f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     how_to_exclude = (
-        "Set trainable = False on their layers before the optimizer is made, and say what exchanges make of them: "
+        "Set trainable = False on their layers before the optimizer is made, and choose how they are exchanged: "
         "buffers={'PATTERN': 'average'}. If another optimizer trains them, pass as `model` what this one trains"
     )
     how_to_exchange = (
-        "Say what exchanges make of them: buffers={'PATTERN': 'average'}, and 'local' if each rank is to have its own"
+        "Choose how they are exchanged: buffers={'PATTERN': 'average'}, or 'local' if each rank is to have its own"
     )
 
     def __init__(
@@ -113,7 +113,7 @@ class VariableReplica(Replica[Any]):
         self.values = HostValues()
         exchanged = (named.parameters, named.averaged, named.counted, named.followed)
         here = all(is_in_host_memory(variable) for role in exchanged for _, variable in role)
-        self.in_host_memory = here or in_session()  # The values of a session's variables come to Python.
+        self.in_host_memory = here or in_session()  # A session passes its variables' values to Python.
         self.tensor_space = TensorSpace()
         self.space: VectorSpace[Any] = HostSpace(self.values) if self.in_host_memory else self.tensor_space
         self._new_variable, self._forget_variable = new_variable, forget_variable
@@ -125,7 +125,7 @@ class VariableReplica(Replica[Any]):
         self.constants: Store[Any] | None = self.store_of(named.constants) if named.constants else None
 
     def facts(self) -> dict[str, object]:
-        """Return shapes and dtypes by role; not paths, which Keras numbers by what else a process has built."""
+        """Return shapes and dtypes by role; without paths, since Keras numbers them across all models of a process."""
         facts: dict[str, object] = {"bucket_bytes": self.bucket_bytes}
         roles = {
             "parameter": self.named.parameters,
@@ -142,8 +142,8 @@ class VariableReplica(Replica[Any]):
         return facts
 
     def refuse_constraints(self, share: Layout, asynchronous: bool) -> None:
-        """Raise a ValueError where a center cannot be made to obey the constraints of the parameters."""
-        pairs = zip(self.named.parameters, self.named.constraints, strict=False)  # of TensorFlow 1 there are none
+        """Raise a ValueError if constraints of the parameters cannot be applied to the center."""
+        pairs = zip(self.named.parameters, self.named.constraints, strict=False)  # TensorFlow 1 has none
         constrained = [name for (name, _), constraint in pairs if constraint is not None]
         if not constrained:
             return
@@ -159,7 +159,7 @@ class VariableReplica(Replica[Any]):
             )
 
     def constrain(self, center: Store[Any]) -> None:
-        """Make parameters and center obey the constraints of the parameters, where they are here."""
+        """Apply the parameters' constraints to the parameters, and to the center if it is on this rank."""
         if not any(self.named.constraints):
             return
         self.values.release()
@@ -169,32 +169,32 @@ class VariableReplica(Replica[Any]):
                     variable.assign(tf.cast(constraint(tf.convert_to_tensor(variable)), variable.dtype))
 
     def with_gradient(self, among: Set[int]) -> Set[int]:
-        """Return which have had one."""
+        """Return the parameters, among the given ones, that have had a gradient."""
         return among & self.seen
 
     def unexchanged(self) -> dict[str, tf.Variable]:
-        """Return weights that are constants by default."""
+        """Return the weights that are constants by default."""
         return dict(self.named.unasked)
 
     def some_of(self, tensor: Any, like: Any = None) -> np.ndarray:
-        """Return some elements; eagerly."""
+        """Return a sample of the elements; eagerly."""
         held = isinstance(tensor, tf.Variable) and self.values.holds(tensor)
         flat = tf.reshape(self.values.read(tensor) if held else tensor, [-1])
         flat = flat[:: max(1, math.prod(tensor.shape) // SOME)]
         return tf.cast(flat if like is None else tf.cast(flat, like.dtype), tf.float64).numpy()
 
     def frozen(self) -> bytes:
-        """Return a digest of the weights of the model that are not trained, statistics aside."""
+        """Return a digest of the model's untrained weights, without statistics."""
         weights = [variable.numpy().tobytes() for _, variable in self.named.frozen]
         return hashlib.sha256(b"".join(weights)).digest() if weights else b""
 
     def derived_from(self) -> bytes:
-        """Return a digest of the weights that layers have derived something from; empty if there are none."""
+        """Return a digest of the weights from which layers derive values; empty if there are none."""
         weights = [weight.numpy().tobytes() for layer in self.named.deriving for weight in layer.weights]
         return hashlib.sha256(b"".join(weights)).digest() if weights else b""
 
     def follow_weights(self) -> None:
-        """Let layers compute with their weights of now."""
+        """Make layers recompute values that they derive from their weights."""
         if self.named.deriving:
             self.values.release()
         for layer in self.named.deriving:
@@ -209,11 +209,11 @@ class VariableReplica(Replica[Any]):
         return self._stored(layout, self._new_variables(layout, name), VariableStore)
 
     def new_offloaded_store(self, layout: Layout, name: str) -> Store[Any]:
-        """Return such variables that change in place."""
+        """Return such variables that are updated in place."""
         return self._stored(layout, self._new_variables(layout, name), CenterStore)
 
     def new_snapshot_store(self, layout: Layout, name: str) -> Store[Any]:
-        """Return arrays, or variables on the device, of which a compiled step knows nothing."""
+        """Return arrays, or variables on the device that are unknown to compiled steps."""
         if self.in_host_memory:
             return self.new_temporary_store(layout)
         zeros = [tf.Variable(tf.zeros(spec.shape, spec.kind), trainable=False) for spec in layout.specs]
@@ -227,24 +227,24 @@ class VariableReplica(Replica[Any]):
         ]
 
     def drop_store(self, name: str) -> None:
-        """Let the variables of a store no longer be saved with the others."""
+        """Stop saving the variables of a store with the others."""
         for i in range(self._made.pop(name, 0)):
             self._forget_variable(f"{name}.{i}")
 
     def new_temporary_store(self, layout: Layout) -> Store[Any]:
-        """Return arrays: what is saved is numpy's."""
+        """Return arrays, since states are saved as numpy arrays."""
         return FlatStore(layout, lambda kind, size: np.zeros(size, kind))
 
     def scratch(self, bucket: Bucket, slot: int) -> Any:
-        """Return room for a message in host memory; TensorFlow allocates as it goes."""
+        """Return a buffer for a message in host memory; otherwise None, since TensorFlow allocates tensors itself."""
         return empty(bucket.size, bucket.kind) if self.in_host_memory and slot % 2 else None
 
     def blocks(self, bucket: Bucket) -> Sequence[Bucket]:
-        """Return parts that are whole variables, so that nothing but messages is joined; small ones share a part."""
+        """Return blocks that are whole variables, so that only messages are concatenated; small ones share a block."""
         return blocks_of(bucket)
 
     def local(self, algorithm: Algorithm, worker: dict[str, Store[Any]]) -> int:
-        """Run the local rule on one variable at a time; the state changes in place."""
+        """Run the local rule on one variable at a time; it updates the state in place."""
         vectors = {key: store.tensors() for key, store in worker.items()}
         present = 0
         for i, (_, variable) in enumerate(self.named.parameters):
@@ -255,7 +255,7 @@ class VariableReplica(Replica[Any]):
         return present
 
     def discard_gradients(self) -> None:
-        """Replace the gradients by zeros: Keras refuses to step without any. In a graph, they are yet to be made."""
+        """Replace the gradients with zeros, since Keras needs some for a step; does nothing in a graph."""
         if not tf.executing_eagerly():
             return
         self.gradients = [
@@ -263,11 +263,11 @@ class VariableReplica(Replica[Any]):
         ]
 
     def to_host(self, value: Any, bucket: Bucket) -> np.ndarray:
-        """Return an array of an eager tensor, or the array."""
+        """Return an eager tensor as an array, or the array itself."""
         return np.asarray(value)
 
     def from_host(self, array: np.ndarray, bucket: Bucket) -> Any:
-        """Return a tensor, or the array."""
+        """Return a tensor, or the array itself in host memory."""
         return array if self.in_host_memory else tf.constant(array)
 
     def to_bytes(self, value: Any) -> bytes:
@@ -275,7 +275,7 @@ class VariableReplica(Replica[Any]):
         return np.asarray(value).tobytes()
 
     def save(self, store: Store[Any]) -> dict[str, Any]:
-        """Return copies by name, as numpy arrays; or views, where they are lent."""
+        """Return copies by name as numpy arrays, or views if they are lent."""
         return {spec.name: array_of(v) for spec, v in zip(store.layout.specs, store.tensors(), strict=True)}
 
     def load(self, store: Store[Any], tensors: dict[str, Any]) -> None:

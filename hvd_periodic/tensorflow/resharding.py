@@ -1,4 +1,4 @@
-"""The state of a Keras optimizer of the center, cut for another number of ranks."""
+"""Reshards the state of a Keras optimizer of the center for another number of ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hvd_periodic.tensorflow.outer import DividedVariables, VariableOuterOptimiz
 
 
 def resharded(saved: Any, synchronizer: ReplicaSynchronizer[Any]) -> Any:
-    """Return what a checkpoint holds of the center's optimizer as these ranks hold it.
+    """Return the saved state of the center's optimizer, resharded for the current ranks.
 
     Args:
-        saved: of ranks of another number, each with its share or with the whole.
-        synchronizer: of these ranks, which exchange synchronously.
+        saved: the state saved by another number of ranks, with one entry per shard or in full.
+        synchronizer: the synchronizer of the current ranks, which exchange synchronously.
     """
     first = _first(synchronizer)
     return saved if first is None else resharding.resharded(saved, synchronizer, _Variables(first.slots))
 
 
 def require_divisible(synchronizer: ReplicaSynchronizer[Any]) -> None:
-    """Raise a ValueError where the state of the center's optimizer could not be cut for other ranks."""
+    """Raise a ValueError if the state of the center's optimizer cannot be resharded."""
     first = _first(synchronizer)
     if first is not None and isinstance(synchronizer.exchanger.placement, Sharded):
         first.slots(1)
@@ -39,17 +39,17 @@ def _first(synchronizer: ReplicaSynchronizer[Any]) -> VariableOuterOptimizer | N
 
 
 class _Variables(Form):
-    """The variables of an optimizer, in their order: slots of its parts of parameters, and what counts for all.
+    """The variables of an optimizer, in their order: slots of parts of parameters, and variables for all.
 
     Args:
-        slots: returns of which of so many parts every variable is a slot; None: it counts for all.
+        slots: returns, for a number of parts, the index of each variable's part; None for a variable for all parts.
     """
 
     def __init__(self, slots: Callable[[int], list[int | None]]) -> None:
         self._slots = slots
 
     def entries(self, state: Any, stretches: Sequence[Stretch]) -> Iterable[tuple[Stretch, Entries]]:
-        """Return the slots of every part, counted."""
+        """Return the slots of every part, numbered."""
         kept: list[dict[int, Any]] = [{} for _ in stretches]
         for owner, value in zip(self._slots(len(stretches)), state, strict=True):
             if owner is not None:
@@ -59,11 +59,11 @@ class _Variables(Form):
     def state(
         self, kept: Mapping[Stretch, Entries], stretches: Sequence[Stretch], example: Any, of: Sequence[Stretch]
     ) -> Any:
-        """Return the variables of an optimizer over these parts; those that count for all are of the example."""
+        """Return the variables of an optimizer over these parts; variables for all parts come from the example."""
         for_all = iter([value for value, owner in zip(example, self._slots(len(of)), strict=True) if owner is None])
         of_parts = [iter(kept[stretch].values()) for stretch in stretches]
         return [next(for_all if owner is None else of_parts[owner]) for owner in self._slots(len(stretches))]
 
     def zeros(self, like: Any, size: int) -> Any:
-        """Return an array."""
+        """Return an array of zeros."""
         return np.zeros(size, like.dtype)

@@ -1,4 +1,4 @@
-"""What of the exchanges is saved with a Keras model, and waits there until it can be used."""
+"""The exchange state in the file of a Keras model; loaded values are kept until the variables exist."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.progress import MEMORY, SINCE
 
 _CENTER = "asynchronous_center"
-"""Begins the names under which an asynchronous center is saved."""
+"""Prefix of the names under which an asynchronous center is saved."""
 
 
 _IN_FLIGHT = "in_flight"
-"""Begins the names under which an exchange is saved that is in flight."""
+"""Prefix of the names under which an exchange in flight is saved."""
 
 SUMS_OF = f"{SECOND_HOP_RESIDUAL}_of"
-"""Name of the variable that tells of which rank, of how many, the sums are of which something is left."""
+"""Name of the variable that holds the rank, and the number of ranks, to which the second-hop residual belongs."""
 
 
 def depends_on_wire(name: str) -> bool:
-    """Return whether there is such a variable with some ways to compress only: what is left; a total that is apart."""
+    """Return whether a variable exists with some wires only: residuals, or a separate total."""
     return name == SUMS_OF or not {RESIDUAL, SECOND_HOP_RESIDUAL, "total"}.isdisjoint(name.split("."))
 
 
 def _renumbered(values: Mapping[str, Any], prefix: str, formerly: Sequence[bool]) -> dict[str, Any]:
-    """Return values by name, of which those that begin with ``prefix`` are numbered as version 0.1 did, or as now."""
+    """Return values by name; names with ``prefix`` that version 0.1 numbered are renumbered."""
     saved = [values[name] for name in (f"{prefix}{i}" for i in range(len(values))) if name in values]
     if len(saved) != len(formerly):
         return dict(values)
@@ -41,17 +41,17 @@ def _renumbered(values: Mapping[str, Any], prefix: str, formerly: Sequence[bool]
 
 
 def _fragments(variables: Mapping[str, Any]) -> int:
-    """Return in how many fragments parameters are exchanged, of variables by name or their values."""
+    """Return the number of fragments, given variables or their values by name."""
     return int(variables[SINCE].shape[0]) if SINCE in variables else 1
 
 
 class SavedVariables:
-    """What is saved under names, because a loaded optimizer makes its variables later than it is given their values.
+    """Variables saved by name; a loaded optimizer receives their values before it creates them.
 
     Attributes:
-        variables: by name; empty until they are made.
-        later: names of variables that files of earlier versions do not hold.
-        formerly: as of :class:`~hvd_periodic.tensorflow.replica.NamedVariables`.
+        variables: the variables by name; empty until they are created.
+        later: names of variables that files of earlier versions lack.
+        formerly: as in :class:`~hvd_periodic.tensorflow.replica.NamedVariables`.
     """
 
     def __init__(self) -> None:
@@ -61,25 +61,25 @@ class SavedVariables:
         self._waiting: dict[str, np.ndarray] = {}
 
     def values(self) -> dict[str, np.ndarray]:
-        """Return copies of all values; those that wait, if the variables are not there."""
+        """Return copies of all values; if the variables do not exist yet, the values that wait for them."""
         if not self.variables:
             return dict(self._waiting)
         return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Take over values now, or at :meth:`settle` if the variables are not there."""
+        """Assign values now, or at :meth:`settle` if the variables do not exist yet."""
         self._waiting = {name: np.asarray(values[name]) for name in values}
         if self.variables:
             self.settle()
 
     def settle(self) -> None:
-        """Assign the values that wait, if any.
+        """Assign the waiting values, if any.
 
         Raises:
-            ValueError: they are of other variables.
+            ValueError: the values belong to other variables.
         """
         known = self.variables.keys()
-        # What another schedule remembered means nothing to this one, nor what another compression has left.
+        # The memory of another schedule, and residuals of another compression, are useless here.
         waiting = {
             name: value
             for name, value in _renumbered(self._waiting, "buffers.center.", self.formerly).items()
@@ -115,13 +115,13 @@ class SavedVariables:
 
 
 class SavedExchanges:
-    """The state of exchanges in the file of a model: variables, and an asynchronous center, which is in none.
+    """The exchange state in the file of a model: variables, and an asynchronous center, which is in no variable.
 
     Args:
-        asynchronous: whether there is such a center.
+        asynchronous: whether there is an asynchronous center.
 
     Attributes:
-        variables: the others.
+        variables: the saved variables.
     """
 
     def __init__(self, asynchronous: bool) -> None:
@@ -134,14 +134,14 @@ class SavedExchanges:
         """Save everything by name.
 
         Args:
-            store: of Keras, for one optimizer.
-            synchronizer: which knows where the center is, and what is in flight; None before there is one.
-            started: whether it has started; before, the center is what was loaded.
+            store: Keras's store for one optimizer.
+            synchronizer: the synchronizer, which has the center and the exchange in flight; None before it exists.
+            started: whether the synchronizer has started; before, the center is the loaded one.
 
         Raises:
-            ValueError: the state of the optimizer of a center that is sharded over ranks.
+            ValueError: the optimizer's state of an asynchronous center is sharded over ranks.
         """
-        in_flight = self._in_flight if synchronizer is None else _in_flight(synchronizer)  # moves the center first
+        in_flight = self._in_flight if synchronizer is None else _in_flight(synchronizer)  # updates the center first
         for name, value in (self.variables.values() | in_flight).items():
             store[name] = value
         if self._asynchronous:
@@ -150,14 +150,15 @@ class SavedExchanges:
                 store[name] = value
 
     def read(self, store: Any, reader: str, synchronizer: VariableSynchronizer | None) -> None:
-        """Take over what :meth:`write` wrote, now or when the variables are there.
+        """Load the state that :meth:`write` saved, now or when the variables exist.
 
-        As in Keras, there is a warning, and nothing else, where another optimizer wrote it.
+        As in Keras, a state that was saved by another optimizer is skipped with a warning.
 
         Args:
-            store: of Keras, for one optimizer.
-            reader: the class of that optimizer, for the warning.
-            synchronizer: which forgets what is in flight, and goes on with what was; None before there is one.
+            store: Keras's store for one optimizer.
+            reader: the class name of that optimizer, for the warning.
+            synchronizer: the synchronizer, which replaces its exchange in flight with the saved one; None before it
+                exists.
         """
         names = list(store.keys())
         if names and "local_steps" not in names:
@@ -167,13 +168,13 @@ class SavedExchanges:
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
         self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
         if synchronizer is not None:
-            synchronizer.exchanger.discard()  # It would move the center that is loaded.
+            synchronizer.exchanger.discard()  # The exchange in flight would update the loaded center.
         self.variables.load(values)
         if synchronizer is not None:
             self.load_in_flight(synchronizer)
 
     def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
-        """Return what was read of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
+        """Return the loaded asynchronous center in the format of ``state_dict``; None if there is none."""
         if not self._center:
             return None
         saved = _renumbered(self._center, f"{_CENTER}.buffers.", self.variables.formerly)
@@ -190,10 +191,10 @@ class SavedExchanges:
         return {"vectors": vectors, "center_optimizer": state or None}
 
     def load_in_flight(self, synchronizer: VariableSynchronizer) -> None:
-        """Go on with the exchange that was in flight when what was read was written, if one was.
+        """Continue the exchange that was in flight when the state was saved, if there was one.
 
         Raises:
-            ValueError: no exchange can be in flight here.
+            ValueError: exchanges are never in flight here.
         """
         saved, self._in_flight, in_flight = self._in_flight, {}, None
         if saved:
@@ -205,7 +206,7 @@ class SavedExchanges:
 
 
 def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
-    """Return the exchange in flight, by the names under which it is saved; nothing where the model holds the center."""
+    """Return the exchange in flight, by the names under which it is saved; empty while the model holds the center."""
     in_flight = synchronizer.exchanger.in_flight()
     if in_flight is None or synchronizer.center_reader.in_center_block:
         return {}
@@ -215,7 +216,7 @@ def _in_flight(synchronizer: VariableSynchronizer) -> dict[str, np.ndarray]:
 
 
 def _center_of(synchronizer: VariableSynchronizer) -> dict[str, Any]:
-    """Return the asynchronous center, and the state of its optimizer, by the names under which they are saved."""
+    """Return the asynchronous center and its optimizer's state, by the names under which they are saved."""
     state = synchronizer.state_dict()
     if isinstance(state["center_optimizer"], dict):
         raise ValueError(

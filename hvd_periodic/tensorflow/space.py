@@ -1,4 +1,4 @@
-"""The verbs on TensorFlow tensors and variables."""
+"""Vector operations on TensorFlow tensors, variables, and arrays in host memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hvd_periodic.vectors.space import VectorSpace
 
 
 class TensorSpace(VectorSpace[Any]):
-    """Flat tensors, in a graph or not; scalars take the dtype of the vectors.
+    """Flat tensors, in a graph or eagerly; scalars take the dtype of the vectors.
 
-    A variable that a verb may overwrite is updated in place, and sparsely where what is added to it is sparse.
+    A variable that an operation may overwrite is updated in place, and sparsely if the summand is sparse.
     """
 
     coding = GraphCoding()
@@ -50,11 +50,11 @@ class TensorSpace(VectorSpace[Any]):
         return tf.where(tf.equal(in_dtype(weight, x.dtype), 0), tf.zeros_like(x), scaled(weight, x))
 
     def lerp(self, x: Any, y: Any, weight: Any) -> Any:
-        """Return ``x - weight (x - y)``, whose difference a graph has already where it is the message as well."""
+        """Return ``x - weight (x - y)``; a graph shares the difference with the message if that is the same."""
         return x - in_dtype(weight, x.dtype) * (x - y)
 
     def maximum(self, x: Any, y: Any) -> Any:
-        """Return the larger of both."""
+        """Return the elementwise maximum."""
         return tf.maximum(x, y)
 
     def where_finite(self, condition: Any, x: Any, otherwise: Any) -> Any:
@@ -62,7 +62,7 @@ class TensorSpace(VectorSpace[Any]):
         return tf.where(tf.math.is_finite(condition), x, tf.cast(otherwise, x.dtype))
 
     def copy(self, x: Any, out: Any = None) -> Any:
-        """Return the tensor, which nothing can change."""
+        """Return the tensor, which is immutable."""
         return tf.identity(x)
 
     def zeros_like(self, x: Any, out: Any = None) -> Any:
@@ -70,35 +70,35 @@ class TensorSpace(VectorSpace[Any]):
         return tf.zeros_like(x)
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Return one tensor of several."""
+        """Concatenate tensors."""
         return tf.concat(list(parts), axis=0)
 
     def if_zero(self, a: Any, then: Callable[[], tuple[Any, Any]], otherwise: Callable[[], tuple[Any, Any]]) -> Any:
-        """Return what the branch computes that a scalar, in a graph or not, selects."""
+        """Return the result of ``then`` if ``a`` is 0, else of ``otherwise``; ``a`` may be a scalar of a graph."""
         return tf.cond(tf.equal(a, 0), then, otherwise)
 
     def dot(self, x: Any, y: Any) -> Any:
-        """Return the inner product, as a scalar tensor of float64, whatever the dtype of the bucket."""
+        """Return the inner product as a float64 scalar tensor, whatever the dtype of the bucket."""
         return tf.cast(tf.reduce_sum(x * y), tf.float64)
 
 
 class HostSpace(VectorSpace[np.ndarray]):
-    """Arrays in host memory, in new memory that TensorFlow takes over as it is.
+    """Arrays in host memory; results are in new memory that TensorFlow can share without a copy.
 
     Args:
-        values: reads the variables that they stand for.
+        values: reads the variables that arrays represent.
     """
 
     def __init__(self, values: HostValues) -> None:
         self.coding = ArrayCoding(values)
 
     def sub(self, x: Any, y: Any, out: np.ndarray | None = None) -> np.ndarray:
-        """Return ``x - y``, in ``out`` if that may be written."""
+        """Return ``x - y``, in ``out`` if it is writable."""
         fresh = out is None or not out.flags.writeable
         return np.subtract(x, y, out=empty(x.size, np.result_type(x, y)) if fresh else out)
 
     def axpy(self, a: float, x: Any, y: Any) -> np.ndarray:
-        """Return ``a x + y``, block by block, which stay in the processor's cache."""
+        """Return ``a x + y``, computed in blocks that stay in the processor's cache."""
         out = empty(y.size, y.dtype)
         for place in _blocks(y.size):
             np.multiply(x[place], a, out=out[place])
@@ -110,7 +110,7 @@ class HostSpace(VectorSpace[np.ndarray]):
         return np.multiply(x, a, out=empty(x.size, x.dtype))
 
     def lerp(self, x: Any, y: Any, weight: float) -> np.ndarray:
-        """Return ``x + weight (y - x)``, block by block."""
+        """Return ``x + weight (y - x)``, computed in blocks."""
         out = empty(x.size, x.dtype)
         for place in _blocks(x.size):
             np.subtract(y[place], x[place], out=out[place])
@@ -119,7 +119,7 @@ class HostSpace(VectorSpace[np.ndarray]):
         return out
 
     def copy(self, x: Any, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a copy; not in ``out``, which may be a copy itself, so that a store would not hear of it."""
+        """Return a copy in new memory; not in ``out``, which may be a copy itself that does not update its store."""
         copied = empty(x.size, x.dtype)
         copied[:] = x
         return copied
@@ -131,29 +131,29 @@ class HostSpace(VectorSpace[np.ndarray]):
         return zeros
 
     def concatenate(self, parts: Sequence[Any]) -> np.ndarray:
-        """Return one array of several."""
+        """Concatenate arrays."""
         return joined(parts, parts[0].dtype)
 
 
 def _blocks(size: int) -> Iterator[slice]:
-    """Yield the places of blocks."""
+    """Yield the slices of all blocks."""
     return (slice(start, start + BLOCK) for start in range(0, size, BLOCK))
 
 
 def scaled(a: Any, x: Any) -> Any:
-    """Return ``a x``, sparse where ``x`` is."""
+    """Return ``a x``, sparse if ``x`` is."""
     if isinstance(x, tf.IndexedSlices):
         return tf.IndexedSlices(scaled(a, x.values), x.indices, x.dense_shape)
     return in_dtype(a, x.dtype) * x
 
 
 def in_dtype(a: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return a scalar in a dtype; a Python float is rounded once, not to float32 on the way."""
+    """Return a scalar in a dtype; a Python float is rounded only once, without float32 in between."""
     return tf.constant(a, dtype) if isinstance(a, (int, float)) else tf.cast(a, dtype)
 
 
 def in_form_of(form: Any, gradient: Any) -> Any:
-    """Return a gradient in the dtype of another, and dense if that is."""
+    """Return a gradient in the dtype of ``form``, and dense if ``form`` is dense."""
     if not isinstance(form, tf.IndexedSlices):
         gradient = tf.convert_to_tensor(gradient)
     return tf.cast(gradient, form.dtype)

@@ -1,4 +1,4 @@
-"""Variables as a store."""
+"""Stores of TensorFlow variables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hvd_periodic.vectors.store import Store
 
 
 class VariableStore(Store[Any]):
-    """Variables under one layout: reading packs them, writing unpacks; in a graph or not.
+    """Variables under one layout: reading packs them, writing unpacks them; in a graph or eagerly.
 
-    A variable is assigned when the last of its buckets has been written, or the last before writing may pause: buckets
-    are written in order.
+    Buckets are written in order. A variable is assigned when its last bucket has been written, or the last one before
+    writing may pause.
 
     Args:
         layout: the variables, arenas and buckets; the kind of an arena is its dtype.
@@ -42,7 +42,7 @@ class VariableStore(Store[Any]):
         return tf.concat(parts, axis=0) if parts else tf.zeros([0], bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
-        """Assign what a bucket completes."""
+        """Write a bucket; assign the variables that it completes."""
         self._write_pieces(bucket, value)
 
     def _write_pieces(self, bucket: Bucket, value: Any) -> None:
@@ -77,10 +77,10 @@ class VariableStore(Store[Any]):
 
 
 class CenterStore(VariableStore):
-    """Variables of our own, which are changed in place where a part is one of them."""
+    """Variables of this package, which are updated in place if a part of a bucket is a whole variable."""
 
     def view(self, bucket: Bucket) -> Any:
-        """Return the memory of a part that is a whole variable; None of others."""
+        """Return a part that is a whole variable as a flat view; None for other parts."""
         if len(bucket.pieces) != 1:
             return None
         piece = bucket.pieces[0]
@@ -89,11 +89,11 @@ class CenterStore(VariableStore):
 
 
 class ArrayStore(VariableStore):
-    """Variables in host memory: outside of graphs, they are read as arrays, and assigned from arrays.
+    """Variables in host memory: outside graphs, they are read as arrays and assigned from arrays.
 
     Args:
-        layout, variables: those of :class:`VariableStore`.
-        values: reads and writes the variables outside of graphs.
+        layout, variables: as in :class:`VariableStore`.
+        values: reads and writes the variables outside graphs.
     """
 
     def __init__(self, layout: Layout, variables: Sequence[tf.Variable], values: HostValues) -> None:
@@ -101,7 +101,7 @@ class ArrayStore(VariableStore):
         self._values = values
 
     def read(self, bucket: Bucket, out: Any = None) -> Any:
-        """Return the values of a bucket; outside of graphs, an array that must not be changed."""
+        """Return the values of a bucket; outside graphs, as an array that must not be changed."""
         if not tf.executing_eagerly():
             return super().read(bucket)
         held = self._values.read_bucket(self, bucket)
@@ -113,7 +113,7 @@ class ArrayStore(VariableStore):
         return joined(arrays, bucket.kind)
 
     def write(self, bucket: Bucket, value: Any) -> None:
-        """Assign what a bucket completes."""
+        """Write a bucket; assign the variables that it completes."""
         if not tf.executing_eagerly():
             super().write(bucket, value)
         elif not self._values.write_bucket(self, bucket, value.astype(bucket.kind, copy=False)):
@@ -136,7 +136,7 @@ class ArrayStore(VariableStore):
 
 
 def layout_of(named: Sequence[tuple[str, tf.Variable]], bucket_bytes: int) -> Layout:
-    """Return the layout of variables in the dtype in which they are accumulated."""
+    """Return the layout of variables, with the dtypes in which they are accumulated."""
     specs = []
     for name, variable in named:
         dtype = accumulation_dtype(variable.dtype.base_dtype)
@@ -148,12 +148,12 @@ def accumulation_dtype(dtype: tf.DType) -> tf.DType:
     """Return the dtype of center and accumulators: a 16-bit center does not move under a small rate."""
     if dtype in (tf.float16, tf.bfloat16):
         return tf.float32
-    if dtype.is_bool or dtype in (tf.uint32, tf.uint64):  # Horovod knows no such integers
+    if dtype.is_bool or dtype in (tf.uint32, tf.uint64):  # Horovod does not support these
         return tf.int64
     return tf.int32 if dtype.is_integer and dtype.size < 4 else dtype
 
 
 def array_of(value: Any) -> np.ndarray:
-    """Return a copy of a variable, tensor or array as an array; or a view, where states are lent."""
+    """Return a copy of a variable, tensor or array as an array, or a view if states are lent."""
     array = np.asarray(value if isinstance(value, np.ndarray) else tf.convert_to_tensor(value))
     return array if lends() else np.array(array)

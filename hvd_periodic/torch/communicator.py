@@ -142,7 +142,7 @@ def _disagreement() -> ValueError | None:
     if of_horovod == of_torch:
         return None
     return ValueError(
-        "Horovod and torch.distributed are both initialized and must number ranks alike: this is rank "
+        "Horovod and torch.distributed are both initialized and must number ranks equally: this is rank "
         f"{of_horovod[0]} of {of_horovod[1]} of Horovod, and rank {of_torch[0]} of {of_torch[1]} of torch.distributed. "
         "Initialize one of them; or the second with rank and size of the first"
     )

@@ -30,8 +30,8 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center is on ``root_rank``, or with ``center="sharded"`` in shards on all ranks; the moving rate is in
             (0, 1].
-        period: another name of ``communication_period``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``communication_period``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -88,8 +88,8 @@ class ModelAverageOptimizer(PeriodicOptimizer):
         optimizer: the local optimizer; its state stays local.
         model: the model, or (name, parameter) pairs.
         interval_steps: local steps between exchanges (τ), or a schedule.
-        period: another name of ``interval_steps``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``interval_steps``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.
@@ -134,8 +134,8 @@ class AGNOptimizer(PeriodicOptimizer):
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: exchange with one center at this rank's own pace, without waiting for other ranks; needs MPI. The
             center's optimizer applies the gradients of one worker after another.
-        period: another name of ``communication_period``.
-        options: those of :class:`PeriodicOptimizer`; the signature has their defaults.
+        period: another name for ``communication_period``.
+        options: options of :class:`PeriodicOptimizer`; the signature has their defaults.
 
     Raises:
         TypeError, ValueError, RuntimeError: an invalid argument, or ranks that disagree; on every rank.

@@ -1,4 +1,4 @@
-"""Training that outlives its workers: the state that ``hvd.elastic.run`` keeps while membership changes."""
+"""Elastic training: the state that ``hvd.elastic.run`` keeps while ranks join and leave."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class State(CommittedState, ObjectState):  # type: ignore[misc]
     is otherwise new. Everything that depends on the number of ranks is computed again.
 
     A commit is an in-memory copy of the whole state on every rank; each rank holds two. If the center lives on the root
-    or in shards, every rank copies its share, with the state of the center's optimizer, and sends a copy of it to a
-    rank on another host; the job ends only if both are killed at once. Before ranks are removed, every rank gets the
-    whole center.
+    or in shards, every rank copies its shard with the state of the center's optimizer, and sends a backup to a rank on
+    another host; the job ends only if both are killed at once. Before ranks are removed, every rank gets the full
+    center.
 
     With ``commit="exchange"``, every exchange commits, and ``commit()`` need not be called: a lost rank loses one
     period. The commit takes place at the end of ``optimizer.step()``, so count batches before it. If the loop does more
@@ -130,7 +130,7 @@ class _KeptState(Committable):
         return copy.deepcopy(self.value.state_dict())
 
     def restore(self, copied: Any) -> None:
-        """Load a copy of the copy."""
+        """Load a copy of the state."""
         self.value.load_state_dict(copy.deepcopy(copied))
 
     def begin(self, loaded: bool) -> None:
@@ -168,7 +168,7 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         return local | {STATE_KEY: self.own()}
 
     def restore(self, copied: Any) -> None:
-        """Load a copy of the copy."""
+        """Load a copy of the state."""
         local = copy.deepcopy(copied)
         exchanges = local.pop(STATE_KEY)
         if self._local is not None:
@@ -176,7 +176,7 @@ class _KeptOptimizer(_KeptState, CommittableOptimizer):
         self.synchronizer.load_state_dict(exchanges)
 
     def share(self) -> Share:
-        """Return this rank's share of the center, in host memory: other ranks may lack its device."""
+        """Return this rank's shard of the center in host memory, since other ranks may lack its device."""
         share = super().share()
         return Share(_on_host(share.vectors), _on_host(share.optimizer_state))
 

@@ -23,7 +23,7 @@ class GradientAveraging:
     Args:
         inner: the wrapped optimizer, which may be a DistributedOptimizer or contain one.
         group: the ranks whose gradients the DistributedOptimizer averages, if there is one.
-        warmup: the phase of training in which gradients are averaged.
+        phase: the synchronous warmup, in which gradients are averaged.
         progress: reports changes of the local steps.
 
     Attributes:
@@ -54,7 +54,7 @@ class GradientAveraging:
         return self.present and not self.done and not self._warmup.finished
 
     def wait(self) -> None:
-        """Wait for the averages, unless the phase is over: replicas then differ, and nothing is averaged."""
+        """Wait for the averages, unless the warmup has ended: replicas then differ, and nothing is averaged."""
         if self.present and not self._warmup.finished:
             self._inner.synchronize()
 

@@ -151,7 +151,7 @@ class PeriodicTrainerCallback(TrainerCallback):
         self._show_if_asked(args, control, unwrap(of["optimizer"]))
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Do the same; at the step at which a rank stopped early, the others may have evaluated together with it."""
+        """As :meth:`on_step_end`; when a rank stops early, the other ranks may have evaluated together with it."""
         self._centers.leave()
         if control.should_training_stop:
             self._centers.finalize()

@@ -60,8 +60,8 @@ class TorchOptimizerState:
             self._start = _start_of(self._optimizer)
         except Exception as error:
             raise TypeError(
-                "`optimizer_state='reset'` and `nonfinite='skip'` have to know what the state of "
-                f"{type(self._optimizer).__name__} starts from, and a copy of it that would tell cannot be made "
+                "`optimizer_state='reset'` and `nonfinite='skip'` need the initial state of "
+                f"{type(self._optimizer).__name__}, and a copy that would show it cannot be made "
                 f"({type(error).__name__}: {error})"
             ) from error
 

@@ -411,7 +411,7 @@ def _restore(of_rank: tuple[Any, ...], moving: torch.optim.Optimizer | None, arg
 def _assemble(
     synchronizer: Synchronizer, replica: TorchReplica, moving: torch.optim.Optimizer | None, arguments: dict[str, Any]
 ) -> None:
-    """Put the parts together."""
+    """Initialize the base class of a synchronizer for a torch replica."""
     ReplicaSynchronizer.__init__(
         synchronizer,
         replica,

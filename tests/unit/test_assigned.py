@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import hvd_periodic.torch as hvdp  # noqa: E402
 
 TAKE_PART = "take part in exchanges, have never had a gradient, and were changed by other code than local steps: "
-OWN = "These weights are this rank's own inside center(), too: "
+OWN = "Inside center(), these weights still have this rank's values: "
 
 pytestmark = pytest.mark.timeout(60)
 

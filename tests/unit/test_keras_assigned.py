@@ -15,7 +15,7 @@ import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
 
 TAKE_PART = "take part in exchanges, have never had a gradient, and were changed by other code than local steps: "
-OWN = "These weights are this rank's own inside center(), too: "
+OWN = "Inside center(), these weights still have this rank's values: "
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -109,7 +109,7 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
 def test_who_had_a_share_does_not_matter_where_the_root_has_all() -> None:
     kept = [mirror for mirror, _, _ in train("elastic", 4, "root")]
     recover("elastic", "root", [kept[0]])
-    with pytest.raises(RuntimeError, match="those of rank 0, with copies on rank 2"):
+    with pytest.raises(RuntimeError, match="the shards of rank 0, with backups on rank 2"):
         recover("elastic", "root", [kept[1], kept[3]])
 
 

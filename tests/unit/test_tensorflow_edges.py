@@ -560,8 +560,8 @@ def twice() -> Any:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (lambda: ["w"], TypeError, "What is exchanged must be variables. Received: str"),
-        (lambda: [tf.ones(2)], TypeError, "What is exchanged must be variables. Received: EagerTensor"),
+        (lambda: ["w"], TypeError, "Exchanged objects must be variables. Received: str"),
+        (lambda: [tf.ones(2)], TypeError, "Exchanged objects must be variables. Received: EagerTensor"),
         (twice, ValueError, "A variable must be given once. Received: 2 variables, 1 of them different"),
     ],
 )

@@ -260,7 +260,7 @@ def test_a_share_that_was_lost_with_its_copy() -> None:
     ):
         assert kind is RuntimeError
         assert "Shards of the center were lost together with their backups" in text
-        assert "those of rank 0, with copies on rank 1" in text
+        assert "the shards of rank 0, with backups on rank 1" in text
 
 
 @pytest.mark.parametrize("center", ["root", "sharded"])
@@ -387,7 +387,8 @@ def test_an_optimizer_that_could_not_be_cut_anew() -> None:
         return hvdp.AGNOptimizer(momentum(), None, 2, outer_optimizer=Counting(0.1), **options)
 
     constructed(Elastic(LocalCommunicator()), make, center="root")
-    with pytest.raises(ValueError, match="Counting keeps something of each that has not its shape: use center='root'"):
+    message = "Counting keeps state per tensor that differs from it in shape: use center='root'"
+    with pytest.raises(ValueError, match=message):
         constructed(Elastic(LocalCommunicator()), make, center="sharded")
 
 

@@ -191,7 +191,7 @@ def test_reset_of_what_cannot_be_copied_is_refused_at_construction() -> None:
             super().__init__(params, lr=1 / total_steps, momentum=0.9)
 
     parameter = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(TypeError, match=r"`optimizer_state='reset'` .* have to know what the state of Odd starts from"):
+    with pytest.raises(TypeError, match=r"`optimizer_state='reset'` .* need the initial state of Odd"):
         hvdp.ModelAverageOptimizer(
             Odd([parameter], 10), [("w", parameter)], 2, process_set=LocalCommunicator(), optimizer_state="reset"
         )
