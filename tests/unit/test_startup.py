@@ -75,7 +75,7 @@ def test_states_that_do_not_belong_together(second: LoadStatus, message: str) ->
 
 def test_a_rank_that_has_failed_to_load_is_an_error() -> None:
     for others in (OLD, NEW):
-        with pytest.raises(RuntimeError, match="was not loaded on rank 1: the file is damaged"):
+        with pytest.raises(RuntimeError, match="loading the checkpoint failed on rank 1: the file is damaged"):
             decide({0: others, 1: replace(NEW, failure="the file is damaged")}, root=0)
 
 
