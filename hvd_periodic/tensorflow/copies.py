@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from hvd_periodic.tensorflow.exchanges import Exchanges
+from hvd_periodic.tensorflow.lifecycle import ExchangeLifecycle
 
 
 class CopiedUnused:
@@ -15,7 +15,7 @@ class CopiedUnused:
     that the original writes, and those inside of it, are not theirs: they write none.
     """
 
-    _exchanges: Exchanges
+    _lifecycle: ExchangeLifecycle
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind: Any = type(self)
@@ -26,7 +26,7 @@ class CopiedUnused:
         copied = memo[id(self)] = made(*arguments)
         original, copy = self, copied
         while isinstance(copy, CopiedUnused):
-            copy._exchanges.connection.follow(original._exchanges.connection)
+            copy._lifecycle.binding.follow(original._lifecycle.binding)
             original, copy = original.inner_optimizer, copy.inner_optimizer  # type: ignore[attr-defined]
         return copied
 

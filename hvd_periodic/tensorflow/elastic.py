@@ -326,11 +326,11 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
     Raises:
         ValueError: it had other ranks when it was saved, or too many for its rates.
     """
-    if not optimizer._exchanges.started:
-        connection, synchronizer = optimizer._exchanges.connection, optimizer.synchronizer
-        connection.communicator = connection.ranks()
-        optimizer._exchanges.plan.check(connection, optimizer.gradient_group)
-        synchronizer.join(connection.communicator, synchronizer.membership.asked_root, connection.name)
+    if not optimizer._lifecycle.started:
+        binding, synchronizer = optimizer._lifecycle.binding, optimizer.synchronizer
+        binding.communicator = binding.ranks()
+        optimizer._lifecycle.spec.check(binding, optimizer.gradient_group)
+        synchronizer.join(binding.communicator, synchronizer.membership.asked_root, binding.name)
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:

@@ -17,14 +17,13 @@ from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
-from hvd_periodic.tensorflow.connection import RANKS, Connection, NotYetConnected
 from hvd_periodic.tensorflow.copies import CopiedUnused
-from hvd_periodic.tensorflow.exchanges import Exchanges
 from hvd_periodic.tensorflow.fit_end import EndsFit
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.host import outside
+from hvd_periodic.tensorflow.lifecycle import ExchangeLifecycle
 from hvd_periodic.tensorflow.model import (
     NO_VALUES,
     check_policy,
@@ -36,8 +35,9 @@ from hvd_periodic.tensorflow.model import (
     with_rest_of,
 )
 from hvd_periodic.tensorflow.options import KerasOptions
-from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
+from hvd_periodic.tensorflow.rank_binding import RANKS, RankBinding, UnboundRanks
 from hvd_periodic.tensorflow.settings import innermost, show_inside
+from hvd_periodic.tensorflow.spec import OptimizerSpec, gradient_group_inside
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
@@ -88,15 +88,15 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(learning_rate=0.0, name=options["name"])
-        connection = Connection(options["process_set"], options["timeout_seconds"])
+        binding = RankBinding(options["process_set"], options["timeout_seconds"])
         arguments = (optimizer, model, algorithm, period, outer_optimizer, bool(asynchronous), options)
         with spelled(self._spelling):
-            plan = connection.build(lambda: Plan.of(connection, *arguments))
-        self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
-        self._exchanges = Exchanges(connection, plan, self._new_variable, partial(list_variables, self))
+            spec = binding.build(lambda: OptimizerSpec.of(binding, *arguments))
+        self._algorithm, self._schedule, self._center = spec.algorithm, spec.schedule, spec.center
+        self._lifecycle = ExchangeLifecycle(binding, spec, self._new_variable, partial(list_variables, self))
         self._model: weakref.ref[keras.Model] | None = None
-        self.inner_optimizer = plan.optimizer
-        show_inside(plan.optimizer)
+        self.inner_optimizer = spec.optimizer
+        show_inside(spec.optimizer)
         if self._center is not None:
             self._center.track(self, "center_optimizer")
         self._constructed = self._forwards = True
@@ -125,12 +125,12 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         Raises:
             RuntimeError: the optimizer is not built yet; or was loaded, and neither attached nor used yet.
         """
-        return self._exchanges.synchronizer
+        return self._lifecycle.synchronizer
 
     @property
     def gradient_group(self) -> TensorFlowCommunicator | None:
         """The ranks whose gradients an ``hvd.DistributedOptimizer`` inside averages, if there is one."""
-        return self._exchanges.connection.gradient_group or gradient_group_inside(self.inner_optimizer)
+        return self._lifecycle.binding.gradient_group or gradient_group_inside(self.inner_optimizer)
 
     @property
     def is_root(self) -> bool:
@@ -148,7 +148,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             with optimizer.center():
                 model.evaluate(images, labels)
         """
-        if self._exchanges.connection.loaded and self.built:
+        if self._lifecycle.binding.loaded and self.built:
             self._construct()
         return self.synchronizer.center()
 
@@ -181,13 +181,13 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             TypeError: ``distributed`` is none.
             ValueError: the saved state is not that of this model.
         """
-        if self._exchanges.constructed:
+        if self._lifecycle.constructed:
             raise RuntimeError("attach() has to come before the first use of the optimizer")
         if model is not None:
-            check_policy(self._exchanges.plan.options["buffers"], model)
+            check_policy(self._lifecycle.spec.options["buffers"], model)
             self._model = weakref.ref(model)
-        self._exchanges.connection.attach(process_set, distributed)
-        if self._exchanges.connection.loaded and self.built:
+        self._lifecycle.binding.attach(process_set, distributed)
+        if self._lifecycle.binding.loaded and self.built:
             self._construct()
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -208,7 +208,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             self._forwards = False  # Keras would make the variables of these settings again
             super().build(list(variables))
             self._forwards = True
-            self._exchanges.built(self.start, self._construct)
+            self._lifecycle.built(self.start, self._construct)
 
     def start(self) -> None:
         """Let all ranks agree and start from the root's values, or go on from where they were saved, if not yet done.
@@ -219,12 +219,12 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             RuntimeError: the optimizer is not built.
             ValueError: ranks disagree; on all of them.
         """
-        if self._exchanges.started:
+        if self._lifecycle.started:
             return
         if not self.built:
             raise RuntimeError("The optimizer is not built: call optimizer.build(model.trainable_variables)")
         with spelled(self._spelling):
-            self._exchanges.start(self._construct, self.gradient_group)
+            self._lifecycle.start(self._construct, self.gradient_group)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -289,7 +289,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values; not model and process set, see :meth:`attach`."""
         own = {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
-        return self._common_config() | own | {"asynchronous": self._exchanges.plan.asynchronous}
+        return self._common_config() | own | {"asynchronous": self._lifecycle.spec.asynchronous}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -298,21 +298,21 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
         if "center_optimizer" in own:
             own["outer_optimizer"] = own.pop("center_optimizer")
-        made = cls(**own, model=None, process_set=NotYetConnected())
-        made._exchanges.connection.remember(config)
+        made = cls(**own, model=None, process_set=UnboundRanks())
+        made._lifecycle.binding.remember(config)
         return made
 
     def save_own_variables(self, store: Any) -> None:
         """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
-        self._exchanges.write(store)
+        self._lifecycle.write(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Take over what :meth:`save_own_variables` wrote, now or when the variables are there."""
-        self._exchanges.read(store, type(self).__name__)
+        self._lifecycle.read(store, type(self).__name__)
 
     def _common_config(self) -> dict[str, Any]:
         """Return what all named constructors have among their arguments."""
-        return self._exchanges.plan.config(self._outer_key) | self._exchanges.connection.config() | {"name": self.name}
+        return self._lifecycle.spec.config(self._outer_key) | self._lifecycle.binding.config() | {"name": self.name}
 
     def _open(self, variables: Sequence[Any] = ()) -> bool:
         """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.
@@ -323,7 +323,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         Returns:
             Whether the gradients of an eager step, which are there already, are of values that this rank had before.
         """
-        if self._exchanges.opened:
+        if self._lifecycle.opened:
             return False
         eager = tf.executing_eagerly()
         with outside():
@@ -332,16 +332,16 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             before = [native(variable).numpy() for variable in variables] if eager else None
             self.build(with_rest_of(self._model and self._model(), variables))
             self.start()
-            return self._exchanges.open(variables, before) and eager
+            return self._lifecycle.open(variables, before) and eager
 
     def _construct(self) -> None:
         """Make what the exchanges need, now that the variables are known; once."""
-        if self._exchanges.constructed:
+        if self._lifecycle.constructed:
             return
         model = None if self._model is None else self._model()
-        named = named_variables(self._trainable_variables, model, self._exchanges.plan.options["buffers"])
-        self._exchanges.construct(named, self._open)
-        average, local = self._exchanges.connection.average, innermost(self.inner_optimizer)
+        named = named_variables(self._trainable_variables, model, self._lifecycle.spec.options["buffers"])
+        self._lifecycle.construct(named, self._open)
+        average, local = self._lifecycle.binding.average, innermost(self.inner_optimizer)
         self._prepare = GradientPreparation(local, average, self.synchronizer, self._get_variable_index)
 
     def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> Any:

@@ -131,7 +131,7 @@ class KerasPlayer(Player):
             for optimizer in levels_of(made):
                 optimizer.attach(process_set=self.communicator)
             made.build(model.trainable_variables)
-        if trained.optimizer._exchanges.constructed:
+        if trained.optimizer._lifecycle.constructed:
             self.left.append((trained, trained.optimizer))
         trained.abandon()
         trained.model, trained.optimizer = model, made
@@ -208,7 +208,7 @@ class KerasPlayer(Player):
 
     def standing(self, trained: Trained) -> dict[str, Any]:
         """Return the same as other players; a copy that was not built yet has nothing."""
-        if trained.optimizer._exchanges.constructed:
+        if trained.optimizer._lifecycle.constructed:
             return super().standing(trained)
         nothing: dict[str, Any] = {"counters": None, "begun": False, "inside": False, "centers": []}
         return nothing | {"finite": self.is_finite(trained)}

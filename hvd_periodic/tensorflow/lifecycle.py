@@ -12,28 +12,28 @@ from hvd_periodic.comm.agreement import build_on_all
 from hvd_periodic.options import of_exchange
 from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
-from hvd_periodic.tensorflow.connection import Connection
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
-from hvd_periodic.tensorflow.plan import Plan
 from hvd_periodic.tensorflow.progress import ADDED, NewVariable
+from hvd_periodic.tensorflow.rank_binding import RankBinding
 from hvd_periodic.tensorflow.replica import NamedVariables, VariableReplica
 from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
 from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.tensorflow.spec import OptimizerSpec
 from hvd_periodic.wires import as_wire
 
 _CENTER_OPTIMIZER = "center_optimizer."
 """Begins the names under which its variables are saved."""
 
 
-class Exchanges:
+class ExchangeLifecycle:
     """Makes the synchronizer of an optimizer once its variables are known, and begins together with all ranks.
 
     Args:
-        connection: the ranks of the optimizer.
-        plan: what was asked for.
+        binding: the ranks of the optimizer.
+        spec: what was asked for.
         new_variable: makes a variable of the optimizer.
         list_variables: lets other variables be among those of the optimizer, in place of those that it has made.
 
@@ -43,14 +43,14 @@ class Exchanges:
 
     def __init__(
         self,
-        connection: Connection,
-        plan: Plan,
+        binding: RankBinding,
+        spec: OptimizerSpec,
         new_variable: NewVariable,
         list_variables: Callable[[Sequence[Any], Sequence[Any]], object],
     ) -> None:
-        self.connection = connection
-        self.plan = plan
-        self.saved = SavedExchanges(plan.asynchronous)
+        self.binding = binding
+        self.spec = spec
+        self.saved = SavedExchanges(spec.asynchronous)
         self._make_variable, self._list_variables = new_variable, list_variables
         self._made: list[Any] = []
         self._synchronizer: VariableSynchronizer | None = None
@@ -79,7 +79,7 @@ class Exchanges:
         """
         if self._synchronizer is None:
             what, then = "is not built yet, so that there is no center", "build(model.trainable_variables) on all ranks"
-            if self.connection.loaded:
+            if self.binding.loaded:
                 what, then = "was loaded", "attach()"
             raise RuntimeError(f"The optimizer {what}: call optimizer.{then}, or train")
         return self._synchronizer
@@ -91,28 +91,28 @@ class Exchanges:
             named: what is exchanged.
             opening: what a rank without any step still has to do with the others before it leaves.
         """
-        plan, options, connection = self.plan, self.plan.options, self.connection
+        spec, options, binding = self.spec, self.spec.options, self.binding
         replica = VariableReplica(named, self._new_variable, forget_variable=self._forget_variable)
-        ranks, root = connection.communicator, 0
+        ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)
-        if plan.asynchronous or options["center"] != "replicated" or sums:
-            ranks = connection.ranks_of_file()  # What this rank holds of the center or sums has to be known.
+        if spec.asynchronous or options["center"] != "replicated" or sums:
+            ranks = binding.ranks_of_file()  # What this rank holds of the center or sums has to be known.
             root = ranks.rank_of(options["root_rank"])
-        center, values = plan.center, replica.values
+        center, values = spec.center, replica.values
         moving = None if center is None else VariableOuterOptimizer(center, named.parameters, values)
         self._synchronizer = synchronizer = VariableSynchronizer(
             self._new_variable,
             replica,
-            plan.algorithm,
-            plan.schedule,
+            spec.algorithm,
+            spec.schedule,
             ranks,
             root,
-            connection.name,
-            asynchronous=plan.asynchronous,
+            binding.name,
+            asynchronous=spec.asynchronous,
             outer=moving,
-            rates=KerasLearningRate(innermost(plan.optimizer)),
-            local_optimizer=KerasOptimizerState(innermost(plan.optimizer), replica),
-            learning_rate=lambda: native(getattr(plan.optimizer, "learning_rate", None)),
+            rates=KerasLearningRate(innermost(spec.optimizer)),
+            local_optimizer=KerasOptimizerState(innermost(spec.optimizer), replica),
+            learning_rate=lambda: native(getattr(spec.optimizer, "learning_rate", None)),
             **of_exchange(options),
         )
         synchronizer.opening = opening
@@ -131,9 +131,9 @@ class Exchanges:
 
     def built(self, start: Callable[[], object], construct: Callable[[], object]) -> None:
         """Go on with an optimizer whose variables are there: start, if all ranks are about to."""
-        if not self.connection.waits:
+        if not self.binding.waits:
             start()
-        elif not self.connection.loaded:  # That of a file does not know its model yet.
+        elif not self.binding.loaded:  # That of a file does not know its model yet.
             construct()
 
     def start(self, construct: Callable[[], object], gradient_group: TensorFlowCommunicator | None) -> None:
@@ -146,22 +146,22 @@ class Exchanges:
         Raises:
             ValueError: ranks disagree; on all of them.
         """
-        connection = self.connection
-        if connection.waits:
-            connection.connect()
-            build_on_all(connection.communicator, connection.name, lambda: None)  # where new ones check arguments
-        ranks = connection.communicator
+        binding = self.binding
+        if binding.waits:
+            binding.connect()
+            build_on_all(binding.communicator, binding.name, lambda: None)  # where new ones check arguments
+        ranks = binding.communicator
 
         def check() -> None:
             if tf.distribute.has_strategy():
                 raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
-            self.plan.check(connection, gradient_group)
+            self.spec.check(binding, gradient_group)
             construct()
 
-        build_on_all(ranks, connection.name, check)
+        build_on_all(ranks, binding.name, check)
         synchronizer = self.synchronizer
-        synchronizer.join(ranks, ranks.rank_of(self.plan.options["root_rank"]), connection.name)
-        synchronizer.average_within(connection.gradient_group)
+        synchronizer.join(ranks, ranks.rank_of(self.spec.options["root_rank"]), binding.name)
+        synchronizer.average_within(binding.gradient_group)
         synchronizer.start()
         synchronizer.started = True
 
@@ -179,11 +179,11 @@ class Exchanges:
             ValueError: a step that is being compiled holds what layers derived from other weights; on the others their
                 next exchange says so.
         """
-        connection, synchronizer = self.connection, self.synchronizer
+        binding, synchronizer = self.binding, self.synchronizer
         derived = synchronizer.replica.derived_from()
         replaced = synchronizer.begin(CallPoint.BEFORE_UPDATE if variables else CallPoint.END)
         changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before or [], strict=False))
-        replaced |= connection.any_in_group(changed)
+        replaced |= binding.any_in_group(changed)
         stale = before is None and derived != synchronizer.replica.derived_from()
         if stale:  # The others hear of it where they meet next.
             synchronizer.handshake.failure = (
@@ -247,8 +247,8 @@ class Exchanges:
 
     def _name_center_optimizer(self) -> None:
         """Let the variables of the center's optimizer be saved under their names."""
-        center, saved = self.plan.center, self.saved.variables.variables
-        if center is None or self.plan.asynchronous:
+        center, saved = self.spec.center, self.saved.variables.variables
+        if center is None or self.spec.asynchronous:
             return
         for name in [name for name in saved if name.startswith(_CENTER_OPTIMIZER)]:
             del saved[name]
