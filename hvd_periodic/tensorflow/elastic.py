@@ -24,6 +24,7 @@ from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.resharding import require_divisible, resharded
 from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
@@ -326,7 +327,7 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
     Raises:
         ValueError: it had other ranks when it was saved, or too many for its rates.
     """
-    if not optimizer._lifecycle.started:
+    if optimizer.stage < Stage.STARTED:
         binding, synchronizer = optimizer._lifecycle.binding, optimizer.synchronizer
         binding.communicator = binding.ranks()
         optimizer._lifecycle.spec.check(binding, optimizer.gradient_group)

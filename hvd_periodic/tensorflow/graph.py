@@ -43,12 +43,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
 
     Attributes:
-        opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
-            others.
-        started: whether the ranks have agreed, and started from the same values.
-        opened: whether the first step of an optimizer has found out who had loaded what.
         after_exchange: called at the end of every step in which ranks have exchanged.
-        after_join: called where other ranks have joined: other variables may have come in the place of some.
         watched: variables that ``after_exchange`` reads.
     """
 
@@ -56,10 +51,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     progress: VariableProgress
     center_reader: VariableCenterReader
     checkpoint: VariableCheckpoint
-    opening: Callable[[], object] | None = None
-    started = opened = False
     after_exchange: Callable[[], object] | None = None
-    after_join: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -104,8 +96,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """
         self.membership.join(communicator, root, name)
         self.exchanger.join()
-        if self.after_join is not None:
-            self.after_join()
+        self.on_joined()
+
+    def on_joined(self) -> None:
+        """Take note that other variables may have come in the place of some; for subclasses."""
+
+    def on_arrival(self) -> None:
+        """Do what a rank without any step still has to do with the others; for subclasses."""
 
     def held(self) -> list[tf.Variable]:
         """Return the variables that there are, notes last, in the order in which construction makes them."""
@@ -139,7 +136,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.join(communicator, self.membership.asked_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
         self.handshake.rejoin()
-        self.startup.begun, self.started, self.opened = False, True, True
+        self.startup.begun = False
         if self._share is not None and not cut_for_others:
             self._share.assign(self._place)
         if loaded is not None:
@@ -172,7 +169,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def sync(self) -> None:
         """Exchange now, on all ranks, whatever the schedule says; as in the core."""
-        self._open()
+        self.on_arrival()
         if tf.executing_eagerly():
             super().sync()
             return
@@ -183,7 +180,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def leave(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center; as in the core."""
-        self._open()
+        self.on_arrival()
         super().leave()
 
     @contextmanager
@@ -329,10 +326,6 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             others += [variable for store in (*stores, *lent) for variable in store.tensors()]
             stores, lent = [], []
         return [counters, *{id(store): store for store in stores}.values()], others, lent
-
-    def _open(self) -> None:
-        if self.opening is not None:
-            self.opening()
 
     def _maximum(self, value: Any) -> Any:
         """Return the largest value of all ranks, of a scalar."""

@@ -67,10 +67,8 @@ class SavedVariables:
         return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Take over values now, or at :meth:`settle` if the variables are not there."""
+        """Let values wait for :meth:`settle`."""
         self._waiting = {name: np.asarray(values[name]) for name in values}
-        if self.variables:
-            self.settle()
 
     def settle(self) -> None:
         """Assign the values that wait, if any.
@@ -149,28 +147,24 @@ class SavedExchanges:
             for name, value in of_ranks.items():
                 store[name] = value
 
-    def read(self, store: Any, reader: str, synchronizer: VariableSynchronizer | None) -> None:
-        """Take over what :meth:`write` wrote, now or when the variables are there.
+    def read(self, store: Any, reader: str) -> bool:
+        """Let what :meth:`write` wrote wait for :meth:`settle`, and return True.
 
         As in Keras, there is a warning, and nothing else, where another optimizer wrote it.
 
         Args:
             store: of Keras, for one optimizer.
             reader: the class of that optimizer, for the warning.
-            synchronizer: which forgets what is in flight, and goes on with what was; None before there is one.
         """
         names = list(store.keys())
         if names and "local_steps" not in names:
             warnings.warn(f"Skipping what was saved by another optimizer than {reader}", stacklevel=3)
-            return
+            return False
         values = {name: np.asarray(store[name]) for name in names}
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
         self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
-        if synchronizer is not None:
-            synchronizer.exchanger.discard()  # It would move the center that is loaded.
         self.variables.load(values)
-        if synchronizer is not None:
-            self.load_in_flight(synchronizer)
+        return True
 
     def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
         """Return what was read of an asynchronous center, in the form of ``state_dict``; None if nothing was."""
@@ -189,12 +183,13 @@ class SavedExchanges:
         state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
         return {"vectors": vectors, "center_optimizer": state or None}
 
-    def load_in_flight(self, synchronizer: VariableSynchronizer) -> None:
-        """Go on with the exchange that was in flight when what was read was written, if one was.
+    def settle(self, synchronizer: VariableSynchronizer) -> None:
+        """Take over what was read, and go on with the exchange that was in flight when it was written, if one was.
 
         Raises:
-            ValueError: no exchange can be in flight here.
+            ValueError: it is of other variables; or no exchange can be in flight here.
         """
+        self.variables.settle()
         saved, self._in_flight, in_flight = self._in_flight, {}, None
         if saved:
             specs = synchronizer.tensor_groups.parameters.values.layout.specs
