@@ -1,4 +1,7 @@
-"""An ``hvd.DistributedOptimizer`` inside: whose gradients it averages, and how."""
+"""An ``hvd.DistributedOptimizer`` inside: whose gradients it averages, and how.
+
+Horovod has no public names for that. ``tests/parallel/test_distributed_tensorflow.py`` fails where these change.
+"""
 
 from __future__ import annotations
 

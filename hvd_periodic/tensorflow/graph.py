@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.sync.asynchronous import Asynchronous
@@ -22,6 +21,7 @@ from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
+from hvd_periodic.tensorflow.private import compiles_with_xla
 from hvd_periodic.tensorflow.progress import NewVariable, VariableProgress
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCenterReader, VariableCheckpoint
 from hvd_periodic.tensorflow.replica import VariableReplica
@@ -354,7 +354,7 @@ def apart(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def refuse_xla() -> None:
     """Raise where XLA compiles: it knows no Horovod collectives."""
-    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if compiles_with_xla():
         raise ValueError(
             "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "
             "model.compile(), or to the tf.function that applies the gradients"

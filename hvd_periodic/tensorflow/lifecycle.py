@@ -16,9 +16,10 @@ from hvd_periodic.sync.startup import CallPoint
 from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.model import check_policy, list_variables, named_variables, native, with_rest_of
+from hvd_periodic.tensorflow.model import check_policy, named_variables, native, with_rest_of
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
+from hvd_periodic.tensorflow.private import list_variables
 from hvd_periodic.tensorflow.progress import ADDED
 from hvd_periodic.tensorflow.rank_binding import RankBinding
 from hvd_periodic.tensorflow.replica import VariableReplica
