@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.frames import running_methods
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.settings import ForwardedSettings, optimizers_inside
@@ -132,13 +132,9 @@ def callbacks_of_fit(callback: keras.callbacks.Callback) -> list[keras.callbacks
 
     Keras tells callbacks nothing of each other: the list is that of the ``CallbackList`` among the callers.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList) and any(each is callback for each in caller.callbacks):
-            return list(caller.callbacks)
-        frame = frame.f_back
-    return [callback]
+    lists = (each for each, *_ in running_methods() if isinstance(each, keras.callbacks.CallbackList))
+    found = (list(each.callbacks) for each in lists if any(fellow is callback for fellow in each.callbacks))
+    return next(found, [callback])
 
 
 def swaps(callback: keras.callbacks.Callback) -> bool:
