@@ -81,7 +81,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if isinstance(follower, FollowsRate) and not alone:
             follower.maximum = self._maximum
         if self.exchanger.reads_together:
-            self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
+            self._share = new_variable("share", (2,), tf.int64, np.array(self.place))
             self.handshake.checks.append(self._share_problem)
             self.center_reader.share_problem = self._share_problem
         self.progress.make_notes()
@@ -138,7 +138,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.handshake.rejoin()
         self.startup.begun = False
         if self._share is not None and not cut_for_others:
-            self._share.assign(self._place)
+            self._share.assign(self.place)
         if loaded is not None:
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
@@ -163,7 +163,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         begun = self.begun
         super().load_state_dict(state)
         if self._share is not None:
-            self._share.assign(self._place)
+            self._share.assign(self.place)
         if begun:
             self.begin()
 
@@ -333,15 +333,16 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         return self.membership.communicator.allreduce(tf.reshape(value, [1]), name, op="max")()[0]
 
     @property
-    def _place(self) -> list[int]:
+    def place(self) -> list[int]:
+        """Which rank this is, of how many that exchange."""
         return [self.membership.communicator.rank, self.membership.communicator.size]
 
     def _share_problem(self) -> str | None:
         """Return what is wrong if another rank's share of the center was loaded, which may have the same shape."""
-        if self._share is None or (saved := self._share.numpy().tolist()) == self._place:
+        if self._share is None or (saved := self._share.numpy().tolist()) == self.place:
             return None
         return (
-            f"The state loaded on rank {self._place[0]} of {self._place[1]} was saved by rank {saved[0]} of "
+            f"The state loaded on rank {self.place[0]} of {self.place[1]} was saved by rank {saved[0]} of "
             f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
         )
 

@@ -120,7 +120,7 @@ class ExchangeLifecycle:
             return
         spec, options, binding = self.spec, self.spec.options, self.binding
         named = named_variables(self.optimizer._trainable_variables, self.model(), options["buffers"])
-        replica = VariableReplica(named, self._new_variable, forget_variable=self._forget_variable)
+        replica = VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.variables.pop)
         ranks, root = binding.communicator, 0
         sums = as_wire(options["compression"]).forms_sums(ranks, False)
         if spec.asynchronous or options["center"] != "replicated" or sums:
@@ -152,7 +152,7 @@ class ExchangeLifecycle:
             synchronizer.exchanger.has_loaded(saved)
         self._name_center_optimizer()
         if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
-            self._new_variable(SUMS_OF, (2,), tf.int64, np.array([ranks.rank, ranks.size]))
+            self._new_variable(SUMS_OF, (2,), tf.int64, np.array(synchronizer.place))
         varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
         self.saved.variables.later = varying | set(synchronizer.progress.note_variables) | ADDED
         self.saved.settle(synchronizer)
@@ -225,22 +225,15 @@ class ExchangeLifecycle:
     def _forget_sums_of_others(self) -> None:
         """Forget what is left of sums where another rank has left it, and a file or a broadcast has brought it here."""
         marked = self.saved.variables.variables.get(SUMS_OF)
-        if marked is None or (native(marked).numpy() == self._place).all():
-            return
-        self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
-        marked.assign(self._place)
-
-    @property
-    def _place(self) -> np.ndarray:
-        """Which rank this is, of how many that exchange."""
-        communicator = self.synchronizer.membership.communicator
-        return np.array([communicator.rank, communicator.size])
+        if marked is not None and native(marked).numpy().tolist() != self.synchronizer.place:
+            self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
+            marked.assign(self.synchronizer.place)
 
     def write(self, store: Any) -> None:
         """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
         marked, stage = self.saved.variables.variables.get(SUMS_OF), self.optimizer.stage
         if marked is not None and stage is Stage.OPEN:
-            marked.assign(self._place)  # A broadcast after the first step has brought that of another rank.
+            marked.assign(self.synchronizer.place)  # A broadcast after the first step has brought that of another rank.
         synchronizer = self._synchronizer if stage >= Stage.CREATED else None
         self.saved.write(store, synchronizer, stage >= Stage.STARTED)
 
@@ -257,10 +250,6 @@ class ExchangeLifecycle:
         self._made.append(variable)
         self.saved.variables.variables[name] = variable
         return native(variable)
-
-    def _forget_variable(self, name: str) -> None:
-        """Forget a variable, in whose place there will be another for another number of ranks, or none."""
-        del self.saved.variables.variables[name]
 
     def on_joined(self) -> None:
         """Let the optimizer have the variables that there are now, in the order of one that is new."""

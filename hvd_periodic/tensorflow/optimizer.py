@@ -15,7 +15,7 @@ from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
-from hvd_periodic.tensorflow.fit_end import EndsFit
+from hvd_periodic.tensorflow.fit_end import FitEnd, average_among
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.host import outside
@@ -23,13 +23,13 @@ from hvd_periodic.tensorflow.lifecycle import ExchangeLifecycle
 from hvd_periodic.tensorflow.model import NO_VALUES, have_values, only_makes
 from hvd_periodic.tensorflow.options import KerasOptions
 from hvd_periodic.tensorflow.rank_binding import RANKS, RankBinding, UnboundRanks
-from hvd_periodic.tensorflow.settings import show_inside
+from hvd_periodic.tensorflow.settings import ForwardedSettings, optimizers_inside, show_inside
 from hvd_periodic.tensorflow.spec import OptimizerSpec, gradient_group_inside
 from hvd_periodic.tensorflow.stage import Stage
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
-class PeriodicOptimizer(EndsFit):
+class PeriodicOptimizer(ForwardedSettings):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
@@ -55,6 +55,7 @@ class PeriodicOptimizer(EndsFit):
     Attributes:
         inner: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of. In Keras itself
             and in its files, its name is ``inner_optimizer``.
+        fit_end: the end of ``fit`` that the callback ``FinalizeAtEnd`` has prepared, if it is there.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
@@ -65,6 +66,7 @@ class PeriodicOptimizer(EndsFit):
     """What a named constructor calls classes and arguments of the core."""
     _outer_key: ClassVar[str] = "outer_optimizer"
     """Key of the center's optimizer in configurations, and so in files."""
+    fit_end: FitEnd | None = None
 
     @takes(KerasOptions)
     def __init__(
@@ -150,6 +152,27 @@ class PeriodicOptimizer(EndsFit):
         if isinstance(self.inner_optimizer, PeriodicOptimizer):
             self.inner_optimizer._leave_inside()
             self.inner_optimizer.synchronizer.leave()
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Leave training; then set the final values of the wrapped optimizer: the mean of all ranks' moving averages.
+
+        ``fit`` calls this after the last epoch. If the wrapped optimizer has ``use_ema=True``, all ranks have to.
+        """
+        end, self.fit_end = self.fit_end, None
+        averages = any(each.use_ema for each in optimizers_inside(self))
+        if end is not None:
+            end.run()
+        elif averages:
+            self.finalize()
+        self.plain_optimizer.finalize_variable_values(var_list)
+        if averages:
+            self._average(var_list)
+
+    def _average(self, variables: Sequence[Any]) -> None:
+        """Set variables to their mean over all ranks: of optimizers inside first, then of this one."""
+        if isinstance(self.inner_optimizer, PeriodicOptimizer):
+            self.inner_optimizer._average(variables)
+        average_among(self.synchronizer.membership, variables)
 
     def attach(
         self,
