@@ -24,6 +24,7 @@ from hvd_periodic.centers.sharded import Sharded
 from hvd_periodic.centers.tensor_group import TensorGroup, all_buckets
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import depart
+from hvd_periodic.comm.process_end import end_now
 from hvd_periodic.comm.stall_monitor import announce_leaving
 from hvd_periodic.comm.transports import NoSharedMemoryError
 from hvd_periodic.journal.lines import Log, log_of
@@ -401,7 +402,7 @@ def _close_all() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # The shutdown of MPI and Horovod would wait for dead ranks.
+        end_now(0)  # The shutdown of MPI and Horovod would wait for dead ranks.
     depart()
 
 

@@ -6,15 +6,11 @@ The stall monitor reads both from its thread.
 from __future__ import annotations
 
 import math
-import sys
-import sysconfig
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -46,8 +42,6 @@ _AT_ONCE, TICK = 64, 0.05
 
 _NAMED = 8
 """Number of ranks that are described one by one."""
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class StepCounter(Protocol):
@@ -406,16 +400,3 @@ def _seconds(seconds: float) -> str:
         ('0.2 s', '90 s')
     """
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def position() -> str:
-    """Return the location of the main thread of this process, in the user's code if it runs any."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _PACKAGE)
-    first = frame
-    while frame is not None and frame.f_code.co_filename.startswith((*libraries, "<frozen")):
-        frame = frame.f_back
-    found = frame or first
-    if found is None:
-        return "no code of Python"
-    return f"{found.f_code.co_name}(), {found.f_code.co_filename}:{found.f_lineno}"

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Protocol
 
+from hvd_periodic.comm.process_end import end_soon
 from hvd_periodic.comm.stall_protocol import TEXT_BYTES, Datagram, MessageType
 from hvd_periodic.ranks import titled
 
@@ -23,9 +24,6 @@ VARIABLE = "HVD_PERIODIC_TRACEBACKS"
 
 OVER = "its program is over, or has called sys.exit()"
 """Reason given by a process that ends without an error: Python does not reveal the exit code beforehand."""
-
-_HANGS = 10.0
-"""Seconds after which a process that timed out ends, even if a library still waits for other ranks."""
 
 _OTHERS = 3
 """Number of other errors shown."""
@@ -56,7 +54,9 @@ def send_exit_notices(others: Others) -> None:
     """Notify the others when this process ends, and why, if an error ends it.
 
     ``sys.excepthook`` is chained: the previous hook runs first. Python's own hook, which prints the traceback, runs on
-    only one of the ranks that fail.
+    only one of the ranks that fail; that is why an exit function, which could read ``sys.last_value``, does not do.
+    Tests: ``test_failures.py::test_one_rank_prints_its_traceback`` and
+    ``test_failures.py::test_a_hook_of_the_user_is_called_on_every_rank``.
 
     Args:
         others: the ranks to notify.
@@ -85,7 +85,7 @@ def send_exit_notices(others: Others) -> None:
         failed.append(first or text)
         others.announce_exit(failed[-1])
         if isinstance(error, TimeoutError) and "timeout_seconds=" in str(error):
-            atexit.register(_end_soon)  # At exit, Horovod waits for all ranks, and one of them will not arrive.
+            atexit.register(end_soon)  # At exit, Horovod waits for all ranks, and one of them will not arrive.
 
     def on_exit() -> None:
         if os.getpid() == process:
@@ -93,12 +93,6 @@ def send_exit_notices(others: Others) -> None:
 
     sys.excepthook = on_error
     atexit.register(on_exit)
-
-
-def _end_soon() -> None:
-    end = threading.Timer(_HANGS, os._exit, [1])
-    end.daemon = True
-    end.start()
 
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:

@@ -260,7 +260,10 @@ def register(hvd: Any, ranks: list[int]) -> Any:
 
 
 def _ranks_of(hvd: Any, process_set: Any) -> list[int] | None:
-    """Return the ranks that Horovod has under a process set's id: others, or None, after it was reinitialized."""
+    """Return the ranks that Horovod has under a process set's id: others, or None, after it was reinitialized.
+
+    Horovod has no public name for that. Test: ``test_groups.py::test_horovod_tells_the_ranks_of_a_process_set``.
+    """
     registry: Any = importlib.import_module(hvd.ProcessSet.__module__)
     found: dict[int, list[int]] = registry._basics._get_process_set_ids_and_ranks()
     return found.get(process_set.process_set_id)

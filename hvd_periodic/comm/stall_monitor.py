@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_periodic.comm.collective_tracker import TICK, CollectiveTracker, StallQuery, Wait, at_step, position, trackers
+from hvd_periodic.comm.collective_tracker import TICK, CollectiveTracker, StallQuery, Wait, at_step, trackers
 from hvd_periodic.comm.exit_notice import OVER, Failures, prints_every_traceback, send_exit_notices
+from hvd_periodic.comm.process_end import end_now
 from hvd_periodic.comm.stall_protocol import (
     SIZE,
     Datagram,
@@ -39,6 +40,7 @@ from hvd_periodic.comm.stall_protocol import (
     own_addresses,
     stable_hash,
 )
+from hvd_periodic.frames import position
 from hvd_periodic.ranks import named
 
 logger = logging.getLogger("hvd_periodic")
@@ -260,7 +262,7 @@ class StallMonitor:
                 f"Rank {tracker.rank} is in {position()}, and rank {order.rank} has timed out waiting for it: it waited"
             )
             print(f"{line} longer than timeout_seconds={tracker.timeout:g}", file=sys.stderr, flush=True)
-            os._exit(1)
+            end_now(1)
 
     def _raise(self, wait: Wait, error: Exception, prints: bool = True) -> None:
         """Raise an error in the waiting code; if that is inside a library, print the error and end the process."""
@@ -271,7 +273,7 @@ class StallMonitor:
         if prints:
             print(line, file=sys.stderr, flush=True)
         self.announce_exit(line)
-        os._exit(1)
+        end_now(1)
 
     # Exit notices, in the main thread
 

@@ -321,7 +321,7 @@ def _duplicate(ranks: list[int], backends: Mapping[str, str], name: str) -> Any:
     """Return a group of some ranks, created by these ranks alone; its name must be new to them.
 
     ``dist.new_group()`` needs all ranks of the job, or derives a name from the number of groups that a rank is in,
-    which may differ between ranks.
+    which may differ between ranks: this uses names of torch that are not public. Tests: ``test_torch_distributed.py``.
     """
     rank = ranks.index(dist.get_rank())
     config = ",".join(f"{device}:{backend}" for device, backend in ({"cpu": "gloo"} | dict(backends)).items())

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvd_periodic.arguments import outer_name
 from hvd_periodic.tensorflow.model import described
+from hvd_periodic.tensorflow.private import decays, exclude_same_names, track
 from hvd_periodic.tensorflow.store import array_of
 
 _OF_LOCAL_STEPS_ONLY: dict[str, Any] = {
@@ -81,7 +82,7 @@ class CenterOptimizer:
     def track(self, owner: Any, name: str) -> None:
         """Register the center's optimizer with TensorFlow as a part of ``owner``, under a name."""
         self._owner, self._name = owner, name
-        owner._track_trackable(self.optimizer, name, overwrite=True)
+        track(owner, self.optimizer, name)
 
     @property
     def given_rate(self) -> Any:
@@ -156,7 +157,7 @@ class CenterOptimizer:
         """Exclude centers from weight decay if the local optimizer excludes their variables."""
         if self._followed is not None and self._centers:
             pairs = zip(self._parameters, self._centers, strict=True)
-            spared = [center for parameter, center in pairs if not self._followed._use_weight_decay(parameter)]
+            spared = [center for parameter, center in pairs if not decays(self._followed, parameter)]
             self.optimizer.exclude_from_weight_decay(var_list=spared)
         for other in self.others:
             other.follow_exclusions()
@@ -180,7 +181,7 @@ class CenterOptimizer:
     def constants(self) -> dict[str, object]:
         """Return the settings that a compiled :meth:`step` would contain as constants."""
         plain = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, _PLAIN)}
-        spared = [self.optimizer._use_weight_decay(center) for center in self._centers]
+        spared = [decays(self.optimizer, center) for center in self._centers]
         return {**plain, "weight decay": spared}
 
     def shapes(self, centers: Sequence[tuple[str, tuple[int, ...], str]]) -> list[tuple[tuple[int, ...], str]]:
@@ -310,9 +311,7 @@ def _named(path: str, variable: tf.Variable) -> keras.Variable:
 def unused(optimizer: Any) -> Any:
     """Return an unused copy of an optimizer, with the same exclusions from weight decay by name."""
     made = copied(optimizer)
-    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-    if pattern is not None:
-        made._exclude_from_weight_decay_pattern = pattern
+    exclude_same_names(made, optimizer)
     return made
 
 

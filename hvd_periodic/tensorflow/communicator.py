@@ -18,8 +18,9 @@ from hvd_periodic.comm.base import Communicator
 from hvd_periodic.comm.horovod import HorovodCommunicator
 from hvd_periodic.comm.local import only_rank
 from hvd_periodic.comm.subset import Subset
-from hvd_periodic.tensorflow.host import eager, several_threads
+from hvd_periodic.tensorflow.host import several_threads
 from hvd_periodic.tensorflow.host_values import as_array, as_tensor
+from hvd_periodic.tensorflow.private import eager
 
 _HEEDED = ("HorovodAllreduce", "HorovodAllgather", "HorovodBroadcast")
 """Names of collectives by which hvd.elastic.run recognizes a failure due to a lost rank."""

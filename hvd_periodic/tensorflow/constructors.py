@@ -78,7 +78,7 @@ class ElasticAverageOptimizer(PeriodicOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values."""
-        own = {"communication_period": encode(self._schedule), "asynchronous": self._exchanges.plan.asynchronous}
+        own = {"communication_period": encode(self._schedule), "asynchronous": self._lifecycle.spec.asynchronous}
         return self._common_config() | own | vars(self._algorithm)
 
 
@@ -179,5 +179,5 @@ class AGNOptimizer(PeriodicOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values."""
-        own = {"communication_period": encode(self._schedule), "asynchronous": self._exchanges.plan.asynchronous}
+        own = {"communication_period": encode(self._schedule), "asynchronous": self._lifecycle.spec.asynchronous}
         return self._common_config() | own | vars(self._algorithm)

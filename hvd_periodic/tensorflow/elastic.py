@@ -24,6 +24,7 @@ from hvd_periodic.tensorflow.model import native
 from hvd_periodic.tensorflow.optimizer import PeriodicOptimizer
 from hvd_periodic.tensorflow.resharding import require_divisible, resharded
 from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.tensorflow.stage import Stage
 from hvd_periodic.tensorflow.synchronizer import Synchronizer
 
 
@@ -324,11 +325,11 @@ def _connect(optimizer: PeriodicOptimizer) -> None:
     Raises:
         ValueError: it had other ranks when it was saved, or its rates do not allow so many ranks.
     """
-    if not optimizer._exchanges.started:
-        connection, synchronizer = optimizer._exchanges.connection, optimizer.synchronizer
-        connection.communicator = connection.ranks()
-        optimizer._exchanges.plan.check(connection, optimizer.gradient_group)
-        synchronizer.join(connection.communicator, synchronizer.membership.requested_root, connection.name)
+    if optimizer.stage < Stage.STARTED:
+        binding, synchronizer = optimizer._lifecycle.binding, optimizer.synchronizer
+        binding.communicator = binding.ranks()
+        optimizer._lifecycle.spec.check(binding, optimizer.gradient_group)
+        synchronizer.join(binding.communicator, synchronizer.membership.requested_root, binding.name)
 
 
 def _built(model: keras.Model, optimizer: Any) -> Any:

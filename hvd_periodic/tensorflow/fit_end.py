@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_periodic.frames import running_methods
 from hvd_periodic.sync.membership import Membership
 from hvd_periodic.tensorflow.model import native
-from hvd_periodic.tensorflow.settings import ForwardedSettings, optimizers_inside
 from hvd_periodic.tensorflow.store import accumulation_dtype
 
 
@@ -94,51 +93,14 @@ class FitEnd:
         return weights
 
 
-class EndsFit(ForwardedSettings):
-    """An optimizer that ends ``fit`` by an exchange.
-
-    Attributes:
-        fit_end: the end that the callback ``FinalizeAtEnd`` has prepared, if it is there.
-    """
-
-    fit_end: FitEnd | None = None
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """Leave training; then set the final values of the wrapped optimizer: the mean of all ranks' moving averages.
-
-        ``fit`` calls this after the last epoch. If the wrapped optimizer has ``use_ema=True``, all ranks have to.
-        """
-        optimizer: Any = self
-        end, self.fit_end = self.fit_end, None
-        averages = any(each.use_ema for each in optimizers_inside(optimizer))
-        if end is not None:
-            end.run()
-        elif averages:
-            optimizer.finalize()
-        self.plain_optimizer.finalize_variable_values(var_list)
-        if averages:
-            self._average(var_list)
-
-    def _average(self, variables: Sequence[Any]) -> None:
-        """Set variables to their mean over all ranks: of optimizers inside first, then of this one."""
-        optimizer: Any = self
-        if isinstance(optimizer.inner_optimizer, EndsFit):
-            optimizer.inner_optimizer._average(variables)
-        _average_among(optimizer.synchronizer.membership, variables)
-
-
 def callbacks_of_fit(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
     """Return all callbacks of the ``fit`` that calls this one, in their order; this one alone outside of ``fit``.
 
     Keras tells callbacks nothing of each other: the list is that of the ``CallbackList`` among the callers.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList) and any(each is callback for each in caller.callbacks):
-            return list(caller.callbacks)
-        frame = frame.f_back
-    return [callback]
+    lists = (each for each, *_ in running_methods() if isinstance(each, keras.callbacks.CallbackList))
+    found = (list(each.callbacks) for each in lists if any(fellow is callback for fellow in each.callbacks))
+    return next(found, [callback])
 
 
 def swaps(callback: keras.callbacks.Callback) -> bool:
@@ -159,7 +121,7 @@ def _sent(senders: Sequence[Any], array: Any) -> Any:
     return tf.cast(tf.reshape(vector, value.shape), value.dtype).numpy()
 
 
-def _average_among(membership: Membership, variables: Sequence[Any]) -> None:
+def average_among(membership: Membership, variables: Sequence[Any]) -> None:
     """Set variables to their mean over the ranks that exchange."""
     ranks = membership.communicator
     for i, variable in enumerate(map(native, variables)):

@@ -1,4 +1,7 @@
-"""Gradient averaging by a nested ``hvd.DistributedOptimizer``."""
+"""An ``hvd.DistributedOptimizer`` inside: whose gradients it averages, and how.
+
+Horovod has no public names for that. ``tests/parallel/test_distributed_tensorflow.py`` fails where these change.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_periodic.comm.base import Communicator
 from hvd_periodic.schedules.base import Schedule
@@ -22,6 +21,7 @@ from hvd_periodic.tensorflow.host import in_session, outside
 from hvd_periodic.tensorflow.hosted import hosted
 from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.outer import FollowsRate
+from hvd_periodic.tensorflow.private import compiles_with_xla
 from hvd_periodic.tensorflow.progress import NewVariable, VariableProgress
 from hvd_periodic.tensorflow.reading import GraphGradients, VariableCenterReader, VariableCheckpoint
 from hvd_periodic.tensorflow.replica import VariableReplica
@@ -43,12 +43,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         learning_rate: returns the learning rate of the local optimizer; also a tensor, of the graph that asks.
 
     Attributes:
-        opening: called before :meth:`sync` and :meth:`finalize`: what a rank without any step still has to do with the
-            others.
-        started: whether the ranks have agreed, and started from the same values.
-        opened: whether the first step of an optimizer has found out who had loaded what.
         after_exchange: called at the end of every step in which ranks have exchanged.
-        after_join: called where other ranks have joined: other variables may have come in the place of some.
         watched: variables that ``after_exchange`` reads.
     """
 
@@ -60,10 +55,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
     checkpoint_type = VariableCheckpoint
     center_reader_type = VariableCenterReader
     cuts_tensors = False
-    opening: Callable[[], object] | None = None
-    started = opened = False
     after_exchange: Callable[[], object] | None = None
-    after_join: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -86,7 +78,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         if isinstance(follower, FollowsRate) and not alone:
             follower.maximum = self._maximum
         if self.exchanger.reads_together:
-            self._share = new_variable("share", (2,), tf.int64, np.array(self._place))
+            self._share = new_variable("share", (2,), tf.int64, np.array(self.place))
             self.handshake.checks.append(self._share_problem)
             self.center_reader.share_problem = self._share_problem
         self.progress.make_notes()
@@ -105,8 +97,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         """
         self.membership.join(communicator, root, name)
         self.exchanger.join()
-        if self.after_join is not None:
-            self.after_join()
+        self.on_joined()
+
+    def on_joined(self) -> None:
+        """Take note that other variables may have come in the place of some; for subclasses."""
+
+    def on_arrival(self) -> None:
+        """Do what a rank without any step still has to do with the others; for subclasses."""
 
     def held(self) -> list[tf.Variable]:
         """Return the variables that there are, notes last, in the order in which construction makes them."""
@@ -140,9 +137,9 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         self.join(communicator, self.membership.requested_root, name)
         self.replica.refuse_constraints(self.tensor_groups.parameters.center.layout, asynchronous=False)
         self.handshake.rejoin()
-        self.startup.begun, self.started, self.opened = False, True, True
+        self.startup.begun = False
         if self._share is not None and not cut_for_others:
-            self._share.assign(self._place)
+            self._share.assign(self.place)
         if loaded is not None:
             self.load_state_dict({**loaded, "center_optimizer": resharded(loaded["center_optimizer"], self)})
 
@@ -167,13 +164,13 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
         begun = self.begun
         super().load_state_dict(state)
         if self._share is not None:
-            self._share.assign(self._place)
+            self._share.assign(self.place)
         if begun:
             self.begin()
 
     def sync(self) -> None:
         """Exchange now, on all ranks, whatever the schedule says; as in the core."""
-        self._open()
+        self.on_arrival()
         if tf.executing_eagerly():
             super().sync()
             return
@@ -184,7 +181,7 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
 
     def leave(self) -> None:
         """Leave training: exchange what is left, so that all ranks end with the same center; as in the core."""
-        self._open()
+        self.on_arrival()
         super().leave()
 
     @contextmanager
@@ -331,25 +328,22 @@ class VariableSynchronizer(ReplicaSynchronizer[Any]):
             stores, lent = [], []
         return [counters, *{id(store): store for store in stores}.values()], others, lent
 
-    def _open(self) -> None:
-        if self.opening is not None:
-            self.opening()
-
     def _maximum(self, value: Any) -> Any:
         """Return the largest value of all ranks, of a scalar."""
         name = f"{self.membership.name}.maximum.{value.dtype.name}"
         return self.membership.communicator.allreduce(tf.reshape(value, [1]), name, op="max")()[0]
 
     @property
-    def _place(self) -> list[int]:
+    def place(self) -> list[int]:
+        """Which rank this is, of how many that exchange."""
         return [self.membership.communicator.rank, self.membership.communicator.size]
 
     def _share_problem(self) -> str | None:
         """Return what is wrong if another rank's share of the center was loaded, which may have the same shape."""
-        if self._share is None or (saved := self._share.numpy().tolist()) == self._place:
+        if self._share is None or (saved := self._share.numpy().tolist()) == self.place:
             return None
         return (
-            f"The state loaded on rank {self._place[0]} of {self._place[1]} was saved by rank {saved[0]} of "
+            f"The state loaded on rank {self.place[0]} of {self.place[1]} was saved by rank {saved[0]} of "
             f"{saved[1]}, which held another part of the center: save and load a file per rank, on as many ranks"
         )
 
@@ -362,7 +356,7 @@ def apart(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def refuse_xla() -> None:
     """Raise where XLA compiles: it knows no Horovod collectives."""
-    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if compiles_with_xla():
         raise ValueError(
             "Exchanges cannot be compiled by XLA, which has no Horovod collectives: pass jit_compile=False to "
             "model.compile(), or to the tf.function that applies the gradients"

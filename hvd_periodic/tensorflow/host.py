@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.variables import default_variable_creator_v2
+
+from hvd_periodic.tensorflow.private import create_variable
 
 
 def on_host(function: Callable[..., list[int]], inputs: list[tf.Tensor]) -> tf.Tensor:
@@ -33,7 +34,7 @@ def outside() -> Iterator[None]:
     """
 
     def make(_: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
-        return default_variable_creator_v2(**options)
+        return create_variable(**options)
 
     with tf.init_scope():
         if not tf.executing_eagerly():
@@ -47,15 +48,6 @@ def in_session() -> bool:
     """Return whether a TensorFlow 1 graph for sessions is being built, as opposed to a compiled function."""
     with tf.init_scope():
         return not tf.executing_eagerly()
-
-
-def eager() -> AbstractContextManager[None]:
-    """Return a context manager that runs operations eagerly, even if the program has disabled eager execution.
-
-    In such a program, threads in which a graph's Python code runs, or that it starts, would add operations to a graph.
-    """
-    block: AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
-    return block
 
 
 @cache

@@ -22,6 +22,7 @@ from hvd_periodic.buffers import (
     is_statistic,
     policy_asked_for,
 )
+from hvd_periodic.tensorflow.private import all_layers, made_untrainable
 from hvd_periodic.tensorflow.replica import NamedVariables
 
 AnyVariable = Any
@@ -87,20 +88,6 @@ def only_makes(variables: Iterable[AnyVariable]) -> bool:
         return False
     tf.debugging.Assert(False, [NO_VALUES])
     return True
-
-
-def list_variables(optimizer: keras.optimizers.Optimizer, old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Replace variables in an optimizer's list with others, appended at the end.
-
-    This creates a new list, since TensorFlow cannot save a checkpoint of a list from which an item was removed.
-    """
-    gone = set(map(id, old))
-    tracker, kept = optimizer._tracker, [variable for variable in optimizer._variables if id(variable) not in gone]
-    listed = tf.__internal__.tracking.wrap([*kept, *new])
-    optimizer._track_trackable(listed, "_variables", overwrite=True)
-    object.__setattr__(optimizer, "_variables", listed)
-    tracker.config["variables"] = tracker.config["variables"][0], listed
-    tracker.stored_ids["variables"] = set(map(id, listed))
 
 
 def check_policy(buffers: Policies, model: object, loaded: bool = False) -> None:
@@ -179,16 +166,16 @@ def named_variables(
 
 def _deriving(model: keras.Model) -> list[Any]:
     """Return layers that compute with values derived from untrained weights, such as Normalization."""
-    return [layer for layer in model._flatten_layers() if hasattr(layer, "finalize_state") and layer.weights]
+    return [layer for layer in all_layers(model) if hasattr(layer, "finalize_state") and layer.weights]
 
 
 def _statistics(model: keras.Model, deriving: Iterable[Any]) -> set[int]:
     """Return the ids of variables that training changes without gradients, as opposed to frozen weights."""
     return {
         id(native(variable))
-        for layer in model._flatten_layers()
+        for layer in all_layers(model)
         if layer not in deriving
-        for variable in getattr(layer, "_non_trainable_variables", ())
+        for variable in made_untrainable(layer)
     }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import keras
 import tensorflow as tf
@@ -17,36 +15,29 @@ from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import decode, encode
-from hvd_periodic.tensorflow.connection import RANKS, Connection, NotYetConnected
-from hvd_periodic.tensorflow.copies import CopiedUnused
-from hvd_periodic.tensorflow.exchanges import Exchanges
-from hvd_periodic.tensorflow.fit_end import EndsFit
+from hvd_periodic.tensorflow.fit_end import FitEnd, average_among
 from hvd_periodic.tensorflow.gradient_averaging import refuse_as_subclass
-from hvd_periodic.tensorflow.gradients import GradientPreparation
 from hvd_periodic.tensorflow.graph import VariableSynchronizer, refuse_xla
 from hvd_periodic.tensorflow.host import outside
-from hvd_periodic.tensorflow.model import (
-    NO_VALUES,
-    check_policy,
-    have_values,
-    list_variables,
-    named_variables,
-    native,
-    only_makes,
-    with_rest_of,
-)
+from hvd_periodic.tensorflow.lifecycle import ExchangeLifecycle
+from hvd_periodic.tensorflow.model import NO_VALUES, have_values, only_makes
 from hvd_periodic.tensorflow.options import KerasOptions
-from hvd_periodic.tensorflow.plan import Plan, gradient_group_inside
-from hvd_periodic.tensorflow.settings import innermost, show_inside
+from hvd_periodic.tensorflow.rank_binding import RANKS, RankBinding, UnboundRanks
+from hvd_periodic.tensorflow.settings import ForwardedSettings, optimizers_inside, show_inside
+from hvd_periodic.tensorflow.spec import OptimizerSpec, gradient_group_inside
+from hvd_periodic.tensorflow.stage import Stage
 
 
 @keras.saving.register_keras_serializable("hvd_periodic")
-class PeriodicOptimizer(CopiedUnused, EndsFit):
+class PeriodicOptimizer(ForwardedSettings):
     """Any Keras optimizer, with periodic exchange by any algorithm and schedule.
 
     It is an optimizer itself: ``model.compile`` takes it, and ``apply_gradients`` works in an eager loop and in a
     ``tf.function``, whose steps wait for Python where an exchange is due. Learning rate, iterations, loss scale,
     clipping, weight decay and moving averages are those of the wrapped one, also where they are set here.
+
+    Copies are unused optimizers of the same arguments, but of no model. Those of ``copy`` exchange with the same ranks;
+    those of ``pickle`` are told of them, as loaded ones are. They write none of the files that the original writes.
 
     Args:
         optimizer: the local optimizer; also an ``hvd.DistributedOptimizer``, whose averaging of gradients is then done
@@ -64,6 +55,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     Attributes:
         inner: the wrapped optimizer; of an ``hvd.DistributedOptimizer``, the one that it was made of. In Keras itself
             and in its files, its name is ``inner_optimizer``.
+        fit_end: the end of ``fit`` that the callback ``FinalizeAtEnd`` has prepared, if it is there.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of range, or ranks that disagree; on every rank.
@@ -74,6 +66,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     """What a named constructor calls classes and arguments of the core."""
     _outer_key: ClassVar[str] = "outer_optimizer"
     """Key of the center's optimizer in configurations, and so in files."""
+    fit_end: FitEnd | None = None
 
     @takes(KerasOptions)
     def __init__(
@@ -88,18 +81,17 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         **options: Unpack[KerasOptions],
     ) -> None:
         super().__init__(learning_rate=0.0, name=options["name"])
-        connection = Connection(options["process_set"], options["timeout_seconds"])
+        binding = RankBinding(options["process_set"], options["timeout_seconds"])
         arguments = (optimizer, model, algorithm, period, outer_optimizer, bool(asynchronous), options)
         with spelled(self._spelling):
-            plan = connection.build(lambda: Plan.of(connection, *arguments))
-        self._algorithm, self._schedule, self._center = plan.algorithm, plan.schedule, plan.center
-        self._exchanges = Exchanges(connection, plan, self._new_variable, partial(list_variables, self))
-        self._model: weakref.ref[keras.Model] | None = None
-        self.inner_optimizer = plan.optimizer
-        show_inside(plan.optimizer)
+            spec = binding.build(lambda: OptimizerSpec.of(binding, *arguments))
+        self._algorithm, self._schedule, self._center = spec.algorithm, spec.schedule, spec.center
+        self._lifecycle = ExchangeLifecycle(self, binding, spec)
+        self.inner_optimizer = spec.optimizer
+        show_inside(spec.optimizer)
         if self._center is not None:
             self._center.track(self, "center_optimizer")
-        self._constructed = self._forwards = True
+        self.stage = Stage.UNBUILT
         if model is not None:
             self.attach(model)
             if model.built and model.trainable_variables:
@@ -125,12 +117,12 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         Raises:
             RuntimeError: the optimizer is not built yet; or was loaded, and neither attached nor used yet.
         """
-        return self._exchanges.synchronizer
+        return self._lifecycle.synchronizer
 
     @property
     def gradient_group(self) -> TensorFlowCommunicator | None:
         """The ranks whose gradients an ``hvd.DistributedOptimizer`` inside averages, if there is one."""
-        return self._exchanges.connection.gradient_group or gradient_group_inside(self.inner_optimizer)
+        return self._lifecycle.binding.gradient_group or gradient_group_inside(self.inner_optimizer)
 
     @property
     def is_root(self) -> bool:
@@ -148,8 +140,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             with optimizer.center():
                 model.evaluate(images, labels)
         """
-        if self._exchanges.connection.loaded and self.built:
-            self._construct()
+        self._lifecycle.create_loaded()
         return self.synchronizer.center()
 
     def finalize(self) -> None:
@@ -161,6 +152,27 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         if isinstance(self.inner_optimizer, PeriodicOptimizer):
             self.inner_optimizer._leave_inside()
             self.inner_optimizer.synchronizer.leave()
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Leave training; then set the final values of the wrapped optimizer: the mean of all ranks' moving averages.
+
+        ``fit`` calls this after the last epoch. If the wrapped optimizer has ``use_ema=True``, all ranks have to.
+        """
+        end, self.fit_end = self.fit_end, None
+        averages = any(each.use_ema for each in optimizers_inside(self))
+        if end is not None:
+            end.run()
+        elif averages:
+            self.finalize()
+        self.plain_optimizer.finalize_variable_values(var_list)
+        if averages:
+            self._average(var_list)
+
+    def _average(self, variables: Sequence[Any]) -> None:
+        """Set variables to their mean over all ranks: of optimizers inside first, then of this one."""
+        if isinstance(self.inner_optimizer, PeriodicOptimizer):
+            self.inner_optimizer._average(variables)
+        average_among(self.synchronizer.membership, variables)
 
     def attach(
         self,
@@ -181,14 +193,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             TypeError: ``distributed`` is none.
             ValueError: the saved state is not that of this model.
         """
-        if self._exchanges.constructed:
-            raise RuntimeError("attach() has to come before the first use of the optimizer")
-        if model is not None:
-            check_policy(self._exchanges.plan.options["buffers"], model)
-            self._model = weakref.ref(model)
-        self._exchanges.connection.attach(process_set, distributed)
-        if self._exchanges.connection.loaded and self.built:
-            self._construct()
+        self._lifecycle.attach(model, process_set, distributed)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create all state for these variables and, on all ranks together, start from the root's values.
@@ -205,10 +210,9 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
                 raise ValueError(NO_VALUES)
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(list(variables))
-            self._forwards = False  # Keras would make the variables of these settings again
+            self.stage = Stage.BUILDING
             super().build(list(variables))
-            self._forwards = True
-            self._exchanges.built(self.start, self._construct)
+            self._lifecycle.on_built()
 
     def start(self) -> None:
         """Let all ranks agree and start from the root's values, or go on from where they were saved, if not yet done.
@@ -219,12 +223,12 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             RuntimeError: the optimizer is not built.
             ValueError: ranks disagree; on all of them.
         """
-        if self._exchanges.started:
+        if self.stage >= Stage.STARTED:
             return
         if not self.built:
             raise RuntimeError("The optimizer is not built: call optimizer.build(model.trainable_variables)")
         with spelled(self._spelling):
-            self._exchanges.start(self._construct, self.gradient_group)
+            self._lifecycle.start()
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -252,13 +256,13 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         refuse_xla()
         if not self.built and only_makes(variables):
             return
-        replaced = self._open(variables)
+        replaced = self._lifecycle.open(variables)
         self.synchronizer.center_reader.require_outside_center_block("step")
         self._check_variables_are_known(variables)
         if replaced:
             self._count_skipped()
             return
-        gradients, updated = self._prepare(gradients, variables)
+        gradients, updated = self._lifecycle.prepare(gradients, variables)
         self.inner_optimizer.apply(gradients, variables)
         self.synchronizer.step(updated)
 
@@ -272,7 +276,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
         """
         if not self.built:
             raise RuntimeError("The optimizer is not built: call optimizer.build(model.trainable_variables)")
-        self._open(self._trainable_variables)
+        self._lifecycle.open(self._trainable_variables)
         self._count_skipped()
 
     def _count_skipped(self) -> None:
@@ -289,7 +293,7 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor as plain values; not model and process set, see :meth:`attach`."""
         own = {"algorithm": encode(self._algorithm), "period": encode(self._schedule)}
-        return self._common_config() | own | {"asynchronous": self._exchanges.plan.asynchronous}
+        return self._common_config() | own | {"asynchronous": self._lifecycle.spec.asynchronous}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -298,53 +302,45 @@ class PeriodicOptimizer(CopiedUnused, EndsFit):
             own = {key: decode(value) for key, value in config.items() if key not in RANKS}
         if "center_optimizer" in own:
             own["outer_optimizer"] = own.pop("center_optimizer")
-        made = cls(**own, model=None, process_set=NotYetConnected())
-        made._exchanges.connection.remember(config)
+        made = cls(**own, model=None, process_set=UnboundRanks())
+        made._lifecycle.binding.remember(config)
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_config, (_without_files(self.get_config()),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made, arguments = self.__reduce__()
+        copied: Self = made(*arguments)
+        memo[id(self)] = copied
+        original: Any = self
+        copy: Any = copied
+        while isinstance(copy, PeriodicOptimizer):
+            copy._lifecycle.binding.follow(original._lifecycle.binding)
+            original, copy = original.inner_optimizer, copy.inner_optimizer
+        return copied
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
 
     def save_own_variables(self, store: Any) -> None:
         """Save the state of exchanges, by name; the wrapped optimizer is saved beside it."""
-        self._exchanges.write(store)
+        self._lifecycle.write(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Take over what :meth:`save_own_variables` wrote, now or when the variables are there."""
-        self._exchanges.read(store, type(self).__name__)
+        self._lifecycle.read(store, type(self).__name__)
 
     def _common_config(self) -> dict[str, Any]:
         """Return what all named constructors have among their arguments."""
-        return self._exchanges.plan.config(self._outer_key) | self._exchanges.connection.config() | {"name": self.name}
+        return self._lifecycle.spec.config(self._outer_key) | self._lifecycle.binding.config() | {"name": self.name}
 
-    def _open(self, variables: Sequence[Any] = ()) -> bool:
-        """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.
 
-        Args:
-            variables: of which the step is, if it is one.
+def _without_files(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration of which no optimizer writes a file, nor one inside of it."""
+    inside = config.get("optimizer")
+    inner = {} if inside is None else {"optimizer": {**inside, "config": _without_files(inside["config"])}}
+    return {**config, **inner, **{key: none for key, none in _NO_FILES.items() if key in config}}
 
-        Returns:
-            Whether the gradients of an eager step, which are there already, are of values that this rank had before.
-        """
-        if self._exchanges.opened:
-            return False
-        eager = tf.executing_eagerly()
-        with outside():
-            if not tf.executing_eagerly():
-                raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
-            before = [native(variable).numpy() for variable in variables] if eager else None
-            self.build(with_rest_of(self._model and self._model(), variables))
-            self.start()
-            return self._exchanges.open(variables, before) and eager
 
-    def _construct(self) -> None:
-        """Make what the exchanges need, now that the variables are known; once."""
-        if self._exchanges.constructed:
-            return
-        model = None if self._model is None else self._model()
-        named = named_variables(self._trainable_variables, model, self._exchanges.plan.options["buffers"])
-        self._exchanges.construct(named, self._open)
-        average, local = self._exchanges.connection.average, innermost(self.inner_optimizer)
-        self._prepare = GradientPreparation(local, average, self.synchronizer, self._get_variable_index)
-
-    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> Any:
-        """Make a variable that Keras knows to be of this optimizer."""
-        initializer = keras.initializers.Constant(initial_value)
-        return self.add_variable(shape=tuple(shape), dtype=dtype.name, initializer=initializer, name=name)
+_NO_FILES = {"run_log": False, "center_file": None}

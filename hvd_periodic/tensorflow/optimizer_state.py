@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvd_periodic.tensorflow.center_optimizer import copied
 from hvd_periodic.tensorflow.model import native
+from hvd_periodic.tensorflow.private import built_on
 from hvd_periodic.tensorflow.replica import VariableReplica
 from hvd_periodic.vectors.store import Store
 
@@ -99,7 +100,7 @@ class KerasOptimizerState:
 
 def _kept(optimizer: Any) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
     """Yield the name of each entry, the variable, and its state variable of the same shape."""
-    owners = optimizer._trainable_variables
+    owners = built_on(optimizer)
     for attribute, kept in vars(optimizer).items():
         if not isinstance(kept, list) or len(kept) != len(owners) or attribute in _OTHERS:
             continue

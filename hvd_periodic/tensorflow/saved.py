@@ -67,10 +67,8 @@ class SavedVariables:
         return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Assign values now, or at :meth:`settle` if the variables do not exist yet."""
+        """Keep values for :meth:`settle`."""
         self._waiting = {name: np.asarray(values[name]) for name in values}
-        if self.variables:
-            self.settle()
 
     def settle(self) -> None:
         """Assign the waiting values, if any.
@@ -149,29 +147,24 @@ class SavedExchanges:
             for name, value in of_ranks.items():
                 store[name] = value
 
-    def read(self, store: Any, reader: str, synchronizer: VariableSynchronizer | None) -> None:
-        """Load the state that :meth:`write` saved, now or when the variables exist.
+    def read(self, store: Any, reader: str) -> bool:
+        """Keep the state that :meth:`write` saved for :meth:`settle`, and return True.
 
         As in Keras, a state that was saved by another optimizer is skipped with a warning.
 
         Args:
             store: Keras's store for one optimizer.
             reader: the class name of that optimizer, for the warning.
-            synchronizer: the synchronizer, which replaces its exchange in flight with the saved one; None before it
-                exists.
         """
         names = list(store.keys())
         if names and "local_steps" not in names:
             warnings.warn(f"Skipping what was saved by another optimizer than {reader}", stacklevel=3)
-            return
+            return False
         values = {name: np.asarray(store[name]) for name in names}
         self._center = {name: values.pop(name) for name in names if name.startswith(_CENTER)}
         self._in_flight = {name: values.pop(name) for name in names if name.startswith(_IN_FLIGHT)}
-        if synchronizer is not None:
-            synchronizer.exchanger.discard()  # The exchange in flight would update the loaded center.
         self.variables.load(values)
-        if synchronizer is not None:
-            self.load_in_flight(synchronizer)
+        return True
 
     def center(self, groups: TensorGroups[Any]) -> dict[str, Any] | None:
         """Return the loaded asynchronous center in the format of ``state_dict``; None if there is none."""
@@ -190,12 +183,13 @@ class SavedExchanges:
         state = [self._center[f"{_CENTER}_optimizer.{i}"] for i in range(len(of_optimizer))]
         return {"vectors": vectors, "center_optimizer": state or None}
 
-    def load_in_flight(self, synchronizer: VariableSynchronizer) -> None:
-        """Continue the exchange that was in flight when the state was saved, if there was one.
+    def settle(self, synchronizer: VariableSynchronizer) -> None:
+        """Assign the loaded values, and continue the exchange that was in flight when they were saved.
 
         Raises:
-            ValueError: exchanges are never in flight here.
+            ValueError: the values belong to other variables; or exchanges are never in flight here.
         """
+        self.variables.settle()
         saved, self._in_flight, in_flight = self._in_flight, {}, None
         if saved:
             specs = synchronizer.tensor_groups.parameters.values.layout.specs

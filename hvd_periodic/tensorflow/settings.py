@@ -7,16 +7,18 @@ from typing import Any
 
 import keras
 
+from hvd_periodic.tensorflow.stage import Stage
+
 FOLLOWED = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
 """Settings of a local optimizer that also its copy for the center follows."""
 
 
 def _context(name: str) -> property:
     def read(self: ForwardedSettings) -> Any:
-        return getattr(self.plain_optimizer, name) if self._forwards else None
+        return getattr(self.plain_optimizer, name) if self._forwards() else None
 
     def write(self: ForwardedSettings, value: Any) -> None:
-        if self._forwards:
+        if self._forwards():
             self._set(name, value)
 
     return property(read, write, doc=f"``{name}`` of the wrapped optimizer.")
@@ -26,11 +28,13 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     """A wrapper whose settings are those of the optimizer that takes the local steps.
 
     A step that was compiled before keeps those that it was compiled with, as everywhere in Keras.
+
+    Attributes:
+        stage: where the optimizer is in its life.
     """
 
     inner_optimizer: keras.optimizers.Optimizer
-    _constructed = False
-    _forwards = False  # While Keras constructs or builds the wrapper itself, which has no such settings.
+    stage = Stage.CONSTRUCTING
     _center: Any = None
 
     weight_decay = _context("weight_decay")
@@ -49,6 +53,10 @@ class ForwardedSettings(keras.optimizers.Optimizer):
         while isinstance(optimizer, (ForwardedSettings, keras.optimizers.LossScaleOptimizer)):
             optimizer = optimizer.inner_optimizer
         return optimizer
+
+    def _forwards(self) -> bool:
+        """Return whether settings are those of the optimizer inside: Keras is to find none for the wrapper itself."""
+        return self.stage not in (Stage.CONSTRUCTING, Stage.BUILDING)
 
     def _set(self, name: str, value: Any) -> None:
         plain = self.plain_optimizer
@@ -86,7 +94,7 @@ class ForwardedSettings(keras.optimizers.Optimizer):
     @loss_scale_factor.setter
     def loss_scale_factor(self, factor: float | None) -> None:
         # A LossScaleOptimizer sets it to None when it is wrapped around this one.
-        if self._constructed:
+        if self.stage > Stage.CONSTRUCTING:
             raise ValueError(
                 f"{type(self).__name__} must not be inside a LossScaleOptimizer, under which a rank whose gradients "
                 "overflow would not count the step: the LossScaleOptimizer goes inside, "

@@ -25,6 +25,7 @@ from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
 from hvd_periodic.tensorflow.options import TensorFlowOptions
 from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
 from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.stage import Stage
 
 
 class Synchronizer(VariableSynchronizer):
@@ -86,6 +87,7 @@ class Synchronizer(VariableSynchronizer):
         communicator = communicator_of(options["process_set"])
         name = "alone" if communicator.elastic else communicator.unique_name(options["timeout_seconds"])
         self.variables: list[tf.Variable] = []
+        self._stage = Stage.CREATED
 
         def build() -> None:
             owner = model if isinstance(model, keras.Model) else None
@@ -118,25 +120,28 @@ class Synchronizer(VariableSynchronizer):
                 **of_exchange(options),
             )
             self._moved = None if asynchronous else moved
-            self.after_join = self._list_variables
             self._list_variables()
 
         if communicator.elastic:  # Others may have been constructed long before: all meet at the first step.
             build()
             return
         build_on_all(communicator, name, build)
-        self.started = True
+        self._stage = Stage.STARTED
         self.start()
 
     def begin(self, call_point: CallPoint = CallPoint.BEFORE_UPDATE) -> bool:
         """Begin training, as every synchronizer does; under elastic Horovod, meet the other ranks now."""
         with outside():
-            if not self.started:
-                self.started = True
+            if self._stage < Stage.STARTED:
                 communicator = self.membership.communicator
                 self.join(communicator, self.membership.requested_root, communicator.unique_name())
                 self.start()
         return super().begin(call_point)
+
+    def on_joined(self) -> None:
+        """List the variables that there are now; these ranks start together."""
+        self._stage = Stage.STARTED
+        self._list_variables()
 
     def _list_variables(self) -> None:
         """Let ``variables`` be all that there are, in an order that does not tell which ranks have been there before.

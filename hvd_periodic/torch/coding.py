@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_periodic.torch import foreach
 from hvd_periodic.torch.dtypes import REALS
 from hvd_periodic.vectors.coding import BLOCK, Coding
 
@@ -54,7 +55,7 @@ class TensorCoding(Coding[torch.Tensor]):
             if real.numel() and real.dtype in REALS:
                 by_kind.setdefault((real.device, real.dtype), []).append(real.detach())
         for same_kind in by_kind.values():
-            if not bool(torch.stack(torch._foreach_norm(same_kind)).isfinite().all()):
+            if not bool(torch.stack(foreach.norm(same_kind)).isfinite().all()):
                 extremes = torch.stack([extreme for tensor in same_kind for extreme in torch.aminmax(tensor)])
                 if not bool(extremes.isfinite().all()):
                     return False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_periodic.comm.base import Communicator
@@ -49,26 +48,20 @@ def island_of(
     return next((averaged for averaged in found if averaged.size > 1), None)
 
 
-_wrappers: WeakSet[DistributedDataParallel] = WeakSet()
-"""All wrappers made in this process since this module was imported: trainers wrap models after optimizers are made."""
-
-
-def _note(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
-    """Record the wrapper of a module; a parameter has no reference to its wrapper."""
-    if isinstance(module, DistributedDataParallel):
-        _wrappers.add(module)
-
-
-register_module_module_registration_hook(_note)
-
-
 def averaging_among(tensors: Iterable[torch.Tensor], ranks: Sequence[int]) -> list[DistributedDataParallel]:
-    """Return the active wrappers that average gradients of these parameters among all of these ranks of the job."""
-    ours = set(map(id, tensors)) if _wrappers else set()
+    """Return the active wrappers that average gradients of these parameters among all of these ranks of the job.
+
+    Trainers wrap models after optimizers are made, and a parameter has no reference to its wrapper: this looks at all
+    objects of the process, once when training begins.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    ours = set(map(id, tensors))
     return [
         wrapper
-        for wrapper in list(_wrappers)
-        if any(id(parameter) in ours for parameter in wrapper.module.parameters())
+        for wrapper in gc.get_objects()
+        if issubclass(type(wrapper), DistributedDataParallel)
+        and any(id(parameter) in ours for parameter in wrapper.module.parameters())
         and wrapper.require_backward_grad_sync
         and len(ranks) > 1
         and set(ranks) <= set(dist.get_process_group_ranks(wrapper.process_group))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hvd_periodic.torch import foreach
+
 
 def unscale(optimizer: torch.optim.Optimizer) -> bool:
     """Divide the gradients by the scale that a GradScaler left on the optimizer; return whether they are finite.
@@ -22,5 +24,5 @@ def unscale(optimizer: torch.optim.Optimizer) -> bool:
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients: GradScaler is for float32 parameters")
         with torch.no_grad():
-            torch._foreach_mul_(gradients, 1.0 / float(scale))
+            foreach.multiply(gradients, 1.0 / float(scale))
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -12,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvd_periodic.frames import running_methods
 from hvd_periodic.torch.neutral import eagerly
 from hvd_periodic.torch.state_making import makes_state_only
 from hvd_periodic.torch.synchronizer import Synchronizer
@@ -120,13 +120,10 @@ class InnerSteps:
 
     def _caller(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the outermost method of a watched optimizer that is running or about to run."""
-        watched = [each() for each in self._optimizers]
-        found, frame = f"{type(optimizer).__name__}.step()", sys._getframe(1).f_back
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if any(owner is each for each in watched) and frame.f_globals.get("__name__") != "torch.optim.optimizer":
-                found = f"{type(owner).__name__}.{frame.f_code.co_name}()"
-            frame = frame.f_back
+        watched, found = [each() for each in self._optimizers], f"{type(optimizer).__name__}.step()"
+        for owner, name, module in running_methods():
+            if owner is not None and any(owner is each for each in watched) and module != "torch.optim.optimizer":
+                found = f"{type(owner).__name__}.{name}()"
         return found
 
 

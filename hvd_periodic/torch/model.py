@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from hvd_periodic.buffers import LOCAL, policy_asked_for
+from hvd_periodic.frames import arguments_of
 from hvd_periodic.named import unique_pairs
 from hvd_periodic.torch.buffers import Buffers, policies, policy_of
 from hvd_periodic.torch.sharded_parameters import is_sharded, reshard
@@ -140,7 +141,7 @@ def _module_behind(model: Model) -> torch.nn.Module | None:
     Scripts pass ``model.named_parameters()``, as to ``hvd.DistributedOptimizer``. Treated as plain pairs, it would
     silently leave the batch-norm statistics of each rank out of exchanges.
     """
-    arguments = dict(model.gi_frame.f_locals) if isinstance(model, GeneratorType) and model.gi_frame else {}
+    arguments = arguments_of(model) if isinstance(model, GeneratorType) else {}
     module = arguments.pop("self", None)
     _refuse_unsupported(module)
     if not isinstance(model, GeneratorType) or model.gi_code is not torch.nn.Module.named_parameters.__code__:

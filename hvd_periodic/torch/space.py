@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_periodic.torch import foreach
 from hvd_periodic.torch.coding import TensorCoding
 from hvd_periodic.vectors.coding import BLOCK
 from hvd_periodic.vectors.space import VectorSpace
@@ -70,11 +71,11 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
         self, x: list[torch.Tensor], y: list[torch.Tensor], out: list[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Return ``x - y``."""
-        return list(torch._foreach_sub(x, y))
+        return list(foreach.subtract(x, y))
 
     def axpy(self, a: float, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
         """Add ``a x`` to ``y``."""
-        torch._foreach_add_(y, x, alpha=a)
+        foreach.add(y, x, alpha=a)
         return y
 
     def add_difference(
@@ -115,30 +116,30 @@ class TensorListSpace(VectorSpace[list[torch.Tensor]]):
 
     def scale(self, a: float, x: list[torch.Tensor]) -> list[torch.Tensor]:
         """Multiply ``x`` by ``a``."""
-        torch._foreach_mul_(x, a)
+        foreach.multiply(x, a)
         return x
 
     def lerp(self, x: list[torch.Tensor], y: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
         """Move ``x`` towards ``y``."""
-        torch._foreach_lerp_(x, y, weight)
+        foreach.lerp(x, y, weight)
         return x
 
     def maximum(self, x: list[torch.Tensor], y: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the elementwise maximum."""
-        return list(torch._foreach_maximum(x, y))
+        return list(foreach.maximum(x, y))
 
     def copy(self, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return a copy, in ``out`` if given."""
         if out is None:
             return [tensor.clone() for tensor in x]
-        torch._foreach_copy_(out, x)
+        foreach.copy(out, x)
         return out
 
     def zeros_like(self, x: list[torch.Tensor], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return zeros, in ``out`` if given."""
         if out is None:
             return [torch.zeros_like(tensor) for tensor in x]
-        torch._foreach_zero_(out)
+        foreach.zero(out)
         return out
 
     def dot(self, x: list[torch.Tensor], y: list[torch.Tensor]) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
+from hvd_periodic.frames import calling_module
 from hvd_periodic.torch.gradient_averaging import innermost, plain_class
 
 _LIBRARIES = ("horovod.torch.functions", "torch.distributed.checkpoint.state_dict")
@@ -17,10 +16,7 @@ _BETWEEN = ("torch.optim.", "torch.utils.", "torch._dynamo.", "hvd_periodic.")
 
 def makes_state_only() -> bool:
     """Return whether the current step is one that a library takes only to create an optimizer's state."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") in _LIBRARIES
+    return calling_module(_BETWEEN) in _LIBRARIES
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

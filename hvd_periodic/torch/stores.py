@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from hvd_periodic.torch import foreach
 from hvd_periodic.torch.dtypes import INTEGERS, REALS
 from hvd_periodic.torch.sharded_parameters import shard_of
 from hvd_periodic.vectors.layout import Bucket, Layout
@@ -43,7 +44,7 @@ class TensorStore(PackedStore[torch.Tensor]):
             if views is None:
                 super().write(bucket, value)
             else:
-                torch._foreach_copy_(views, torch.split_with_sizes(value, [view.shape[0] for view in views]))
+                foreach.copy(views, torch.split_with_sizes(value, [view.shape[0] for view in views]))
 
     def _flat_views(self, bucket: Bucket) -> list[torch.Tensor] | None:
         """Return the memory of the pieces of a bucket; None if some tensor is not contiguous.

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_periodic.tensorflow as hvdp
+from hvd_periodic.tensorflow.stage import Stage
 from tests.fuzz.player import ALGORITHMS, PERIODS, Player, Setup, Trained
 from tests.fuzz.ranks import InjectedError, TableCommunicator
 
@@ -131,7 +132,7 @@ class KerasPlayer(Player):
             for optimizer in levels_of(made):
                 optimizer.attach(process_set=self.communicator)
             made.build(model.trainable_variables)
-        if trained.optimizer._exchanges.constructed:
+        if trained.optimizer.stage >= Stage.CREATED:
             self.left.append((trained, trained.optimizer))
         trained.abandon()
         trained.model, trained.optimizer = model, made
@@ -208,7 +209,7 @@ class KerasPlayer(Player):
 
     def standing(self, trained: Trained) -> dict[str, Any]:
         """Return the same as other players; a copy that was not built yet has nothing."""
-        if trained.optimizer._exchanges.constructed:
+        if trained.optimizer.stage >= Stage.CREATED:
             return super().standing(trained)
         nothing: dict[str, Any] = {"counters": None, "begun": False, "inside": False, "centers": []}
         return nothing | {"finite": self.is_finite(trained)}

@@ -416,7 +416,7 @@ def resume(center: str) -> Any:
         other.attach(other_model)
         other.start()
         found = {"restored": before == all_bits(other_model, other)}
-        other.synchronizer.opening()  # The first step would do it, and all ranks together.
+        other.synchronizer.on_arrival()  # The first step would do it, and all ranks together.
         for taken in (step, train_step(other_model, other)):
             take_turns(taken, 2, 7)
         found["went on"] = all_bits(model, optimizer) == all_bits(other_model, other)

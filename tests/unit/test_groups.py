@@ -36,3 +36,9 @@ def test_process_sets_are_made_anew_when_horovod_was_initialized_anew(monkeypatc
         assert registered[again.process_set_id] == [0, 1]
         assert again is not first
         first = again
+
+
+def test_horovod_tells_the_ranks_of_a_process_set() -> None:
+    hvd = pytest.importorskip("horovod.torch")
+    hvd.init()
+    assert communicator._ranks_of(hvd, hvd.global_process_set) == [0]

@@ -26,6 +26,15 @@ MAY_NAME_HOROVOD = {"torch", "tensorflow", *COMMAND_LINE}
 
 HEAVY = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "rich", "matplotlib"}
 
+IN_ONE_FILE = {
+    r"\b(_getframe|currentframe|_current_frames|f_locals|f_back|gi_frame)\b": "frames.py",
+    r"\bos\._exit\b": "comm/process_end.py",
+    r"\bexcepthook = ": "comm/exit_notice.py",
+    r"\b_foreach_": "torch/foreach.py",
+    r"\btensorflow\.python\b|__internal__|\bkeras\.src\b": "tensorflow/private.py",
+}
+"""What reaches into Python or a framework, and the file of each kind."""
+
 NAMES_HOROVOD = re.compile(r"horovod(\.\w+)*")
 
 
@@ -103,3 +112,38 @@ def test_the_core_loads_no_framework(module: str) -> None:
 def test_what_the_package_offers_is_there() -> None:
     for name in hvd_periodic.__all__:
         assert getattr(hvd_periodic, name) is not None
+
+
+def test_what_reaches_into_python_or_a_framework_is_in_one_file_of_each_kind() -> None:
+    for pattern, home in IN_ONE_FILE.items():
+        found = [path.relative_to(PACKAGE).as_posix() for path in SOURCES if re.search(pattern, code_of(path))]
+        assert found == [home]
+
+
+def code_of(path: Path) -> str:
+    """Return a source file without comments."""
+    return ast.unparse(ast.parse(path.read_text()))
+
+
+def test_importing_the_package_has_no_side_effects() -> None:
+    program = """
+import atexit, gc, json, logging, os, signal, sys, threading, warnings
+import numpy
+
+def state():
+    signals = [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())]
+    threads = [thread.name for thread in threading.enumerate()]
+    loggers = [logging.getLogger().handlers, logging.getLogger("hvd_periodic").handlers, logging.getLogger().level]
+    hooks = [sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()]
+    return list(map(str, [signals, threads, loggers, hooks, warnings.filters, gc.callbacks, sys.meta_path, sys.path,
+                          atexit._ncallbacks(), sorted(os.environ.items()), os.getcwd()]))
+
+before = state()
+import hvd_periodic
+print(json.dumps([before, state()]))
+"""
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE * 60, check=True)
+    before, after = json.loads(done.stdout)
+    assert before == after

@@ -117,7 +117,7 @@ def all_local(path: str, variable: Any) -> str:
 def test_policies_are_part_of_the_configuration(buffers: Any) -> None:
     config = wrap(Queued(), buffers).get_config()
     loaded = hvdp.ModelAverageOptimizer.from_config(config)
-    assert loaded._exchanges.plan.options["buffers"] == buffers
+    assert loaded._lifecycle.spec.options["buffers"] == buffers
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_file_in_which_all_variables_were_averaged(tmp_path: Path) -> None:
     model.compile(optimizer, "mse", jit_compile=False)
     x = np.arange(16.0).reshape(8, 2)
     model.fit(x, x, batch_size=2, verbose=0)
-    optimizer._exchanges.plan.options["buffers"] = None  # as in the file of version 0.1
+    optimizer._lifecycle.spec.options["buffers"] = None  # as in the file of version 0.1
     model.save(tmp_path / "model.keras")
     with optimizer.center():
         expected = [variable.numpy() for variable in model.non_trainable_variables if "moving" in variable.path]

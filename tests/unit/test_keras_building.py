@@ -13,10 +13,11 @@ keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
-from hvd_periodic import Communicator  # noqa: E402
+from hvd_periodic import Communicator, LocalCommunicator  # noqa: E402
+from hvd_periodic.tensorflow.stage import Stage  # noqa: E402
 from tests.conformance.test_front_ends import Delegate  # noqa: E402
 from tests.helpers import run_ranks  # noqa: E402
-from tests.unit.test_keras_optimizer import wrap  # noqa: E402
+from tests.unit.test_keras_optimizer import parameter, wrap  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -91,3 +92,22 @@ def test_a_step_that_is_compiled_with_what_layers_were_adapted_to() -> None:
     assert [len(found) for found in told] == [1, 2]
     assert all("Layers of this rank were adapted otherwise" in error for found in told for error in found)
     assert told[0][0].startswith("Rank 1 failed")
+
+
+def test_the_stages_of_an_optimizer_and_of_one_that_was_loaded() -> None:
+    optimizer, variable = wrap("average", keras.optimizers.SGD(1.0)), parameter()
+    loaded = type(optimizer).from_config(optimizer.get_config())
+    assert type(optimizer).stage is Stage.CONSTRUCTING
+    assert (optimizer.stage, loaded.stage) == (Stage.UNBUILT, Stage.UNBUILT)
+    for each in (optimizer, loaded):
+        each.build([variable])
+    assert (optimizer.stage, loaded.stage) == (Stage.STARTED, Stage.BUILT)
+    with pytest.raises(RuntimeError, match="was loaded"):
+        loaded.synchronizer.sync()
+    loaded.attach(process_set=LocalCommunicator())
+    assert loaded.stage is Stage.CREATED
+    with pytest.raises(RuntimeError, match="attach\\(\\) has to come before the first use"):
+        loaded.attach(process_set=LocalCommunicator())
+    optimizer.apply([tf.ones(2)])
+    loaded.synchronizer.finalize()
+    assert (optimizer.stage, loaded.stage) == (Stage.OPEN, Stage.OPEN)

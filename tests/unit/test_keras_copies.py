@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow")
 
 import hvd_periodic.tensorflow as hvdp  # noqa: E402
 from hvd_periodic import LocalCommunicator  # noqa: E402
-from hvd_periodic.tensorflow.connection import Connection  # noqa: E402
+from hvd_periodic.tensorflow.rank_binding import RankBinding  # noqa: E402
 from tests.unit.test_keras_optimizer import descend, parameter, wrap  # noqa: E402
 
 pytestmark = pytest.mark.timeout(90)
@@ -116,8 +116,8 @@ def test_ranks_that_a_function_returned_are_known_after_horovod_has_ended(monkey
     import horovod.tensorflow as hvd
 
     hvd.init()
-    connection = Connection(lambda: range(hvd.size()))
-    assert connection.config()["process_set"] == [0]
+    binding = RankBinding(lambda: range(hvd.size()))
+    assert binding.config()["process_set"] == [0]
     monkeypatch.setattr(hvd, "is_initialized", lambda: False)
     monkeypatch.setattr(hvd, "size", lambda: pytest.fail("asked"))
-    assert connection.config()["process_set"] == [0]
+    assert binding.config()["process_set"] == [0]

@@ -372,7 +372,7 @@ def test_the_process_set_of_a_loaded_optimizer_is_kept_until_it_is_given_one(tmp
     w = parameter([0.0])
     loaded.build([w])
     with pytest.raises(ValueError, match=r"trained on the process set of ranks 0 and 2.*attach\(process_set=...\)"):
-        loaded._exchanges.connection.refuse_other_ranks(loaded.gradient_group)
+        loaded._lifecycle.binding.refuse_other_ranks(loaded.gradient_group)
     loaded.attach(process_set=LocalCommunicator())
     for _ in range(2):
         loaded.apply([tf.constant([-1.0])])

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, TensorStore, branch
-from hvd_periodic.tensorflow.host import eager
 from hvd_periodic.tensorflow.host_values import Blocks, HostValues
 from hvd_periodic.tensorflow.hosted import on_arrays
+from hvd_periodic.tensorflow.private import eager
 from hvd_periodic.vectors.layout import Bucket
 from hvd_periodic.vectors.store import Store
 

@@ -22,20 +22,20 @@ RANKS = ("process_set", "averaged")
 """What a configuration says of them: which exchanged, and whose gradients were averaged inside."""
 
 
-class NotYetConnected(LocalCommunicator):
-    """Stands in for the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
+class UnboundRanks(LocalCommunicator):
+    """Stand in for the ranks of a loaded optimizer until it is trained: loading and evaluating do not communicate."""
 
     sums = HorovodCommunicator.sums
 
 
-class Connection:
+class RankBinding:
     """The ranks that exchange, and those whose gradients are averaged inside.
 
     A saved configuration only says which they were. A loaded optimizer is told by :meth:`attach`, and connected at its
     first step.
 
     Args:
-        process_set: the ranks that exchange, as the user has given them; :class:`NotYetConnected` for a loaded one.
+        process_set: the ranks that exchange, as the user has given them; :class:`UnboundRanks` for a loaded one.
         timeout_seconds: for which they wait for each other.
 
     Attributes:
@@ -48,7 +48,7 @@ class Connection:
     """
 
     def __init__(self, process_set: Any, timeout_seconds: float | None = None) -> None:
-        self.loaded = isinstance(process_set, NotYetConnected)
+        self.loaded = isinstance(process_set, UnboundRanks)
         self.communicator = communicator_of(process_set)
         self.waits = self.loaded or self.communicator.elastic
         self.name = "alone" if self.waits else self.communicator.unique_name(timeout_seconds)
@@ -95,7 +95,7 @@ class Connection:
                 )
             self.average = GradientAverage(distributed)
 
-    def follow(self, other: Connection) -> None:
+    def follow(self, other: RankBinding) -> None:
         """Be of the ranks of another optimizer, of which this one is a copy; before the first step."""
         self._process_set, self.average, self._saved = other._process_set, other.average, other._saved
 

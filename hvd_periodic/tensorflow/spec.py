@@ -19,16 +19,16 @@ from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.center_optimizer import CenterOptimizer
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.config import encode
-from hvd_periodic.tensorflow.connection import RANKS, Connection
 from hvd_periodic.tensorflow.gradient_averaging import split_distributed
 from hvd_periodic.tensorflow.model import check_policy, described
 from hvd_periodic.tensorflow.options import KerasOptions
+from hvd_periodic.tensorflow.rank_binding import RANKS, RankBinding
 from hvd_periodic.tensorflow.settings import innermost
 from hvd_periodic.wires import as_wire
 
 
 @dataclass(frozen=True)
-class Plan:
+class OptimizerSpec:
     """The arguments of a constructor, checked.
 
     Attributes:
@@ -50,7 +50,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        connection: Connection,
+        binding: RankBinding,
         optimizer: object,
         model: object,
         algorithm: Algorithm | Callable[[], Algorithm],
@@ -58,8 +58,8 @@ class Plan:
         outer_optimizer: object,
         asynchronous: bool,
         options: KerasOptions,
-    ) -> Plan:
-        """Return the plan, and tell the connection how gradients are averaged inside.
+    ) -> OptimizerSpec:
+        """Return the checked arguments, and tell the binding how gradients are averaged inside.
 
         Of a loaded optimizer, what depends on the ranks is checked at its start.
 
@@ -68,33 +68,33 @@ class Plan:
         """
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise TypeError(f"`optimizer` must be a keras.optimizers.Optimizer. Received: {described(optimizer)}")
-        inside, connection.average = split_distributed(optimizer)
+        inside, binding.average = split_distributed(optimizer)
         _check_levels(inside, options["overlap"])
-        check_policy(options["buffers"], model, connection.loaded)
+        check_policy(options["buffers"], model, binding.loaded)
         placement_of(options["center"])
         as_wire(options["compression"])
         made = algorithm if isinstance(algorithm, Algorithm) else algorithm()
-        if not connection.loaded:
-            connection.communicator.rank_of(options["root_rank"])
-            _check_ranks(connection.communicator, made, asynchronous, options)
+        if not binding.loaded:
+            binding.communicator.rank_of(options["root_rank"])
+            _check_ranks(binding.communicator, made, asynchronous, options)
         local = innermost(inside)
         moving = made.outer_optimizer(local, outer_optimizer)
         center = None if moving is None else CenterOptimizer(local, outer_optimizer)
         schedule = as_schedule(period, as_typed("period"))
-        if not connection.loaded:
-            group = connection.gradient_group or gradient_group_inside(inside)
-            schedule = schedule_around(group, connection.communicator, schedule, asynchronous)
+        if not binding.loaded:
+            group = binding.gradient_group or gradient_group_inside(inside)
+            schedule = schedule_around(group, binding.communicator, schedule, asynchronous)
         return cls(inside, made, schedule, center, asynchronous, options)
 
-    def check(self, connection: Connection, gradient_group: TensorFlowCommunicator | None) -> None:
-        """Raise where the plan does not suit the ranks, which a loaded optimizer only meets at its start.
+    def check(self, binding: RankBinding, gradient_group: TensorFlowCommunicator | None) -> None:
+        """Raise where the arguments do not suit the ranks, which a loaded optimizer only meets at its start.
 
         Raises:
             ValueError: too many ranks for the rate; others than when it was saved; gradients averaged over all of them.
         """
-        _check_ranks(connection.communicator, self.algorithm, self.asynchronous, self.options)
-        connection.refuse_other_ranks(gradient_group)
-        schedule_around(gradient_group, connection.communicator, self.schedule, self.asynchronous)
+        _check_ranks(binding.communicator, self.algorithm, self.asynchronous, self.options)
+        binding.refuse_other_ranks(gradient_group)
+        schedule_around(gradient_group, binding.communicator, self.schedule, self.asynchronous)
 
     def config(self, outer_optimizer: str) -> dict[str, Any]:
         """Return as plain values the arguments that all constructors share, except for the ranks.
@@ -124,8 +124,8 @@ def gradient_group_inside(optimizer: object) -> TensorFlowCommunicator | None:
 
 def _check_levels(inside: Any, overlap: int | str) -> None:
     """Refuse exchanges in flight while another level exchanges: both would remove the same difference."""
-    level = getattr(inside, "_exchanges", None)
-    inner = 0 if level is None else level.plan.options["overlap"]
+    level = getattr(inside, "_lifecycle", None)
+    inner = 0 if level is None else level.spec.options["overlap"]
     if level is not None and not overlap == inner == 0:
         raise ValueError(
             "`overlap` needs a single level: an exchange of one would be in flight while the other moves the replica. "

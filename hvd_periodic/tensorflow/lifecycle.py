@@ -1,0 +1,274 @@
+"""The exchanges of a Keras optimizer, from its construction to its first step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.options import of_exchange
+from hvd_periodic.sync.startup import CallPoint
+from hvd_periodic.tensorflow.gradients import GradientPreparation
+from hvd_periodic.tensorflow.graph import VariableSynchronizer
+from hvd_periodic.tensorflow.host import outside
+from hvd_periodic.tensorflow.model import check_policy, named_variables, native, with_rest_of
+from hvd_periodic.tensorflow.optimizer_state import KerasOptimizerState
+from hvd_periodic.tensorflow.outer import KerasLearningRate, VariableOuterOptimizer
+from hvd_periodic.tensorflow.private import list_variables
+from hvd_periodic.tensorflow.progress import ADDED
+from hvd_periodic.tensorflow.rank_binding import RankBinding
+from hvd_periodic.tensorflow.replica import VariableReplica
+from hvd_periodic.tensorflow.saved import SUMS_OF, SavedExchanges, depends_on_wire
+from hvd_periodic.tensorflow.settings import innermost
+from hvd_periodic.tensorflow.spec import OptimizerSpec
+from hvd_periodic.tensorflow.stage import Stage
+from hvd_periodic.wires import as_wire
+
+_CENTER_OPTIMIZER = "center_optimizer."
+"""Begins the names under which its variables are saved."""
+
+
+class _OptimizerSynchronizer(VariableSynchronizer):
+    """The synchronizer of an optimizer, which goes on in its life with it."""
+
+    def __init__(self, lifecycle: ExchangeLifecycle, *arguments: Any, **options: Any) -> None:
+        self._lifecycle = lifecycle
+        super().__init__(*arguments, **options)
+
+    def on_arrival(self) -> None:
+        """Open the optimizer, if no step has."""
+        self._lifecycle.open()
+
+    def on_joined(self) -> None:
+        """Let the optimizer have the variables that there are now."""
+        self._lifecycle.on_joined()
+
+    def rejoin(self, name: str) -> None:
+        """Be of the ranks that Horovod has now, which start without the optimizer."""
+        super().rejoin(name)
+        self._lifecycle.optimizer.stage = Stage.OPEN
+
+
+class ExchangeLifecycle:
+    """Leads the exchanges of an optimizer through the stages from its construction to its first step.
+
+    Args:
+        optimizer: a ``PeriodicOptimizer``; it gets as far as ``BUILDING`` by itself.
+        binding: its ranks.
+        spec: what was asked for.
+
+    Attributes:
+        model: returns the model, if there is one.
+        prepare: makes of gradients what the local update is given; there is one with the synchronizer.
+        saved: what the file of the model holds of the exchanges.
+    """
+
+    prepare: GradientPreparation
+    _synchronizer: VariableSynchronizer
+
+    def __init__(self, optimizer: Any, binding: RankBinding, spec: OptimizerSpec) -> None:
+        self.optimizer, self.binding, self.spec = optimizer, binding, spec
+        self.saved = SavedExchanges(spec.asynchronous)
+        self.model: Callable[[], keras.Model | None] = lambda: None
+        self._made: list[Any] = []
+
+    @property
+    def synchronizer(self) -> VariableSynchronizer:
+        """Counts, asks the schedule and exchanges.
+
+        Raises:
+            RuntimeError: the variables are not known yet.
+        """
+        if self.optimizer.stage < Stage.CREATED:
+            what, then = "is not built yet, so that there is no center", "build(model.trainable_variables) on all ranks"
+            if self.binding.loaded:
+                what, then = "was loaded", "attach()"
+            raise RuntimeError(f"The optimizer {what}: call optimizer.{then}, or train")
+        return self._synchronizer
+
+    def attach(self, model: keras.Model | None, process_set: Any, distributed: Any) -> None:
+        """Take over what no file holds, see ``PeriodicOptimizer.attach``."""
+        if self.optimizer.stage >= Stage.CREATED:
+            raise RuntimeError("attach() has to come before the first use of the optimizer")
+        if model is not None:
+            check_policy(self.spec.options["buffers"], model)
+            self.model = weakref.ref(model)
+        self.binding.attach(process_set, distributed)
+        self.create_loaded()
+
+    def on_built(self) -> None:
+        """Go on with an optimizer whose variables are there: start, if all ranks are about to."""
+        self.optimizer.stage = Stage.BUILT
+        if not self.binding.waits:
+            self.optimizer.start()
+        elif not self.binding.loaded:  # That of a file does not know its model yet.
+            self.create()
+
+    def create_loaded(self) -> None:
+        """Make the synchronizer of an optimizer that was loaded, if it is built."""
+        if self.binding.loaded and self.optimizer.built:
+            self.create()
+
+    def create(self) -> None:
+        """Make the variables of the exchanges, if they are not there, and give them what was saved."""
+        if self.optimizer.stage >= Stage.CREATED:
+            return
+        spec, options, binding = self.spec, self.spec.options, self.binding
+        named = named_variables(self.optimizer._trainable_variables, self.model(), options["buffers"])
+        replica = VariableReplica(named, self._new_variable, forget_variable=self.saved.variables.variables.pop)
+        ranks, root = binding.communicator, 0
+        sums = as_wire(options["compression"]).forms_sums(ranks, False)
+        if spec.asynchronous or options["center"] != "replicated" or sums:
+            ranks = binding.ranks_of_file()  # What this rank holds of the center or sums has to be known.
+            root = ranks.rank_of(options["root_rank"])
+        center, values, local = spec.center, replica.values, innermost(spec.optimizer)
+        moving = None if center is None else VariableOuterOptimizer(center, named.parameters, values)
+        self._synchronizer = synchronizer = _OptimizerSynchronizer(
+            self,
+            self._new_variable,
+            replica,
+            spec.algorithm,
+            spec.schedule,
+            ranks,
+            root,
+            binding.name,
+            asynchronous=spec.asynchronous,
+            outer=moving,
+            rates=KerasLearningRate(local),
+            local_optimizer=KerasOptimizerState(local, replica),
+            learning_rate=lambda: native(getattr(spec.optimizer, "learning_rate", None)),
+            **of_exchange(options),
+        )
+        self.optimizer.stage = Stage.CREATED
+        self.prepare = GradientPreparation(local, binding.average, synchronizer, self.optimizer._get_variable_index)
+        self.saved.variables.formerly = named.formerly
+        saved = synchronizer.checkpoint.saved_center = self.saved.center(synchronizer.tensor_groups)
+        if saved is not None:
+            synchronizer.exchanger.has_loaded(saved)
+        self._name_center_optimizer()
+        if synchronizer.tensor_groups.parameters.error_feedback.second_hop_residual is not None:
+            self._new_variable(SUMS_OF, (2,), tf.int64, np.array(synchronizer.place))
+        varying = {name for name in self.saved.variables.variables if depends_on_wire(name)}
+        self.saved.variables.later = varying | set(synchronizer.progress.note_variables) | ADDED
+        self.saved.settle(synchronizer)
+
+    def start(self) -> None:
+        """Let all ranks agree and start from the root's values, or go on from where they were saved.
+
+        Raises:
+            ValueError: ranks disagree; on all of them.
+        """
+        binding = self.binding
+        if binding.waits:
+            binding.connect()
+            build_on_all(binding.communicator, binding.name, lambda: None)  # where new ones check arguments
+        ranks = binding.communicator
+
+        def check() -> None:
+            if tf.distribute.has_strategy():
+                raise ValueError("Horovod's ranks are processes of their own: train without a tf.distribute strategy")
+            self.spec.check(binding, self.optimizer.gradient_group)
+            self.create()
+
+        build_on_all(ranks, binding.name, check)
+        synchronizer = self.synchronizer
+        synchronizer.join(ranks, ranks.rank_of(self.spec.options["root_rank"]), binding.name)
+        synchronizer.average_within(binding.gradient_group)
+        synchronizer.start()
+        self.optimizer.stage = Stage.STARTED
+
+    def open(self, variables: Sequence[Any] = ()) -> bool:
+        """Start, and take over what was loaded since; all ranks together, at the first step or in ``finalize()``.
+
+        Args:
+            variables: of which the step is, if it is one.
+
+        Returns:
+            Whether the gradients of an eager step, which are there already, are of values that this rank, or one that
+            averages gradients with it, had before.
+
+        Raises:
+            ValueError: a step that is being compiled holds what layers derived from other weights; on the others their
+                next exchange says so.
+        """
+        if self.optimizer.stage is Stage.OPEN:
+            return False
+        eager = tf.executing_eagerly()
+        with outside():
+            if not tf.executing_eagerly():
+                raise RuntimeError("This is TensorFlow 2: for graphs of TensorFlow 1 use its contrib_opt")
+            before = [native(variable).numpy() for variable in variables] if eager else []
+            self.optimizer.build(with_rest_of(self.model(), variables))
+            self.optimizer.start()
+            synchronizer = self.synchronizer
+            derived = synchronizer.replica.derived_from()
+            replaced = synchronizer.begin(CallPoint.BEFORE_UPDATE if variables else CallPoint.END)
+            changed = any((native(v).numpy() != old).any() for v, old in zip(variables, before, strict=False))
+            replaced |= self.binding.any_in_group(changed)
+            stale = not eager and derived != synchronizer.replica.derived_from()
+            if stale:  # The others hear of it where they meet next.
+                synchronizer.handshake.fatal_error = (
+                    "Layers of this rank were adapted otherwise than those of the root, whose weights all have taken "
+                    "over, and the step that is being compiled has the old values: call optimizer.build("
+                    "model.trainable_variables) on all ranks after layers are adapted, and before training"
+                )
+                raise ValueError(synchronizer.handshake.fatal_error)
+            self._forget_sums_of_others()
+            self.optimizer.stage = Stage.OPEN
+            return replaced and eager
+
+    def _forget_sums_of_others(self) -> None:
+        """Forget what is left of sums where another rank has left it, and a file or a broadcast has brought it here."""
+        marked = self.saved.variables.variables.get(SUMS_OF)
+        if marked is not None and native(marked).numpy().tolist() != self.synchronizer.place:
+            self.synchronizer.tensor_groups.parameters.error_feedback.reset_second_hop()
+            marked.assign(self.synchronizer.place)
+
+    def write(self, store: Any) -> None:
+        """Save the state of the exchanges with the model, see :meth:`SavedExchanges.write`."""
+        marked, stage = self.saved.variables.variables.get(SUMS_OF), self.optimizer.stage
+        if marked is not None and stage is Stage.OPEN:
+            marked.assign(self.synchronizer.place)  # A broadcast after the first step has brought that of another rank.
+        synchronizer = self._synchronizer if stage >= Stage.CREATED else None
+        self.saved.write(store, synchronizer, stage >= Stage.STARTED)
+
+    def read(self, store: Any, reader: str) -> None:
+        """Take over what :meth:`write` wrote, now or when the variables are there, see :meth:`SavedExchanges.read`."""
+        if self.saved.read(store, reader) and self.optimizer.stage >= Stage.CREATED:
+            self.synchronizer.exchanger.discard()  # It would move the center that is loaded.
+            self.saved.settle(self.synchronizer)
+
+    def _new_variable(self, name: str, shape: Sequence[int], dtype: tf.DType, initial_value: Any) -> tf.Variable:
+        """Make a variable of the optimizer that is saved under its name."""
+        options = {"shape": tuple(shape), "dtype": dtype.name, "name": name}
+        variable = self.optimizer.add_variable(initializer=keras.initializers.Constant(initial_value), **options)
+        self._made.append(variable)
+        self.saved.variables.variables[name] = variable
+        return native(variable)
+
+    def on_joined(self) -> None:
+        """Let the optimizer have the variables that there are now, in the order of one that is new."""
+        self._name_center_optimizer()
+        named = self.saved.variables
+        named.later |= {name for name in named.variables if depends_on_wire(name)}
+        own = {id(variable) for variable in named.variables.values()}
+        order = {id(variable): i for i, variable in enumerate(self.synchronizer.held())}
+        left = [variable for variable in self._made if id(variable) in own]
+        left.sort(key=lambda variable: order.get(id(native(variable)), len(order)))
+        if list(map(id, left)) != list(map(id, self._made)):
+            list_variables(self.optimizer, self._made, left)
+            self._made = left
+
+    def _name_center_optimizer(self) -> None:
+        """Let the variables of the center's optimizer be saved under their names."""
+        center, saved = self.spec.center, self.saved.variables.variables
+        if center is None or self.spec.asynchronous:
+            return
+        for name in [name for name in saved if name.startswith(_CENTER_OPTIMIZER)]:
+            del saved[name]
+        saved.update({f"{_CENTER_OPTIMIZER}{i}": variable for i, variable in enumerate(center.variables)})

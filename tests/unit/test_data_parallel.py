@@ -1,0 +1,41 @@
+"""How a ``DistributedDataParallel`` around parameters is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from hvd_periodic.torch.data_parallel import averaging_among, refuse_averaging, switch_off  # noqa: E402
+
+
+@pytest.fixture
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Yield in a job of one rank, which takes its group for one of two."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_wrapper_of_parameters_is_found() -> None:
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    assert averaging_among(model.parameters(), [0, 1]) == []
+    wrapper = DistributedDataParallel(model)
+    assert averaging_among(model.parameters(), [0, 1]) == [wrapper]
+    assert averaging_among(other.parameters(), [0, 1]) == []
+    assert averaging_among(model.parameters(), [0, 1, 2]) == []
+    with pytest.raises(RuntimeError, match="DistributedDataParallel averages the gradients of ranks that exchange"):
+        refuse_averaging(model.parameters(), [0, 1])
+    switch_off(wrapper)
+    assert averaging_among(model.parameters(), [0, 1]) == []
+
+
+def test_without_torch_distributed_there_is_none() -> None:
+    assert averaging_among(torch.nn.Linear(2, 1).parameters(), [0, 1]) == []
