@@ -45,7 +45,7 @@ class PiggybackedMessages(Generic[V]):
         )
 
     def messages(self, due: DueFragments) -> list[np.ndarray]:
-        """Return the messages of an exchange, without side effects; empty if they cannot travel with the handshake."""
+        """Return the messages of an exchange, without side effects; empty if there are none or one cannot be formed."""
         if not self.possible:
             return []
         try:
