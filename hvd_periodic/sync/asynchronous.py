@@ -162,7 +162,7 @@ class Asynchronous(Exchanger[V]):
         self.worker.resume(list(self.tensor_groups), state)
 
     def loaded_centers(self, state: dict[str, Any] | None) -> list[Store[Any]]:
-        """Return none: ranks loaded the center as of different moments, and only the root's counts."""
+        """Return none: each rank has loaded the center of a different moment, and only the root's counts."""
         return []
 
     def begin_taking_over(self) -> None:

@@ -290,7 +290,7 @@ def test_lines_name_one_of_several_optimizers(said: pytest.LogCaptureFixture) ->
 
 
 def test_lines_of_one_rank_name_it_too(said: pytest.LogCaptureFixture) -> None:
-    """Of two optimizers, the second is left out of an exchange, and its ranks have started from other values."""
+    """Of two optimizers, the second is excluded from an exchange, and its ranks have started from other values."""
 
     def train(communicator: Communicator) -> None:
         of_numpy(communicator, False)
