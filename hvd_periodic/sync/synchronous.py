@@ -11,6 +11,7 @@ from hvd_periodic.algorithms.base import Algorithm, Exchange
 from hvd_periodic.arguments import described
 from hvd_periodic.centers import Placement, Replicated
 from hvd_periodic.centers.tensor_group import TensorGroup
+from hvd_periodic.comm.agreement import ADVICE
 from hvd_periodic.comm.handshake import Purpose, Record, integers
 from hvd_periodic.local_state.base import LocalState
 from hvd_periodic.schedules.base import Schedule
@@ -39,6 +40,8 @@ class Synchronous(Exchanger[V]):
     steps_agree = True
     overlapped: ClassVar[bool] = False
     """Local steps continue while an exchange is in flight."""
+    advice = ADVICE
+    """What a user may have forgotten where centers differ."""
 
     @classmethod
     def suited(cls, algorithm: Algorithm, size: int) -> Algorithm:
@@ -148,7 +151,7 @@ class Synchronous(Exchanger[V]):
                 sent += self._run(agreed, due)
                 self._constrain()
                 if context.audit_every and (progress.rounds + 1) % context.audit_every == 0:
-                    self.tensor_groups.audit()
+                    self.tensor_groups.audit(self.advice)
         counters = progress.counters
         progress.counters = replace(
             counters,

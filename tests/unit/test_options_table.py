@@ -147,6 +147,7 @@ class Maker:
 
         hvd.init()
         v1, algorithm = tf.compat.v1, options.pop("algorithm", EASGD())
+        asked = cls
         if cls == "PeriodicOptimizer" and isinstance(algorithm, EASGD | AGN):
             cls = "ElasticAverageOptimizer" if isinstance(algorithm, EASGD) else "AGNOptimizer"
         period = options.pop("period", 4)
@@ -160,7 +161,7 @@ class Maker:
             if cls == "ModelAverageOptimizer":
                 optimizer = made(local, 1, True, getter, period, **options)
             else:
-                own = {"rho": 0.0} if cls == "ElasticAverageOptimizer" else {}
+                own = {"rho": 0.0} if cls == "ElasticAverageOptimizer" else vars(algorithm) if cls != asked else {}
                 optimizer = made(local, 1, getter, period, **own, **options)
             optimizer.minimize(loss, global_step=v1.train.get_or_create_global_step())
             return optimizer

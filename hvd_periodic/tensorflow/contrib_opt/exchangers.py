@@ -15,17 +15,11 @@ from hvd_periodic.vectors.store import Store
 
 
 class SessionSynchronous(Synchronous[Any]):
-    """Checks at the first exchange that all ranks have started with the same centers: nothing else does.
-
-    Attributes:
-        how_to_start: what a user may have forgotten where they have not.
-    """
-
-    how_to_start = ""
+    """Checks at the first exchange that all ranks have started with the same centers: nothing else does."""
 
     def _run(self, agreed: GlobalStatus, due: DueFragments) -> Any:
         if self.context.progress.rounds == 0 and not self.context.warmup.equal:
-            self.tensor_groups.audit(self.how_to_start)
+            self.tensor_groups.audit(self.advice)
         return super()._run(agreed, due)
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.algorithms.easgd import BETA
 from hvd_periodic.comm.agreement import build_on_all
+from hvd_periodic.options import of_exchange
 from hvd_periodic.schedules import Schedule
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator, ranks_of
 from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, branch, control_flow_v1
@@ -45,7 +46,7 @@ _HOW_TO_START = {
     True: "Have sessions of some ranks alone been initialized or restored again after the first step?",
     False: "Has a session begun without the hook of make_session_run_hook() and without get_init_op()?",
 }
-"""What may have gone wrong where centers differ at the first exchange: without a custom getter, and with one."""
+"""What may have gone wrong where centers differ: without a custom getter, and with one."""
 
 
 class GraphOptimizer(tf.compat.v1.train.Optimizer):
@@ -55,15 +56,16 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         request: what its constructor was given.
         use_locking: whether asynchronous exchanges in shared memory exclude each other.
         name: of the optimizer.
-        process_set: the ranks that exchange.
     """
 
     BETA = BETA
 
-    def __init__(self, request: Request, use_locking: bool, name: str, process_set: Any = None) -> None:
+    def __init__(self, request: Request, use_locking: bool, name: str) -> None:
         super().__init__(use_locking, name)
-        communicator = self._communicator = ranks_of(process_set)
-        prefix = communicator.unique_name(provisional=True)  # Its number is that of its exchanges.
+        options = self._options = request.options
+        communicator = self._communicator = ranks_of(options["process_set"])
+        # Its number is that of its exchanges.
+        prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)
         cls = type(self).__name__
 
         def granted() -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
@@ -73,7 +75,6 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
         self._algorithm, self._schedule, self._averaged = build_on_all(communicator, prefix, granted)
         self._opt: Any = request.opt
-        self._buffers, self._compression, self._center_file = request.buffers, request.compression, request.center_file
         self._asynchronous = bool(request.asynchronous)
         self._adopts = request.getter is None
         getter = request.getter
@@ -297,7 +298,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         references = [reference_of(variable, self._getter) for variable in variables]
         named = NamedVariables(
             [(variable.op.name, variable) for variable in variables],
-            averaged=[(v.op.name, v) for v in self._getter.statistics] if self._buffers == "average" else [],
+            averaged=[(v.op.name, v) for v in self._getter.statistics] if self._options["buffers"] == "average" else [],
         )
         if self._algorithm.needs_outer_optimizer and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
@@ -314,11 +315,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             prefix,
             asynchronous=self._asynchronous,
             use_locking=self._use_locking,
-            compression=self._compression,
-            center_file=self._center_file,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
             learning_rate=lambda: learning_rate_of(plain(self._opt)),
             exchangers=(SessionSynchronous, SessionAsynchronous),
+            **of_exchange(self._options),
         )
         exchanger, groups = synchronizer.exchanger, synchronizer.tensor_groups
         if isinstance(exchanger, SessionAsynchronous):
@@ -329,7 +329,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             stores = [ArrayStore(layout, variables, replica.values) for variables in (as_read, centers) if variables]
             exchanger.keep(stores[0] if as_read else None, stores[-1])
         elif isinstance(exchanger, SessionSynchronous):
-            exchanger.how_to_start = _HOW_TO_START[self._adopts]
+            exchanger.advice = _HOW_TO_START[self._adopts]
             for group in groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.start_buffers(pairs)

@@ -12,13 +12,13 @@ import tensorflow as tf
 from hvd_periodic.algorithms import Algorithm
 from hvd_periodic.arguments import require_int, spelled
 from hvd_periodic.comm.base import Communicator
-from hvd_periodic.options import PathLike
 from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
-from hvd_periodic.wires.compression import Compression, as_wire
+from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
+from hvd_periodic.wires import as_wire
 
 
 def spelled_as(cls: str) -> AbstractContextManager[None]:
@@ -37,10 +37,8 @@ class Request:
         getter_class: the class that the getter has to be of.
         algorithm: makes the algorithm, or raises.
         period: local steps between exchanges, by the name of its argument.
-        buffers: ``"average"`` or ``"local"``.
+        options: all others.
         asynchronous: exchange without waiting for other ranks.
-        compression: how messages travel.
-        center_file: in which an asynchronous center lies.
     """
 
     opt: Any
@@ -49,10 +47,8 @@ class Request:
     getter_class: type[CustomGetter]
     algorithm: Callable[[], Algorithm]
     period: tuple[str, int | Schedule]
-    buffers: str
+    options: SessionOptions
     asynchronous: bool = False
-    compression: Any = Compression.none
-    center_file: PathLike | None = None
 
     def granted(
         self, cls: str, communicator: Communicator
@@ -73,9 +69,10 @@ class Request:
                 f"`num_worker` must be the number of Horovod ranks that exchange, {communicator.size}: pass "
                 f"hvd.size(), or that of the process set. Received: num_worker={self.num_worker!r}"
             )
-        if self.buffers not in ("average", "local"):
-            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={self.buffers!r}")
-        as_wire(self.compression)
+        buffers = self.options["buffers"]
+        if buffers not in ("average", "local"):
+            raise ValueError(f"`buffers` must be 'average' or 'local'. Received: buffers={buffers!r}")
+        as_wire(self.options["compression"])
         name, period = self.period
         planned = as_schedule(period, name)
         with spelled_as(cls):
