@@ -73,7 +73,7 @@ class VariableOuterOptimizer(FollowsRate):
 
     def clone(self) -> VariableOuterOptimizer:
         """Return one like this that has no center yet."""
-        return VariableOuterOptimizer(self._moved.clone(), self._parameters, self._values)
+        return type(self)(self._moved.clone(), self._parameters, self._values)
 
     def per_fragment(self, fragments: Sequence[Fragment]) -> DividedVariables:
         """Return one of these for each fragment."""

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import hvd_periodic.numpy as hvdn
+from hvd_periodic import Compression, Piecewise
 from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.host import eager
@@ -159,3 +160,15 @@ def a_center_that_went_astray() -> Any:
             training.session.run(astray)
         errors.append(attempt(training.step, tf.errors.OpError))
     return errors
+
+
+@scenario
+def fragments() -> Any:
+    """Two parts, one after another within a period; also in 8 bits, and of ranks that count differently."""
+    return {
+        "easgd": beside("easgd", True, 4, fragments=2),
+        "easgd_rho": beside("easgd_rho", False, 3, fragments=2),
+        "average": beside("average", False, 5, fragments=2, compression=Compression.int8),
+        "agn": beside("agn", True, 4, fragments=2),
+        "weighed": beside("average", True, Piecewise({0: 2, 4: 5}), fragments=2, weight=1.0 + hvd.rank()),
+    }

@@ -49,6 +49,8 @@ def test_an_unknown_keyword_is_refused_by_name(name: str) -> None:
         ("AGNOptimizer", {"weight": 2.0}, ValueError, r"AGN with op='average'. Received: AGN\(op='sum'\)"),
         ("AGNOptimizer", {"op": "mean"}, ValueError, r"`AGNOptimizer\(op=...\)` must be 'sum' or 'average'"),
         ("ModelAverageOptimizer", {"audit_every": -1}, ValueError, "`audit_every`.*Received: -1"),
+        ("ModelAverageOptimizer", {"fragments": 2}, ValueError, "`fragments` must be at most 1.*Received: fragments=2"),
+        ("AGNOptimizer", {"asynchronous": True, "fragments": 2}, ValueError, "`fragments` is for synchronous exchange"),
         ("AGNOptimizer", {"asynchronous": True, "audit_every": 2}, ValueError, "there is one center"),
         ("ModelAverageOptimizer", {"timeout_seconds": "soon"}, TypeError, "`timeout_seconds`.*Received: 'soon'"),
     ],
@@ -78,3 +80,43 @@ def test_a_weight_is_asked_for_once_per_exchange() -> None:
         assert session.run(w).tolist() == [-1.5, -0.5]
         with pytest.raises(tf.errors.OpError, match="weight of this rank cannot be used"):
             session.run(train)
+
+
+def of_two_variables(name: str, local: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
+    """Return a session, a step by gradients of 1, and the centers of variables that start at [1, 2]."""
+    getter = getattr(contrib_opt, name.replace("Optimizer", "CustomGetter"))("")
+    loss = tf.add_n([tf.reduce_sum(variable(getter, key)) for key in ("a", "b")])
+    optimizer = make(name, getter, local, **options)
+    train, initialize = optimizer.minimize(loss), optimizer.get_init_op(0)
+    session = tf.Session()
+    session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+    session.run(initialize)
+    return session, train, list(getter.centers.values())
+
+
+def test_the_optimizer_of_each_fragment_has_a_state_of_its_own() -> None:
+    """The first step of Adam has the length of its rate; powers of β that others advance would shorten it."""
+    options = {"communication_period": 2, "fragments": 2}
+    session, train, centers = of_two_variables("AGNOptimizer", tf.train.AdamOptimizer(0.5), **options)
+    with session:
+        seen = []
+        for _ in range(2):
+            session.run(train)
+            seen.append([center.tolist()[0] for center in session.run(centers)])
+        assert seen == [pytest.approx([0.5, 1.0], abs=1e-5), pytest.approx([0.5, 0.5], abs=1e-5)]
+        powers = [v.op.name for v in tf.global_variables() if "decay1_power" in v.op.name]
+        assert len(powers) == 2
+
+
+def test_the_local_center_of_a_fragment_is_read_with_it() -> None:
+    local, options = tf.train.GradientDescentOptimizer(0.5), {"communication_period": 2, "fragments": 2}
+    options |= {"moving_rate": 0.25, "rho": 0.0}
+    session, train, _ = of_two_variables("ElasticAverageOptimizer", local, **options)
+    read = [v for v in tf.local_variables() if v.op.name.startswith(contrib_opt.LOCAL_VARIABLE_NAME)]
+    with session:
+        seen = []
+        for _ in range(4):
+            session.run(train)
+            seen.append([value.tolist()[0] for value in session.run(read)])
+    # a: c 1 → 0.875 at step 1, with x 0.5; b: c 1 → 0.75 at step 2, with x 0.
+    assert seen == [[1.0, 1.0], [1.0, 1.0], [0.875, 1.0], [0.875, 0.75]]

@@ -155,7 +155,7 @@ class Maker:
             made = getattr(self.module, cls)
             getter = getattr(self.module, cls.replace("Optimizer", "CustomGetter"))("")
             with v1.variable_scope("", custom_getter=getter):
-                loss = tf.reduce_sum(v1.get_variable("w", (2,)) ** 2)
+                loss = tf.add_n([tf.reduce_sum(v1.get_variable(name, (2,)) ** 2) for name in "wb"])
             wrap = options.pop("wrap", lambda maker, local, model: local)
             local = wrap(self, v1.train.GradientDescentOptimizer(0.1), None)
             if cls == "ModelAverageOptimizer":

@@ -12,7 +12,6 @@ from hvd_periodic.algorithms import Exchange
 from hvd_periodic.algorithms.easgd import ContribEASGD
 from hvd_periodic.options import takes
 from hvd_periodic.schedules import Schedule
-from hvd_periodic.tensorflow.contrib_opt.branches import Assigned, value_of
 from hvd_periodic.tensorflow.contrib_opt.getters import ElasticAverageCustomGetter
 from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import plain
 from hvd_periodic.tensorflow.contrib_opt.optimizer import InitializedByTask
@@ -141,13 +140,8 @@ class ElasticAverageOptimizer(InitializedByTask):
             elastic = [(self._elastic(g, variable), variable) for g, variable in pairs]
         return [(g if g is None else tf.where(begun, e, g), v) for (e, v), (g, _) in zip(elastic, pairs, strict=True)]
 
-    def _before_exchange(self, references: Sequence[Any]) -> Assigned:
-        if self._algorithm.uses_gradients:  # Then it is part of the algorithm's state.
-            return []
-        return [self._getter.companions[key].assign(value_of(self._getter.centers[key])) for key in references]
-
     def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
-        if self._algorithm.uses_gradients:
+        if self._algorithm.uses_gradients:  # Then it is part of the algorithm's state.
             return []
         return [self._getter.companions[reference] for reference in references]
 

@@ -127,7 +127,7 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                 )
             pairs = checked(grads_and_vars, self._getter, self._adopts)
             self._require_global_step(global_step)
-            with spelled_as(type(self).__name__):
+            with spelled_as(type(self).__name__), tf.device(None), self._getter.paused():
                 return pairs, self._synchronizer(trained_by(pairs), prefix)
 
         found = self._getter.found()
@@ -151,23 +151,19 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
                     turn,
                     global_step,
                     not self._adopts,
-                    self._before_exchange,
                     lambda: self._initialization.start_centers(trained_by(pairs)),
                 )
                 self._ends.append(end)
                 return end.after(waited, updated)
 
     def _create_slots_of(self, pairs: Pairs) -> None:
-        """Create what the wrapped optimizer, and that of the center, need: before conditionals do."""
+        """Create what the wrapped optimizer needs, before conditionals do."""
         trained = trained_by(pairs)
         with tf.init_scope():
             plain(self._opt)._create_slots(trained)
         belongs_to_optimizer(*self._opt.variables())
         if not self._adopts:
             _keep_local(self._opt.variables())
-        if isinstance(self._center_optimizer, CenterOptimizer):
-            self._center_optimizer.create([self._getter.centers[variable.ref()] for variable in trained])
-            belongs_to_optimizer(*self._center_optimizer.variables())
 
     def _update(self, synchronizer: VariableSynchronizer, turn: SessionTurn, pairs: Pairs) -> tuple[list[Any], Any]:
         """Return what has to have happened before a local step is counted, and whether that is one with an update.
@@ -282,12 +278,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         """Return what has to have happened with the gradients before an exchange."""
         return []
 
-    def _before_exchange(self, references: Sequence[Any]) -> Assigned:
-        """Return what else is assigned first at an exchange of some variables."""
-        return []
-
     def _as_read(self, references: Sequence[Any]) -> list[tf.Variable]:
-        """Return the variables of the center as an asynchronous exchange has read it, if they are no state anyway."""
+        """Return the variables of the center as an exchange has read it, if they are no state anyway."""
         return []
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
@@ -320,17 +312,16 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             exchangers=(SessionSynchronous, SessionAsynchronous),
             **of_exchange(self._options),
         )
-        exchanger, groups = synchronizer.exchanger, synchronizer.tensor_groups
+        exchanger: Any = synchronizer.exchanger
+        centers, as_read = [self._getter.centers[reference] for reference in references], self._as_read(references)
+        read, center = (ArrayStore(replica.parameters.layout, of, replica.values) for of in (as_read, centers))
+        exchanger.keep(read if as_read else None, center)
         if isinstance(exchanger, SessionAsynchronous):
-            centers = [self._getter.centers[reference] for reference in references]
             shared = SharedCenter(synchronizer, centers, [v for _, v in named.averaged])
             self._initialization.shared_centers.append(shared)
-            layout, as_read = groups.parameters.values.layout, self._as_read(references)
-            stores = [ArrayStore(layout, variables, replica.values) for variables in (as_read, centers) if variables]
-            exchanger.keep(stores[0] if as_read else None, stores[-1])
-        elif isinstance(exchanger, SessionSynchronous):
+        else:
             exchanger.advice = _HOW_TO_START[self._adopts]
-            for group in groups.statistics:
+            for group in synchronizer.tensor_groups.statistics:
                 pairs = zip(group.center.tensors(), group.values.tensors(), strict=True)
                 self._initialization.start_buffers(pairs)
         return synchronizer

@@ -16,6 +16,7 @@ class SessionOptions(TypedDict, total=False):
             normalization, become their mean over ranks at every exchange; ``"local"``: they are left alone.
         process_set: the Horovod process set that exchanges. Default: all ranks.
         compression: encoding of messages: ``hvdp.Compression.none``, ``fp16``, ``bf16``, ``int8`` or ``topk(0.01)``.
+        fragments: number of parts of the parameters that are exchanged one after another within every period.
         weight: how much this rank counts in the mean over ranks: a number, or a function that Python calls once per
             exchange; for algorithms that take a mean. None: all ranks count equally.
         audit_every: number of exchanges after which ranks compare their centers to the bit. 0: never.
@@ -28,6 +29,7 @@ class SessionOptions(TypedDict, total=False):
     buffers: Annotated[str, "average"]
     process_set: Annotated[Any, None]
     compression: Annotated[Any, Compression.none]
+    fragments: Annotated[int, 1]
     weight: Annotated[WeightLike, None]
     audit_every: Annotated[int, 0]
     timeout_seconds: Annotated[float | None, None]
