@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import hvd_periodic.numpy as hvdn
-from hvd_periodic import Compression, Piecewise
+from hvd_periodic import BMUF, Compression, DiLoCo, Piecewise, SlowMo
 from hvd_periodic.tensorflow import contrib_opt
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.host import eager
@@ -31,12 +31,18 @@ GRAPHS: dict[str, Callable[..., Any]] = {
     "easgd_rho": lambda o, g, p, **k: contrib_opt.ElasticAverageOptimizer(o, hvd.size(), g, p, 0.25, 0.5, **k),
     "average": lambda o, g, p, **k: contrib_opt.ModelAverageOptimizer(o, hvd.size(), hvd.rank() == 0, g, p, **k),
     "agn": lambda o, g, p, **k: contrib_opt.AGNOptimizer(o, hvd.size(), g, p, **k),
+    "diloco": lambda o, g, p, **k: contrib_opt.PeriodicOptimizer(o, hvd.size(), g, DiLoCo(), p, **k),
+    "slowmo": lambda o, g, p, **k: contrib_opt.PeriodicOptimizer(o, hvd.size(), g, SlowMo, p, **k),
+    "bmuf": lambda o, g, p, **k: contrib_opt.PeriodicOptimizer(o, hvd.size(), g, BMUF(), p, **k),
 }
 ARRAYS: dict[str, Callable[..., Any]] = {
     "easgd": lambda o, x, p, **k: hvdn.ElasticAverageOptimizer(o, x, p, 0.25, **k),
     "easgd_rho": lambda o, x, p, **k: hvdn.ElasticAverageOptimizer(o, x, p, 0.25, rho=0.5, **k),
     "average": lambda o, x, p, **k: hvdn.ModelAverageOptimizer(o, x, p, **k),
     "agn": lambda o, x, p, **k: hvdn.AGNOptimizer(o, x, p, **k),
+    "diloco": lambda o, x, p, **k: hvdn.PeriodicOptimizer(o, x, DiLoCo(), p, **k),
+    "slowmo": lambda o, x, p, **k: hvdn.PeriodicOptimizer(o, x, SlowMo(), p, **k),
+    "bmuf": lambda o, x, p, **k: hvdn.PeriodicOptimizer(o, x, BMUF(), p, **k),
 }
 GETTERS: dict[str, Callable[[str], Any]] = {
     "easgd": contrib_opt.ElasticAverageCustomGetter,
@@ -68,7 +74,8 @@ class Session:
     def __init__(self, name: str, with_getter: bool, period: Any, **options: Any) -> None:
         self.graph = tf.Graph()
         with self.graph.as_default():
-            getter = GETTERS[name.partition("_")[0]]("") if with_getter else None
+            made = GETTERS.get(name.partition("_")[0], contrib_opt.PeriodicCustomGetter)
+            getter = made("") if with_getter else None
             start = parts(np.array(oracle.START) + hvd.rank())
             with tf.variable_scope("", custom_getter=getter):
                 self.x = [
@@ -127,11 +134,15 @@ def course(training: Session | Arrays) -> list[Values]:
     return seen
 
 
-def beside(name: str, with_getter: bool, period: Any, **options: Any) -> list[list[Values]]:
-    """Return the courses of a session and of arrays."""
-    of_session = course(Session(name, with_getter, period, **options))
+def beside(
+    name: str, with_getter: bool, period: Any, outer: tuple[float, float] | None = None, **options: Any
+) -> list[list[Values]]:
+    """Return the courses of a session and of arrays; ``outer`` is rate and momentum of what moves the center."""
+    own = {} if outer is None else {"outer_optimizer": tf.train.MomentumOptimizer(*outer)}
+    of_session = course(Session(name, with_getter, period, **own, **options))
+    own = {} if outer is None else {"outer_optimizer": hvdn.SGD(*outer)}
     with eager():
-        return [of_session, course(Arrays(name, period, **options))]
+        return [of_session, course(Arrays(name, period, **own, **options))]
 
 
 @scenario
@@ -171,4 +182,16 @@ def fragments() -> Any:
         "average": beside("average", False, 5, fragments=2, compression=Compression.int8),
         "agn": beside("agn", True, 4, fragments=2),
         "weighed": beside("average", True, Piecewise({0: 2, 4: 5}), fragments=2, weight=1.0 + hvd.rank()),
+    }
+
+
+@scenario
+def other_algorithms() -> Any:
+    """With their own vectors beside the center, an optimizer that moves it, and options."""
+    return {
+        "diloco": beside("diloco", True, 3),
+        "slowmo": beside("slowmo", True, 3, fragments=2),
+        "bmuf": beside("bmuf", False, 2, weight=1.0 + hvd.rank()),
+        "outer": beside("diloco", False, 4, (0.5, 0.25), fragments=2),
+        "agn": beside("agn", True, 4, (0.25, 0.5)),
     }

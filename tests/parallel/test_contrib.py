@@ -18,7 +18,7 @@ pytest.importorskip("horovod.tensorflow")
 
 OF_SIZE = (
     *("constant_gradients", "compressed", "not_finite_on_the_last_rank", "quadratics", "networks", "disagreements"),
-    *("weights_and_audits", "fragments", "a_center_that_went_astray"),
+    *("weights_and_audits", "fragments", "other_algorithms", "a_center_that_went_astray"),
 )
 """What the number of ranks makes a difference for."""
 
@@ -105,6 +105,10 @@ def test_ranks_that_count_differently(ranks: list[dict[str, Any]]) -> None:
 
 def test_parts_of_the_parameters_that_are_exchanged_in_turn(ranks: list[dict[str, Any]]) -> None:
     assert_alike(ranks, "fragments")
+
+
+def test_algorithms_that_tf_contrib_opt_did_not_have(ranks: list[dict[str, Any]]) -> None:
+    assert_alike(ranks, "other_algorithms")
 
 
 def test_a_center_that_went_astray_is_found(ranks: list[dict[str, Any]]) -> None:

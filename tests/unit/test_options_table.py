@@ -126,6 +126,10 @@ class Maker:
             import torch
 
             return lambda groups: torch.optim.SGD(groups, lr=1.0)
+        if self.front_end == "`contrib_opt`":
+            import tensorflow as tf
+
+            return tf.compat.v1.train.GradientDescentOptimizer(1.0)
         return self._model()[1]
 
     def _model(self) -> tuple[Any, Any]:
@@ -160,6 +164,8 @@ class Maker:
             local = wrap(self, v1.train.GradientDescentOptimizer(0.1), None)
             if cls == "ModelAverageOptimizer":
                 optimizer = made(local, 1, True, getter, period, **options)
+            elif cls == "PeriodicOptimizer":
+                optimizer = made(local, 1, getter, algorithm, period, **options)
             else:
                 own = {"rho": 0.0} if cls == "ElasticAverageOptimizer" else vars(algorithm) if cls != asked else {}
                 optimizer = made(local, 1, getter, period, **own, **options)
@@ -188,8 +194,6 @@ def with_algorithms(*algorithms: Any) -> Callable[[Maker], None]:
 
 
 def with_outer_optimizer(maker: Maker) -> None:
-    if maker.front_end == "`contrib_opt`":
-        maker.make("AGNOptimizer", outer_optimizer=None)
     maker.make(algorithm=AGN(), outer_optimizer=maker.outer())
 
 

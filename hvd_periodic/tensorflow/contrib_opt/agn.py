@@ -35,6 +35,7 @@ class AGNOptimizer(InitializedByTask):
         use_locking: in asynchronous exchange through shared memory, whether reading and adding exclude those of other
             ranks; without it, additions that collide may be lost. Otherwise nothing is written concurrently.
         name: of the optimizer.
+        outer_optimizer: moves the center, in a copy with a state of its own. Default: ``optimizer``.
         op: ``"sum"`` or ``"average"`` of the workers' normalized gradients.
         asynchronous: as in :class:`ElasticAverageOptimizer`; the center's optimizer, whose hyper-parameters have to be
             numbers, starts anew with every process.
@@ -58,6 +59,7 @@ class AGNOptimizer(InitializedByTask):
         use_locking: bool = True,
         name: str = "AGNOptimizer",
         *,
+        outer_optimizer: Any = None,
         op: str = "sum",
         asynchronous: bool = False,
         **options: Unpack[SessionOptions],
@@ -71,6 +73,7 @@ class AGNOptimizer(InitializedByTask):
             ("communication_period", communication_period),
             options,
             asynchronous,
+            outer_optimizer,
         )
         super().__init__(request, use_locking, name)
 

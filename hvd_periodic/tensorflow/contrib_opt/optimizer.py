@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_periodic.algorithms import Algorithm
@@ -22,7 +23,7 @@ from hvd_periodic.tensorflow.contrib_opt.hook import InitializationHook
 from hvd_periodic.tensorflow.contrib_opt.initialization import Initialization
 from hvd_periodic.tensorflow.contrib_opt.initialized import initialize_with
 from hvd_periodic.tensorflow.contrib_opt.pairs import Pairs, checked, reference_of, trained_by, with_gradient
-from hvd_periodic.tensorflow.contrib_opt.rates import learning_rate_of
+from hvd_periodic.tensorflow.contrib_opt.rates import SessionRates, learning_rate_of
 from hvd_periodic.tensorflow.contrib_opt.replica import (
     CenterOptimizer,
     GraphOuterOptimizer,
@@ -39,6 +40,7 @@ from hvd_periodic.tensorflow.contrib_opt.turns import SessionTurn, SessionTurns
 from hvd_periodic.tensorflow.graph import VariableSynchronizer
 from hvd_periodic.tensorflow.replica import NamedVariables
 from hvd_periodic.tensorflow.store import ArrayStore
+from hvd_periodic.vectors.space import VectorSpace
 
 _COLLECTIONS = tf.compat.v1.GraphKeys
 
@@ -68,12 +70,13 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
         prefix = communicator.unique_name(options["timeout_seconds"], provisional=True)
         cls = type(self).__name__
 
-        def granted() -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
+        def granted() -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
             if isinstance(request.opt, GraphOptimizer):
                 raise TypeError(f"`{cls}` takes no optimizer that exchanges already; those of PyTorch and Keras do")
             return request.granted(cls, communicator)
 
-        self._algorithm, self._schedule, self._averaged = build_on_all(communicator, prefix, granted)
+        found = build_on_all(communicator, prefix, granted)
+        self._algorithm, self._moving, self._schedule, self._averaged = found
         self._opt: Any = request.opt
         self._asynchronous = bool(request.asynchronous)
         self._adopts = request.getter is None
@@ -284,7 +287,13 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
 
     def _vectors(self, references: Sequence[Any]) -> dict[str, list[tf.Variable]]:
         """Return the variables of the algorithm's state by name."""
-        return {"parameters.center": [self._getter.centers[reference] for reference in references]}
+        keys = ["center"]
+        if self._moving is None:
+            keys = list(self._algorithm.init_center(VectorSpace(), np.zeros(1)))
+        return {
+            f"parameters.{key}": [self._getter.vector(reference.deref(), key) for reference in references]
+            for key in keys
+        }
 
     def _synchronizer(self, variables: Sequence[Any], prefix: str) -> VariableSynchronizer:
         references = [reference_of(variable, self._getter) for variable in variables]
@@ -292,9 +301,10 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             [(variable.op.name, variable) for variable in variables],
             averaged=[(v.op.name, v) for v in self._getter.statistics] if self._options["buffers"] == "average" else [],
         )
-        if self._algorithm.needs_outer_optimizer and self._center_optimizer is None:
+        if self._moving is not None and self._center_optimizer is None:
             made = HostCenterOptimizer if self._asynchronous else CenterOptimizer
-            self._center_optimizer = made(plain(self._opt))
+            self._center_optimizer = made(self._moving)
+        local = plain(self._opt)
         replica = GraphReplica(named, self._vectors(references), self._counters.new_variable)
         moved = self._center_optimizer
         synchronizer = VariableSynchronizer(
@@ -308,7 +318,8 @@ class GraphOptimizer(tf.compat.v1.train.Optimizer):
             asynchronous=self._asynchronous,
             use_locking=self._use_locking,
             outer=None if moved is None else GraphOuterOptimizer(moved, named.parameters, replica.values),
-            learning_rate=lambda: learning_rate_of(plain(self._opt)),
+            rates=SessionRates(local, len(variables)) if self._algorithm.uses_learning_rate else None,
+            learning_rate=lambda: learning_rate_of(local),
             exchangers=(SessionSynchronous, SessionAsynchronous),
             **of_exchange(self._options),
         )

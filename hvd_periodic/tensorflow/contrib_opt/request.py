@@ -16,7 +16,7 @@ from hvd_periodic.schedules import Schedule, as_schedule
 from hvd_periodic.sync.warmup import schedule_around
 from hvd_periodic.tensorflow.communicator import TensorFlowCommunicator
 from hvd_periodic.tensorflow.contrib_opt.getters import CustomGetter
-from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of
+from hvd_periodic.tensorflow.contrib_opt.gradient_averaging import gradient_group_of, plain
 from hvd_periodic.tensorflow.contrib_opt.options import SessionOptions
 from hvd_periodic.wires import as_wire
 
@@ -39,6 +39,7 @@ class Request:
         period: local steps between exchanges, by the name of its argument.
         options: all others.
         asynchronous: exchange without waiting for other ranks.
+        outer_optimizer: moves the center, if the user has passed one.
     """
 
     opt: Any
@@ -49,11 +50,13 @@ class Request:
     period: tuple[str, int | Schedule]
     options: SessionOptions
     asynchronous: bool = False
+    outer_optimizer: Any = None
 
     def granted(
         self, cls: str, communicator: Communicator
-    ) -> tuple[Algorithm, Schedule, TensorFlowCommunicator | None]:
-        """Return the algorithm, the schedule, and the ranks whose gradients a DistributedOptimizer inside averages.
+    ) -> tuple[Algorithm, Any, Schedule, TensorFlowCommunicator | None]:
+        """Return the algorithm, the optimizer of which a copy moves the center or None, the schedule, and the ranks
+        whose gradients a DistributedOptimizer inside averages.
 
         Args:
             cls: name of the optimizer's class, for errors.
@@ -78,14 +81,20 @@ class Request:
         with spelled_as(cls):
             algorithm = self.algorithm()
             (algorithm.asynchronous_variant if self.asynchronous else algorithm.check)(communicator.size)
+            moving = algorithm.outer_optimizer(plain(self.opt), self.outer_optimizer)
         averaged = gradient_group_of(self.opt)
-        return algorithm, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
+        return algorithm, moving, schedule_around(averaged, communicator, planned, self.asynchronous), averaged
 
     def _check_optimizer(self, cls: str) -> None:
         if not isinstance(self.opt, tf.compat.v1.train.Optimizer):
             raise TypeError(
                 f"`{cls}` wraps a tf.compat.v1.train.Optimizer; for Keras optimizers there is "
                 f"hvd_periodic.tensorflow.{cls}. Received: {type(self.opt).__name__}"
+            )
+        given = self.outer_optimizer
+        if given is not None and not isinstance(given, tf.compat.v1.train.Optimizer):
+            raise TypeError(
+                f"`outer_optimizer` must be a tf.compat.v1.train.Optimizer. Received: {type(given).__name__}"
             )
 
     def _check_getter(self, cls: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
@@ -47,6 +48,8 @@ class StepEnd:
         outer = synchronizer.exchanged.outer
         parts = outer.parts if isinstance(outer, PerFragmentOptimizer) else [outer]
         self._outer = [part for part in parts if isinstance(part, GraphOuterOptimizer) and part.is_in_session]
+        rates = synchronizer.exchanged.rates
+        self._given: list[Any] = [*self._outer, *([] if rates is None else [rates])]
         self._global_step = global_step
         self._counts_rounds = counts_rounds
         self._start_centers = start_centers
@@ -109,15 +112,16 @@ class StepEnd:
     def _call(self, run: Callable[[], object]) -> Assigned:
         """Return what assigns what Python makes of all variables of an exchange."""
         synchronizer = self._synchronizer
-        given = self._outer[0].in_session() if self._outer else {}
+        given = [list(each.in_session().values()) for each in self._given]
 
         def in_turn(*values: np.ndarray) -> None:
-            for outer in self._outer:
-                outer.given = values
+            rest = iter(values)
+            for each, tensors in zip(self._given, given, strict=True):
+                each.given = list(islice(rest, len(tensors)))
             with self._turn.turn() if synchronizer.exchanger.steps_agree else nullcontext():
                 run()
 
-        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(given.values()))
+        _, assigned = python_call(in_turn, synchronizer.replica.values, self._stores(), list(chain(*given)))
         return assigned
 
     def _stores(self) -> list[Store[Any]]:
